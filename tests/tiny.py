@@ -1,0 +1,123 @@
+"""Tiny random checkpoints on disk: a Llama target, and a drafter that agrees with it about half of the time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 64, 4, 2, 32, 96, 160
+
+
+def llama_config(**changes) -> dict:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCAB,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    return {**config, **changes}
+
+
+def _layer(prefix: str, generator: torch.Generator, scale: float) -> dict[str, torch.Tensor]:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    return {
+        f"{prefix}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN) * 4,
+        f"{prefix}.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN) * 4,
+        f"{prefix}.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
+        f"{prefix}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+        f"{prefix}.mlp.gate_proj.weight": random(INTERMEDIATE, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": random(INTERMEDIATE, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": random(HIDDEN, INTERMEDIATE),
+        f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN),
+    }
+
+
+def _write(path: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def write_target(path: Path, seed: int = 0, scale: float = 0.09) -> Path:
+    """A target whose next token depends mostly on the last one, and enough on the context for KV errors to show."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator),
+        "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator) * 0.35,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        tensors |= _layer(prefix, generator, scale) | {f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN)}
+    return _write(path, llama_config(), tensors)
+
+
+def drafter_tensors(seed: int = 1) -> dict[str, torch.Tensor]:
+    """An EAGLE head that passes the embedding through: what the target predicts without its layers."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = _layer("layers.0", generator, 0.02)
+    tensors["fc.weight"] = torch.cat([torch.eye(HIDDEN), 0.05 * torch.randn(HIDDEN, HIDDEN, generator=generator)], 1)
+    return tensors
+
+
+def drafter_config(**changes) -> dict:
+    return llama_config(num_hidden_layers=1, bias=False, **changes)
+
+
+def write_drafter(path: Path, seed: int = 1, draft_vocab: int | None = None, bias: bool = False) -> Path:
+    """An EAGLE-1/2 checkpoint, optionally with a reduced draft vocabulary."""
+    tensors = drafter_tensors(seed)
+    config = drafter_config()
+    if bias:
+        tensors["fc.bias"] = torch.full((HIDDEN,), 0.01)
+        config["bias"] = True
+    if draft_vocab is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        config["draft_vocab_size"] = draft_vocab
+    return _write(path, config, tensors)
+
+
+def write_eagle3_drafter(path: Path, seed: int = 1, draft_vocab: int = 96) -> Path:
+    """An EAGLE-3 checkpoint (random: its drafts are rarely right)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    layer = _layer("midlayer", generator, 0.1)
+    for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+        layer[f"midlayer.self_attn.{name}_proj.weight"] = random(rows * HEAD_DIM, 2 * HIDDEN)
+    ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[ids] = True
+    tensors = layer | {
+        "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
+        "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
+        "norm.weight": torch.ones(HIDDEN),
+        "fc.weight": random(HIDDEN, 3 * HIDDEN),
+        "lm_head.weight": random(draft_vocab, HIDDEN),
+        "d2t": ids - torch.arange(draft_vocab),
+        "t2d": t2d,
+    }
+    config = drafter_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=draft_vocab)
+    return _write(path, config, tensors)

@@ -1,0 +1,235 @@
+"""The tree attention op against its reference in float64, the host's page layouts, and the host's own chain attention."""
+
+import pytest
+import torch
+
+from vllm_specplug.kernels import tree_attention as kernels
+from vllm_specplug.kernels.tree_attention import make_inputs, pack_pages, tree_attention, unpack_pages
+
+#: Largest deviation allowed, relative to the largest output.  bfloat16 outputs are rounded once, to 2^-9.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.bfloat16)]
+BACKENDS = {"cpp": tree_attention, "torch": kernels.tree_attention_reference}
+
+
+@pytest.fixture(params=["cpp", "torch"])
+def backend(request):
+    if request.param == "cpp" and kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    return BACKENDS[request.param]
+
+
+def exact(inputs):
+    """The reference's output in float64 arithmetic."""
+    wide = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    wide["output"] = torch.full_like(wide["output"], float("nan"))
+    kernels.tree_attention_reference(**wide)
+    return wide["output"]
+
+
+def assert_matches(inputs, backend):
+    backend(**inputs)
+    output, expected = inputs["output"].double(), exact(inputs)
+    written = ~expected.isnan()
+    assert written.any()
+    assert torch.equal(written, ~output.isnan()), "rows named by no request were written, or garbage leaked"
+    deviation = (output - expected)[written].abs().max() / expected[written].abs().max()
+    assert deviation <= TOLERANCE[inputs["query"].dtype]
+
+
+@pytest.mark.parametrize("context", [0, 1, 31, 32, 100, 1000])
+@pytest.mark.parametrize("block_size", [32, 128])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_context_lengths(backend, kv_layout, dtype, block_size, context):
+    inputs = make_inputs((context,), (17,), block_size=block_size, dtype=dtype, kv_layout=kv_layout)
+    assert not inputs["query"].is_contiguous() and not inputs["tree_key"].is_contiguous()
+    assert_matches(inputs, backend)
+
+
+@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_head_sizes(backend, kv_layout, dtype, head_size):
+    assert_matches(make_inputs((150,), (10,), head_size=head_size, dtype=dtype, kv_layout=kv_layout), backend)
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(4, 4), (9, 3), (8, 1), (7, 1), (32, 2)])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_head_counts(backend, kv_layout, dtype, num_heads, num_kv_heads):
+    inputs = make_inputs((70,), (9,), num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, kv_layout=kv_layout)
+    assert_matches(inputs, backend)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 96, 128])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_batch_of_different_lengths(backend, kv_layout, dtype, block_size):
+    inputs = make_inputs(
+        (5, 300, 0, 129, 64), (17, 3, 1, 0, 61), block_size=block_size, dtype=dtype, kv_layout=kv_layout
+    )
+    assert_matches(inputs, backend)
+
+
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (8, 1), (8, 60), (61, 61), (10, 130), (200, 300), (4, 0)])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_tree_lengths(backend, kv_layout, dtype, rows, nodes):
+    """Query and tree rows differ in number at a drafter's levels; trees may be wider than a chunk of keys."""
+    inputs = make_inputs((40, 7), (rows, 2), tree_lens=(nodes, 3), dtype=dtype, kv_layout=kv_layout)
+    assert_matches(inputs, backend)
+
+
+@pytest.mark.parametrize("context", [0, 40])
+def test_padding_rows_see_the_context_only(backend, context):
+    inputs = make_inputs((context,), (8,))
+    inputs["mask"][0, 5:] = False
+    assert_matches(inputs, backend)
+    if context == 0:
+        assert not inputs["output"][inputs["query_start"][0] + 5 :][:3].any()
+
+
+def test_large_scores_do_not_overflow(backend):
+    inputs = make_inputs((200,), (12,), num_heads=3)
+    inputs["scale"] = 40.0
+    backend(**inputs)
+    expected = exact(inputs)
+    written = ~expected.isnan()
+    # Scores in the thousands: a rounding error of the score is an error of the exponent.
+    torch.testing.assert_close(inputs["output"].double()[written], expected[written], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("backend_name", ["cpp", "torch"])
+def test_unknown_layout_is_refused(backend_name):
+    inputs = make_inputs()
+    inputs["kv_layout"] = "neon"
+    with pytest.raises(ValueError, match="valid: vec, vec16, amx"):
+        BACKENDS[backend_name](**inputs)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("context_lens", torch.tensor([100_000], dtype=torch.int32)),
+        ("block_table", torch.tensor([[99]], dtype=torch.int32)),
+        ("query_lens", torch.tensor([18], dtype=torch.int32)),
+        ("tree_start", torch.tensor([1000], dtype=torch.int32)),
+        ("context_lens", torch.tensor([100])),
+        ("tree_key", torch.zeros(18, 3, 64, dtype=torch.bfloat16)),
+    ],
+)
+def test_wrong_arguments_are_refused(name, value):
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    inputs = make_inputs()
+    inputs[name] = value
+    with pytest.raises(RuntimeError, match="tree_attention: "):
+        tree_attention(**inputs)
+
+
+@pytest.mark.parametrize("kv_layout", kernels.KV_LAYOUTS)
+def test_pack_and_unpack_are_inverse(kv_layout):
+    key, value = torch.randn(2, 3, 2, 32, 48)
+    unpacked_key, unpacked_value = unpack_pages(pack_pages(key, value, kv_layout), kv_layout)
+    assert torch.equal(unpacked_key, key.transpose(0, 1).flatten(1, 2))
+    assert torch.equal(unpacked_value, value.transpose(0, 1).flatten(1, 2))
+
+
+def test_fallback_is_announced_once(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("no compiler\nlong story")
+
+    monkeypatch.setattr(kernels, "_load_op", fail)
+    kernels._implementation.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="vllm_specplug"):
+            assert kernels.select_backend() == kernels.select_backend() == "torch"
+            assert_matches(make_inputs(), tree_attention)
+    finally:
+        kernels._implementation.cache_clear()
+    messages = [r.getMessage() for r in caplog.records if r.name == "vllm_specplug"]
+    assert len(messages) == 1 and "no compiler" in messages[0]
+
+
+class TestAgainstHost:
+    """What vLLM's own CPU kernels write and compute."""
+
+    @pytest.fixture(autouse=True)
+    def ops(self):
+        self.ops = pytest.importorskip("vllm._custom_ops")
+        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+            pytest.skip("this vLLM has no CPU attention")
+
+    def write(self, cache, key, value, slots, isa):
+        """Writes ``[num_tokens, num_kv_heads, head_size]`` keys and values to the slots, as the host does."""
+        num_blocks, num_kv_heads, block_size, _ = cache.shape
+        key_cache, value_cache = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+        self.ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto")
+        return key_cache, value_cache
+
+    @pytest.mark.parametrize("block_size, head_size", [(32, 128), (128, 64), (64, 96)])
+    @pytest.mark.parametrize("isa, dtype", [*LAYOUTS, ("vec16", torch.float32), ("vec16", torch.bfloat16)])
+    def test_page_layout(self, isa, dtype, block_size, head_size):
+        tokens, num_kv_heads = 2 * block_size, 3
+        key, value = torch.randn(2, tokens, num_kv_heads, head_size).to(dtype)
+        cache = torch.zeros(3, num_kv_heads, block_size, 2 * head_size, dtype=dtype)
+        slots = torch.arange(block_size, 3 * block_size)
+        self.write(cache, key, value, slots, isa)
+        unpacked_key, unpacked_value = unpack_pages(cache[1:], isa)
+        assert torch.equal(unpacked_key, key.transpose(0, 1))
+        assert torch.equal(unpacked_value, value.transpose(0, 1))
+
+    @pytest.mark.parametrize("rows, context", [(1, 100), (17, 0), (17, 100), (61, 1000), (33, 127)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_chain_mask_gives_the_chain_output(self, backend, dtype, rows, context):
+        inputs = make_inputs((context,), (rows,), dtype=dtype, causal=True)
+        backend(**inputs)
+        start = int(inputs["query_start"][0])
+        expected = self.chain_attention(inputs, "vec")
+        output = inputs["output"][start : start + rows]
+        assert (output - expected).abs().max() / expected.abs().max() <= 2 * TOLERANCE[dtype]
+
+    def chain_attention(self, inputs, isa):
+        """The host's causal attention of one request, its tree rows cached behind the context as a chain."""
+        context, start, rows = (int(inputs[k][0]) for k in ("context_lens", "query_start", "query_lens"))
+        num_blocks, num_kv_heads, block_size, width = inputs["kv_cache"].shape
+        old = -(-context // block_size)
+        pages = [*inputs["block_table"][0, :old].tolist(), *range(num_blocks, num_blocks + 2)]
+        table = torch.tensor([pages], dtype=torch.int32)
+        cache = torch.cat([inputs["kv_cache"], torch.zeros(2, *inputs["kv_cache"].shape[1:]).to(inputs["kv_cache"])])
+        positions = torch.arange(context, context + rows)
+        slots = table[0, positions // block_size].long() * block_size + positions % block_size
+        chain = slice(int(inputs["tree_start"][0]), int(inputs["tree_start"][0]) + rows)
+        key_cache, value_cache = self.write(
+            cache.nan_to_num(0), inputs["tree_key"][chain], inputs["tree_value"][chain], slots, isa
+        )
+        query = inputs["query"][start : start + rows]
+        output = torch.zeros_like(query).contiguous()
+        query_start_loc = torch.tensor([0, rows], dtype=torch.int32)
+        seq_lens = torch.tensor([context + rows], dtype=torch.int32)
+        metadata = self.ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=query.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=width // 2,
+            seq_lens=seq_lens,
+            dtype=query.dtype,
+            query_start_loc=query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=True,
+        )
+        self.ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            scale=inputs["scale"],
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table,
+            softcap=0.0,
+            scheduler_metadata=metadata,
+            s_aux=None,
+        )
+        return output

@@ -1,0 +1,1 @@
+"""Tree speculative decoding for stock vLLM."""

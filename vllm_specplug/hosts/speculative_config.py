@@ -1,0 +1,123 @@
+"""Our options as a SpeculativeConfig of the host, so that it loads and schedules the drafter itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.platforms import current_platform
+
+from vllm_specplug.config import ConfigError, Eagle2Options, parse_options, resolve_drafter
+from vllm_specplug.hosts.check import check_host
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointInfo, validate_checkpoint
+
+CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
+
+#: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
+EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
+EAGLE_MODEL = "vllm_specplug.hosts.eagle_model:SpecPlugEagleForCausalLM"
+
+#: Targets whose hidden states and KV layout the tests cover.
+TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@config
+class TreeSpeculativeConfig(SpeculativeConfig):
+    """The host's ``eagle``/``eagle3`` configuration with the tree's options beside it.
+
+    The host keeps doing what it does for those methods: load the drafter, give it paged KV in
+    the prefix cache, reserve lookahead slots.  Importable and picklable: it travels to the
+    engine core and the workers.
+    """
+
+    specplug: Eagle2Options | None = None
+    """Options of our method."""
+
+    def __post_init__(self):
+        result = super().__post_init__()
+        hf_config = self.draft_model_config.hf_config
+        if self.method == "eagle":
+            from vllm import ModelRegistry
+
+            ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
+            hf_config.architectures = [EAGLE_ARCHITECTURE]
+            self.update_arch_()
+        return result
+
+
+def build(
+    given: dict[str, Any], target_model_config: Any, target_parallel_config: Any, engine_args: Any
+) -> TreeSpeculativeConfig:
+    """Validate everything that can be known before the engine starts, and build the host's configuration.
+
+    Raises:
+        ConfigError, CheckpointError: with the fix in the message.
+    """
+    given = {key.replace("-", "_"): value for key, value in given.items()}
+    options = parse_options(given)
+    report = check_host()
+    if not report.supported:
+        raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
+    _check_target(options, target_model_config, target_parallel_config, engine_args)
+    path = resolve_drafter(options.model, options.method)
+    info = validate_checkpoint(
+        path,
+        target_hidden_size=target_model_config.get_hidden_size(),
+        target_vocab_size=target_model_config.get_vocab_size(),
+    )
+    if target_parallel_config.worker_cls == "auto":
+        target_parallel_config.worker_cls = CPU_WORKER
+    return TreeSpeculativeConfig(
+        method=info.kind,
+        model=str(path),
+        num_speculative_tokens=options.num_speculative_tokens,
+        # The drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
+        disable_padded_drafter_batch=True,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+        specplug=options,
+    )
+
+
+def _check_target(options: Eagle2Options, model_config: Any, parallel_config: Any, engine_args: Any) -> None:
+    method = options.method
+    if not current_platform.is_cpu():
+        raise ConfigError(
+            f"method {method!r} runs on vLLM's CPU engine in this release; on {current_platform.device_name!r} "
+            "leave the speculative config out"
+        )
+    refused = [
+        (parallel_config.tensor_parallel_size > 1, "tensor parallelism", "--tensor-parallel-size 1"),
+        (parallel_config.pipeline_parallel_size > 1, "pipeline parallelism", "--pipeline-parallel-size 1"),
+        (parallel_config.data_parallel_size > 1, "data parallelism", "--data-parallel-size 1"),
+        (parallel_config.worker_cls not in ("auto", CPU_WORKER), "a custom worker class", "no --worker-cls"),
+        (bool(engine_args.enable_lora), "LoRA", "no --enable-lora"),
+        (bool(engine_args.logits_processors), "custom logits processors", "no --logits-processors"),
+        (
+            str(engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
+            f"a quantised KV cache ({engine_args.kv_cache_dtype})",
+            "--kv-cache-dtype auto",
+        ),
+        (model_config.is_multimodal_model, "multi-modal targets", "a text-only target"),
+        (model_config.is_encoder_decoder, "encoder-decoder targets", "a decoder-only target"),
+        (model_config.uses_mrope, "M-RoPE targets", "a target with plain rotary positions"),
+        (model_config.get_sliding_window() is not None, "sliding-window attention", "a target with full attention"),
+        (
+            getattr(model_config.hf_text_config, "attn_logit_softcapping", None) is not None,
+            "attention logit soft caps",
+            "a target without them",
+        ),
+    ]
+    for is_refused, feature, fix in refused:
+        if is_refused:
+            raise ConfigError(f"method {method!r} does not support {feature} yet: use {fix}, or another method")
+    architectures = model_config.architectures
+    if not set(architectures) & set(TARGET_ARCHITECTURES):
+        raise ConfigError(
+            f"method {method!r} does not support the target architecture {', '.join(architectures)}; supported: "
+            + ", ".join(TARGET_ARCHITECTURES)
+        )
+
+
+__all__ = ["CheckpointInfo", "TreeSpeculativeConfig", "build"]

@@ -1,0 +1,242 @@
+"""The V1 model runner with trees: stage -> (host's forward) -> walk -> commit -> re-seed and draft."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
+from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
+from vllm_specplug.hosts.sampling import SampledWalk
+from vllm_specplug.hosts.trace import TreeTrace
+from vllm_specplug.kv import plan_moves
+from vllm_specplug.layout import lay_out
+from vllm_specplug.tree import from_flat
+from vllm_specplug.types import PADDING, KvMoves, TokenTree, Walk
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """The trees of one verification forward.
+
+    Attributes:
+        tree: trees of all requests, in batch order; a request without drafts is a root.
+        row_start: int64 ``[num_reqs]``; flat row of each root in the forward.
+        logits_start: int64 ``[num_reqs]``; row of each root in the logits.
+        masked: list of the batch indices whose rows attend by the tree mask.
+        rows: the attention's view of the masked requests, or None where there are none.
+    """
+
+    tree: TokenTree
+    row_start: torch.Tensor
+    logits_start: torch.Tensor
+    masked: list[int]
+    rows: TreeRows | None
+
+
+class TreeCPUModelRunner(CPUModelRunner):
+    """CPU runner of the host whose drafts are trees."""
+
+    drafter: TreeEagleProposer
+
+    def __init__(self, vllm_config: Any, device: torch.device):
+        super().__init__(vllm_config, device)
+        options = self.speculative_config.specplug
+        self.drafter = TreeEagleProposer(vllm_config, device, self, options)
+        if self.speculative_config.method == "eagle3":
+            self.use_aux_hidden_state_outputs = self.drafter.eagle3_use_aux_hidden_state
+        self._trace = TreeTrace.open(options.trace_trees)
+        #: Parents of the trees proposed last, by request: a request that is not scheduled keeps its drafts.
+        self._parents: dict[str, tuple[list[int], list[int]]] = {}
+        self._step: StagedStep | None = None
+        self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
+        self._lift_refused_processors()
+
+    def _lift_refused_processors(self) -> None:
+        """Give back min_p and logit_bias, which the host drops whenever a speculative config is set."""
+        plain = copy.copy(self.vllm_config)
+        plain.speculative_config = None
+        self.input_batch.logitsprocs = build_logitsprocs(
+            plain, self.device, PIN_MEMORY, self.is_pooling_model
+        )
+
+    # ---- before the forward
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for req_id in scheduler_output.finished_req_ids:
+            self._parents.pop(req_id, None)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        spec_decode_metadata = prepared[1]
+        self._step = self._stage(scheduler_output, num_scheduled_tokens, spec_decode_metadata)
+        return prepared
+
+    def _stage(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray, spec_decode_metadata: Any) -> StagedStep:
+        num_drafts = np.asarray(spec_decode_metadata.num_draft_tokens)
+        num_rows = num_drafts + 1
+        last = np.cumsum(num_scheduled_tokens)
+        row_start = last - num_rows
+        width = int(num_rows.max())
+        parents = np.tile(np.arange(-1, width - 1), (len(num_drafts), 1))  # chains, unless we know better
+        for index, req_id in enumerate(self.input_batch.req_ids):
+            if num_drafts[index]:
+                self._fill_parents(parents[index], req_id, scheduler_output.scheduled_spec_decode_tokens[req_id])
+        flat_rows = np.minimum(row_start[:, None] + np.arange(width), last[-1] - 1)
+        # The host clamps its -1 placeholders in input_ids only at the forward: here they still match nothing.
+        token_ids = self.input_ids.cpu[torch.from_numpy(flat_rows)]
+        tree = from_flat(token_ids, torch.from_numpy(parents), torch.from_numpy(num_rows))
+        masked = np.flatnonzero(num_scheduled_tokens == num_rows).tolist()
+        rows = self._lay_out(tree, row_start, num_rows, masked, int(last[-1])) if masked else None
+        logits_start = np.cumsum(num_rows) - num_rows
+        return StagedStep(tree, torch.from_numpy(row_start), torch.from_numpy(logits_start), masked, rows)
+
+    def _fill_parents(self, row: np.ndarray, req_id: str, draft_token_ids: list[int]) -> None:
+        """Any prefix of a parent-first list is a tree, so a truncated draft keeps its parents."""
+        known = self._parents.get(req_id)
+        count = len(draft_token_ids)
+        if known is not None and known[0][:count] == list(draft_token_ids):
+            row[1 : count + 1] = known[1][:count]
+
+    def _lay_out(
+        self, tree: TokenTree, row_start: np.ndarray, num_rows: np.ndarray, masked: list[int], num_tokens: int
+    ) -> TreeRows:
+        """Rewrite the positions of tree rows (their slots were derived from the flat ones) and build the mask."""
+        context_lens = self.input_batch.num_computed_tokens_cpu_tensor[: len(row_start)]
+        layout = lay_out(tree, context_lens)
+        index = torch.tensor(masked)
+        flat = torch.from_numpy(row_start)[index].unsqueeze(1) + torch.arange(tree.parents.shape[1])
+        valid = torch.arange(flat.shape[1]) < tree.num_rows[index].unsqueeze(1)
+        flat_rows = flat[valid]
+        self.positions[flat_rows] = layout.positions[index][valid]
+        all_rows = flat_rows.numel() == num_tokens
+        return TreeRows(
+            block_table=self.input_batch.block_table[0].get_device_tensor(len(row_start))[index],
+            context_lens=context_lens[index].to(torch.int32),
+            query_start=torch.from_numpy(row_start[masked].astype(np.int32)),
+            query_lens=torch.from_numpy(num_rows[masked].astype(np.int32)),
+            tree_start=torch.from_numpy(row_start[masked].astype(np.int32)),
+            tree_lens=torch.from_numpy(num_rows[masked].astype(np.int32)),
+            mask=layout.mask[index],
+            all_rows=all_rows,
+            commit_rows=flat_rows,
+        )
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self._step is not None and self._step.rows is not None and isinstance(attn_metadata, dict):
+            for layer_name, metadata in attn_metadata.items():
+                if layer_name not in self.drafter._draft_layers:
+                    attn_metadata[layer_name] = replace(metadata, tree=self._step.rows)
+        return attn_metadata, common
+
+    # ---- after the forward
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        step = self._step
+        if spec_decode_metadata is None or step is None:
+            return super()._sample(logits, spec_decode_metadata)
+        num_reqs = self.input_batch.num_reqs
+        active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
+        walk_trees = SampledWalk(
+            self.sampler, self.input_batch.sampling_metadata, self.input_batch.req_output_token_ids[:num_reqs]
+        )
+        walk, output = walk_trees(step.tree, logits, step.logits_start, active)
+        self._commit(step, plan_moves(walk, step.row_start))
+        self.drafter.path_rows = self._path_rows(step, walk)
+        if self._trace is not None:
+            self._trace.write(self.input_batch.req_ids, step.tree, walk)
+        self._step = None
+        return output
+
+    def _commit(self, step: StagedStep, moves: KvMoves) -> None:
+        """Rewrite the accepted rows' key/value behind the context, layer by layer."""
+        if step.rows is None or not moves.source_rows.numel():
+            return
+        assert step.rows.commit_rows is not None
+        kept = torch.searchsorted(step.rows.commit_rows, moves.source_rows)
+        slots = self.input_batch.block_table[0].slot_mapping.gpu[moves.target_rows]
+        for name, (impl, layer) in self._target_layers().items():
+            key, value = step.rows.kept[name]
+            impl.do_kv_cache_update(layer, key[kept], value[kept], layer.kv_cache, slots)
+
+    def _target_layers(self) -> dict[str, tuple[TreeAttentionImpl, Any]]:
+        if self._commit_impls is None:
+            layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+            self._commit_impls = {
+                name: (layer.impl, layer) for name, layer in layers.items() if name not in self.drafter._draft_layers
+            }
+        return self._commit_impls
+
+    def _path_rows(self, step: StagedStep, walk: Walk) -> torch.Tensor:
+        """For every flat row, the row that holds its accepted token: itself, but along accepted paths."""
+        path_rows = torch.arange(self.max_num_tokens)
+        depths = torch.arange(walk.path_rows.shape[1])
+        first = step.row_start.unsqueeze(1)
+        accepted = depths < walk.num_emitted.unsqueeze(1)
+        path_rows[(first + depths)[accepted]] = (first + walk.path_rows)[accepted]
+        return path_rows
+
+    def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # The host winds back the generators of requests whose sample it discards (and a CPU generator
+        # cannot be wound back): the walk has not drawn from them.
+        generators = self.input_batch.generators
+        undrawn = {
+            int(index): generators.pop(int(index))
+            for index in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+            if int(index) in generators
+        }
+        try:
+            return super()._bookkeeping_sync(scheduler_output, sampler_output, *args, **kwargs)
+        finally:
+            generators.update(undrawn)
+
+    # ---- drafting
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # The host asks this of the longest request for the whole batch.  Our levels write no pages, and
+        # the scheduler cuts each request's drafts at max_model_len.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        tree = super().propose_draft_token_ids(*args, **kwargs)
+        return self._remember(tree)
+
+    def _remember(self, tree: TokenTree) -> list[list[int]]:
+        """Keep the parents by request and hand the flat drafts to the scheduler."""
+        drafts = []
+        rows = zip(tree.token_ids.tolist(), tree.parents.tolist(), tree.num_rows.tolist(), strict=True)
+        for req_id, (token_ids, parents, num_rows) in zip(self.input_batch.req_ids, rows, strict=True):
+            flat = (token_ids[1:num_rows], parents[1:num_rows])
+            params = self.requests[req_id].sampling_params
+            if params is not None and params.structured_outputs is not None:
+                flat = _first_chain(*flat)
+            self._parents[req_id] = flat
+            drafts.append(flat[0])
+        return drafts
+
+
+def _first_chain(token_ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
+    """The path of first children.
+
+    The host advances its grammar along the flat list of drafts, which is right for a chain only.
+    """
+    chain, row = [], 0
+    for index, parent in enumerate(parents):
+        if parent == row:
+            chain.append(token_ids[index])
+            row = index + 1
+    return chain, list(range(len(chain)))
+
+
+__all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]

@@ -1,0 +1,31 @@
+"""The host's CPU worker with our model runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.attention import check_layers, tree_backend_selected
+from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+
+
+class TreeCPUWorker(CPUWorker):
+    """Selected through ``worker_cls`` when one of our methods is configured."""
+
+    def init_device(self) -> None:
+        if self.use_v2_model_runner:
+            raise ConfigError(
+                "tree speculation runs on vLLM's V1 model runner in this release: set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        super().init_device()
+        # The host builds its runner inside init_device and takes no class; its buffers are freed here.
+        self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with tree_backend_selected():
+            super().load_model(*args, **kwargs)
+        check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))

@@ -1,0 +1,549 @@
+// Tree attention on a CPU: "attention over the cached context, with an arbitrary mask on the last tree_len keys".
+//
+// The context is read in the host's packed pages, in place for float32; bfloat16 pages are widened chunk by chunk into
+// a float32 scratch that stays in the L1/L2 cache.  All arithmetic is float32.  See tree_attention.py for the
+// arguments and tree_attention_reference for the meaning.
+//
+// Names: a *row* is one (query token, query head of the KV head's group) pair; a *unit* is (request, KV head, tile of
+// rows) and the grain of the threads; a *chunk* is up to kChunk keys, made of *segments* whose keys lie in one page.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kChunk = 128;      // keys per step of the online softmax
+constexpr int kRows = 6;         // rows of the register tile: 6 rows x 4 vectors = 24 accumulators
+constexpr int kMaxTileRows = 96; // rows per unit, at most
+constexpr int kInPlaceRows = 12; // units with more rows than these read bfloat16 from a widened copy
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t VecInt __attribute__((vector_size(64)));
+typedef uint32_t VecUint __attribute__((vector_size(64)));
+typedef uint16_t VecHalf __attribute__((vector_size(32)));
+typedef uint8_t VecByte __attribute__((vector_size(16)));
+
+template <typename V, typename T>
+inline V load(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <typename V, typename T>
+inline void store(T* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
+inline Vec widen(const float* p) { return load<Vec>(p); }
+inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
+
+// The lanes of v, `shift` places further (a power of 2).
+template <int shift>
+inline Vec rotate(Vec v) {
+  const VecInt lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return __builtin_shuffle(v, lane ^ shift);
+}
+// The maximum (sum) of all lanes, in every lane.
+inline Vec max_lanes(Vec v) {
+  v = max(v, rotate<8>(v));
+  v = max(v, rotate<4>(v));
+  v = max(v, rotate<2>(v));
+  return max(v, rotate<1>(v));
+}
+inline Vec sum_lanes(Vec v) {
+  v += rotate<8>(v);
+  v += rotate<4>(v);
+  v += rotate<2>(v);
+  return v + rotate<1>(v);
+}
+
+// 2^x for x <= 0, relative error about 1e-7; exactly 0 below -126.5.
+inline Vec exp2(Vec x) {
+  const Vec magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer
+  x = max(x, splat(-127.0f));
+  const Vec shifted = x + magic;
+  const Vec f = x - (shifted - magic);
+  const VecInt exponent = (((VecInt)shifted - (VecInt)magic) + 127) << 23;
+  Vec p = splat(1.535336188319500e-4f); // minimax on [-0.5, 0.5] (Cephes exp2f)
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  return p * (Vec)exponent;
+}
+
+// c[ROWS][16 * VECS] = (c * row_scale) + a[ROWS][k] @ b[k][16 * VECS]; without row_scale c is overwritten.
+template <int ROWS, int VECS, typename B>
+inline void multiply_tile(const float* a, int64_t lda, const B* b, int64_t ldb, int k, float* c, int64_t ldc,
+                          const float* row_scale) {
+  Vec acc[ROWS][VECS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v)
+      acc[r][v] = row_scale ? load<Vec>(c + r * ldc + v * kLanes) * row_scale[r] : Vec{};
+  for (int p = 0; p < k; ++p, b += ldb) {
+    Vec row[VECS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) row[v] = widen(b + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec x = splat(a[r * lda + p]);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; ++v) acc[r][v] += x * row[v];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
+}
+
+template <int ROWS, typename B>
+inline void multiply_rows(const float* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
+                          int64_t ldc, const float* row_scale) {
+  int vecs = columns / kLanes;
+  for (; vecs >= 4; vecs -= 4, b += 4 * kLanes, c += 4 * kLanes)
+    multiply_tile<ROWS, 4>(a, lda, b, ldb, k, c, ldc, row_scale);
+  if (vecs == 3) multiply_tile<ROWS, 3>(a, lda, b, ldb, k, c, ldc, row_scale);
+  if (vecs == 2) multiply_tile<ROWS, 2>(a, lda, b, ldb, k, c, ldc, row_scale);
+  if (vecs == 1) multiply_tile<ROWS, 1>(a, lda, b, ldb, k, c, ldc, row_scale);
+}
+
+// As multiply_tile for any rows <= kRows and any columns % 16 == 0.
+template <typename B>
+void multiply(int rows, const float* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
+                     int64_t ldc, const float* row_scale) {
+  switch (rows) {
+    case 6: return multiply_rows<6>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
+    case 5: return multiply_rows<5>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
+    case 4: return multiply_rows<4>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
+    case 3: return multiply_rows<3>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
+    case 2: return multiply_rows<2>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
+    case 1: return multiply_rows<1>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
+  }
+}
+
+// out[column][row] = in[row][column] for a 16 x 16 tile; rows of `in` beyond `rows` are taken as 0.
+template <typename T>
+inline void transpose_tile(const T* in, int64_t ld_in, int rows, float* out, int64_t ld_out) {
+  Vec x[kLanes], y[kLanes];
+  for (int i = 0; i < kLanes; ++i) x[i] = i < rows ? widen(in + i * ld_in) : Vec{};
+  const VecInt low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const VecInt high = low + 8;
+  for (int step = 0; step < 4; ++step) { // interleaving i with i + 8, four times over, transposes 16 x 16
+    for (int i = 0; i < 8; ++i) {
+      y[2 * i] = __builtin_shuffle(x[i], x[i + 8], low);
+      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + 8], high);
+    }
+    std::memcpy(x, y, sizeof(x));
+  }
+  for (int i = 0; i < kLanes; ++i) store(out + i * ld_out, x[i]);
+}
+
+enum class Layout { columns, amx };
+
+// One layer's cache and the shapes all requests share.  Strides count elements.
+template <typename T>
+struct Problem {
+  const T* cache;
+  int64_t page_stride, head_stride;
+  int block_size, head_size, num_kv_heads, group; // group: query heads per KV head
+  Layout layout;
+  const T *query, *tree_key, *tree_value;
+  int64_t query_stride, query_head_stride, output_stride, output_head_stride;
+  int64_t key_stride, key_head_stride, value_stride, value_head_stride;
+  T* output;
+  const int32_t *block_table, *context_lens, *query_start, *query_lens, *tree_start, *tree_lens;
+  const uint8_t* mask;
+  int64_t table_stride, mask_request_stride, mask_row_stride;
+  float scale;
+};
+
+struct Unit {
+  int request, kv_head, first_row, num_rows;
+};
+
+// Keys [head_size][columns] and values [columns][head_size], as stored (T) or as unpacked to the scratch (wide).
+template <typename T>
+struct Segment {
+  const T* key;
+  const float* wide_key;
+  int64_t key_stride;
+  const T* value;
+  const float* wide_value;
+  int64_t value_stride;
+  int columns;
+};
+
+// Buffers of one thread, 64-byte aligned, kept between calls.
+struct Scratch {
+  std::vector<float> storage;
+  int head_size = 0;
+  float *query, *accumulator, *scores, *key, *value;
+  uint8_t mask[kMaxTileRows][kChunk];
+  int shown[kMaxTileRows]; // columns of the chunk up to the last one that mask[i] shows
+  float maxima[kMaxTileRows];
+  Vec totals[kMaxTileRows];
+
+  void resize(int size) {
+    if (head_size == size) return;
+    head_size = size;
+    storage.resize((2 * kMaxTileRows + 2 * kChunk) * size + kRows * kChunk + kLanes);
+    float* p = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) / 64 * 64);
+    query = p;
+    accumulator = query + kMaxTileRows * size;
+    key = accumulator + kMaxTileRows * size;
+    value = key + kChunk * size;
+    scores = value + kChunk * size;
+  }
+};
+
+// Widens `columns` keys and values of a page, from `offset` on, to key[head_size][kChunk] and value[][head_size].
+template <typename T>
+void widen_page(const Problem<T>& p, const T* page_key, const T* page_value, int offset, int columns, float* key,
+                float* value) {
+  for (int d = 0; d < p.head_size; ++d)
+    for (int j = 0; j < columns; j += kLanes)
+      store(key + d * kChunk + j, widen(page_key + d * p.block_size + offset + j));
+  for (int i = 0; i < columns * p.head_size; i += kLanes)
+    store(value + i, widen(page_value + offset * p.head_size + i));
+}
+
+// As widen_page.  Each 32-bit word holds two neighbours: of the head dimension for keys, of the block for values.
+template <typename T>
+void widen_amx_page(const Problem<T>& p, const T* page_key, const T* page_value, int offset, int columns, float* key,
+                    float* value) {
+  const int head_size = p.head_size;
+  const VecUint upper = (VecUint{} + 0xffff0000u);
+  for (int j = 0; j < columns; j += kLanes) {
+    const T* group = page_key + (int64_t)(offset + j) * head_size;
+    for (int d = 0; d < head_size; d += 2, group += 2 * kLanes) {
+      const VecUint pair = load<VecUint>(group);
+      store(key + d * kChunk + j, (Vec)(pair << 16));
+      store(key + (d + 1) * kChunk + j, (Vec)(pair & upper));
+    }
+  }
+  for (int d = 0; d < head_size; d += kLanes) {
+    const T* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kLanes;
+    for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key takes its neighbour along, unread
+      const VecUint pair = load<VecUint>(group);
+      store(value + j * head_size + d, (Vec)(pair << 16));
+      store(value + (j + 1) * head_size + d, (Vec)(pair & upper));
+    }
+  }
+}
+
+// The segments of up to kChunk context keys from `position` on; returns the number of keys.
+template <typename T>
+int context_chunk(const Problem<T>& p, const Unit& unit, int position, int context, Scratch& scratch,
+                  Segment<T>* segments, int& num_segments) {
+  const bool in_place = p.layout == Layout::columns && (std::is_same_v<T, float> || unit.num_rows <= kInPlaceRows);
+  const auto widen_any = p.layout == Layout::columns ? widen_page<T> : widen_amx_page<T>;
+  int filled = 0;
+  num_segments = 0;
+  while (filled < kChunk && position < context) {
+    const int offset = position % p.block_size;
+    const int columns = std::min({p.block_size - offset, context - position, kChunk - filled});
+    const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
+    const T* page_key = p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
+    const T* page_value = page_key + (int64_t)p.block_size * p.head_size;
+    if (in_place) {
+      segments[num_segments++] = {page_key + offset, nullptr, p.block_size, page_value + (int64_t)offset * p.head_size,
+                                  nullptr, p.head_size, columns};
+    } else {
+      widen_any(p, page_key, page_value, offset, columns, scratch.key + filled, scratch.value + filled * p.head_size);
+    }
+    filled += columns;
+    position += columns;
+  }
+  if (!in_place)
+    segments[num_segments++] = {nullptr, scratch.key, kChunk, nullptr, scratch.value, p.head_size, filled};
+  return filled;
+}
+
+// The segment of `columns` tree keys from `position` on; also copies their mask to the scratch.
+template <typename T>
+Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int columns, Scratch& scratch) {
+  const int first_query = unit.first_row / p.group, last_query = (unit.first_row + unit.num_rows - 1) / p.group;
+  const uint8_t* mask = p.mask + unit.request * p.mask_request_stride + first_query * p.mask_row_stride + position;
+  for (int i = 0; i <= last_query - first_query; ++i) {
+    std::memcpy(scratch.mask[i], mask + i * p.mask_row_stride, columns);
+    std::memset(scratch.mask[i] + columns, 0, round_up(columns, kLanes) - columns);
+    int& shown = scratch.shown[i];
+    for (shown = columns; shown > 0 && !scratch.mask[i][shown - 1];) --shown;
+  }
+  const int64_t row = p.tree_start[unit.request] + position;
+  const T* key = p.tree_key + row * p.key_stride + unit.kv_head * p.key_head_stride;
+  const T* value = p.tree_value + row * p.value_stride + unit.kv_head * p.value_head_stride;
+  for (int j = 0; j < columns; j += kLanes)
+    for (int d = 0; d < p.head_size; d += kLanes)
+      transpose_tile(key + j * p.key_stride + d, p.key_stride, std::min(kLanes, columns - j),
+                     scratch.key + d * kChunk + j, kChunk);
+  return {nullptr, scratch.key, kChunk, value, nullptr, p.value_stride, columns};
+}
+
+// Turns a row of scores into weights 2^(scale * (score - maximum)); returns what the row's earlier sums are scaled by.
+inline float softmax_row(float* scores, int columns, const uint8_t* mask, float scale, float& maximum, Vec& total) {
+  const VecInt lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Vec hidden = splat(-INFINITY);
+  Vec highest = splat(maximum);
+  int j = 0;
+  if (mask) {
+    for (; j < columns; j += kLanes) {
+      const VecInt shown = __builtin_convertvector(load<VecByte>(mask + j), VecInt) != 0;
+      const Vec s = select(shown, load<Vec>(scores + j), hidden);
+      store(scores + j, s);
+      highest = max(highest, s);
+    }
+  } else {
+    for (; j + kLanes <= columns; j += kLanes) highest = max(highest, load<Vec>(scores + j));
+    if (j < columns) {
+      const Vec s = select(lane + j < columns, load<Vec>(scores + j), hidden);
+      store(scores + j, s);
+      highest = max(highest, s);
+    }
+  }
+  highest = max_lanes(highest);
+  const Vec rescale = exp2((splat(maximum) - highest) * scale);
+  Vec sum = total * rescale;
+  for (j = 0; j < columns; j += kLanes) {
+    const Vec weight = exp2((load<Vec>(scores + j) - highest) * scale);
+    store(scores + j, weight);
+    sum += weight;
+  }
+  total = sum;
+  maximum = highest[0];
+  return rescale[0];
+}
+
+// All rows of the unit over one chunk: scores, online softmax, weighted values.
+template <typename T>
+void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segments, int num_segments,
+                  int chunk_columns, bool masked, Scratch& scratch) {
+  const int head_size = p.head_size, first_query = unit.first_row / p.group;
+  const float scale = p.scale * 1.4426950408889634f;
+  for (int row = 0; row < unit.num_rows; row += kRows) {
+    const int rows = std::min(kRows, unit.num_rows - row);
+    const auto query_row = [&](int r) { return (unit.first_row + row + r) / p.group - first_query; };
+    int columns = chunk_columns; // of the chunk, up to the last one any of these rows sees
+    if (masked) {
+      columns = *std::max_element(scratch.shown + query_row(0), scratch.shown + query_row(rows - 1) + 1);
+      if (columns == 0) continue;
+    }
+    const float* query = scratch.query + row * head_size;
+    for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
+      const Segment<T>& segment = segments[s];
+      const int width = round_up(std::min(segment.columns, columns), kLanes);
+      float* scores = scratch.scores + column;
+      if (segment.wide_key)
+        multiply(rows, query, head_size, segment.wide_key, segment.key_stride, head_size, width, scores, kChunk, nullptr);
+      else
+        multiply(rows, query, head_size, segment.key, segment.key_stride, head_size, width, scores, kChunk, nullptr);
+    }
+    float row_scale[kRows];
+    for (int r = 0; r < rows; ++r)
+      row_scale[r] = softmax_row(scratch.scores + r * kChunk, columns, masked ? scratch.mask[query_row(r)] : nullptr,
+                                 scale, scratch.maxima[row + r], scratch.totals[row + r]);
+    float* accumulator = scratch.accumulator + row * head_size;
+    for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
+      const Segment<T>& segment = segments[s];
+      const float* weights = scratch.scores + column;
+      const int depth = std::min(segment.columns, columns);
+      if (segment.wide_value)
+        multiply(rows, weights, kChunk, segment.wide_value, segment.value_stride, depth, head_size, accumulator,
+                 head_size, row_scale);
+      else
+        multiply(rows, weights, kChunk, segment.value, segment.value_stride, depth, head_size, accumulator, head_size,
+                 row_scale);
+      std::fill_n(row_scale, rows, 1.0f);
+    }
+  }
+}
+
+inline void store_output(float* out, const float* in, float factor, int n) {
+  for (int i = 0; i < n; ++i) out[i] = in[i] * factor;
+}
+inline void store_output(uint16_t* out, const float* in, float factor, int n) {
+  for (int i = 0; i < n; ++i) out[i] = c10::detail::round_to_nearest_even(in[i] * factor);
+}
+
+template <typename T>
+void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
+  const int head_size = p.head_size;
+  const auto token = [&](int row) { return p.query_start[unit.request] + (int64_t)(unit.first_row + row) / p.group; };
+  const auto head = [&](int row) { return (int64_t)unit.kv_head * p.group + (unit.first_row + row) % p.group; };
+  for (int row = 0; row < unit.num_rows; ++row) {
+    const T* source = p.query + token(row) * p.query_stride + head(row) * p.query_head_stride;
+    for (int d = 0; d < head_size; d += kLanes) store(scratch.query + row * head_size + d, widen(source + d));
+    scratch.maxima[row] = -1e30f; // finite, so that a chunk that shows nothing to a row leaves it alone
+    scratch.totals[row] = Vec{};
+  }
+  std::fill_n(scratch.accumulator, unit.num_rows * head_size, 0.0f);
+
+  const int context = p.context_lens[unit.request], tree_len = p.tree_lens[unit.request];
+  Segment<T> segments[kChunk / kLanes];
+  int num_segments;
+  for (int position = 0; position < context; position += kChunk) {
+    const int columns = context_chunk(p, unit, position, context, scratch, segments, num_segments);
+    attend_chunk(p, unit, segments, num_segments, columns, false, scratch);
+  }
+  for (int position = 0; position < tree_len; position += kChunk) {
+    const int columns = std::min(kChunk, tree_len - position);
+    const Segment<T> segment = tree_chunk(p, unit, position, columns, scratch);
+    attend_chunk(p, unit, &segment, 1, columns, true, scratch);
+  }
+
+  for (int row = 0; row < unit.num_rows; ++row) {
+    const float total = sum_lanes(scratch.totals[row])[0];
+    store_output(p.output + token(row) * p.output_stride + head(row) * p.output_head_stride,
+                 scratch.accumulator + row * head_size, total == 0.0f ? 0.0f : 1.0f / total, head_size);
+  }
+}
+
+// Rows per unit: as large as possible (a page is widened once per unit), small enough that the threads finish together.
+int tile_rows(const std::vector<int>& request_rows, int num_kv_heads, int num_threads) {
+  for (int tile = kMaxTileRows; tile > 2 * kRows; tile -= kRows) {
+    int64_t units = 0, largest = 0, total = 0;
+    for (int rows : request_rows) {
+      const int tiles = (rows + tile - 1) / tile;
+      units += (int64_t)tiles * num_kv_heads;
+      total += (int64_t)rows * num_kv_heads;
+      if (tiles) largest = std::max<int64_t>(largest, (rows + tiles - 1) / tiles);
+    }
+    if (!units) return tile;
+    const int64_t rounds = (units + num_threads - 1) / num_threads;
+    if (rounds * num_threads * largest <= total + total / 8 || units >= 8 * num_threads) return tile;
+  }
+  return 2 * kRows;
+}
+
+template <typename T>
+void run(const Problem<T>& p, int num_reqs) {
+  std::vector<int> request_rows(num_reqs);
+  for (int r = 0; r < num_reqs; ++r) request_rows[r] = p.query_lens[r] * p.group;
+  const int num_threads = at::get_num_threads();
+  const int tile = tile_rows(request_rows, p.num_kv_heads, num_threads);
+  std::vector<Unit> units;
+  for (int r = 0; r < num_reqs; ++r) {
+    if (!request_rows[r]) continue;
+    const int tiles = (request_rows[r] + tile - 1) / tile;
+    const int even = std::min(tile, round_up((request_rows[r] + tiles - 1) / tiles, kRows));
+    for (int head = 0; head < p.num_kv_heads; ++head)
+      for (int row = 0; row < request_rows[r]; row += even)
+        units.push_back({r, head, row, std::min(even, request_rows[r] - row)});
+  }
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(num_threads, units.size()), 1, [&](int64_t, int64_t) {
+    thread_local Scratch scratch;
+    scratch.resize(p.head_size);
+    for (size_t u; (u = next++) < units.size();) attend_unit(p, units[u], scratch);
+  });
+}
+
+template <typename T>
+void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tensor& kv_cache, bool amx,
+              const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
+              const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
+              const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale) {
+  const auto data = [](const at::Tensor& t) { return static_cast<T*>(t.data_ptr()); };
+  const auto ints = [](const at::Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
+  Problem<T> p{};
+  p.cache = data(kv_cache);
+  p.page_stride = kv_cache.stride(0), p.head_stride = kv_cache.stride(1);
+  p.num_kv_heads = kv_cache.size(1), p.block_size = kv_cache.size(2), p.head_size = query.size(2);
+  p.group = query.size(1) / p.num_kv_heads;
+  p.layout = amx ? Layout::amx : Layout::columns;
+  p.query = data(query), p.query_stride = query.stride(0), p.query_head_stride = query.stride(1);
+  p.output = data(output), p.output_stride = output.stride(0), p.output_head_stride = output.stride(1);
+  p.tree_key = data(tree_key), p.key_stride = tree_key.stride(0), p.key_head_stride = tree_key.stride(1);
+  p.tree_value = data(tree_value), p.value_stride = tree_value.stride(0), p.value_head_stride = tree_value.stride(1);
+  p.block_table = ints(block_table), p.table_stride = block_table.stride(0);
+  p.context_lens = ints(context_lens), p.query_start = ints(query_start), p.query_lens = ints(query_lens);
+  p.tree_start = ints(tree_start), p.tree_lens = ints(tree_lens);
+  p.mask = static_cast<const uint8_t*>(mask.data_ptr());
+  p.mask_request_stride = mask.stride(0), p.mask_row_stride = mask.stride(1);
+  p.scale = scale;
+
+  const int num_reqs = context_lens.size(0);
+  const int64_t num_blocks = kv_cache.size(0), table_width = block_table.size(1);
+  for (int r = 0; r < num_reqs; ++r) {
+    TORCH_CHECK(p.query_lens[r] >= 0 && p.query_lens[r] <= mask.size(1) && p.query_start[r] >= 0 &&
+                    p.query_start[r] + p.query_lens[r] <= std::min(query.size(0), output.size(0)),
+                "tree_attention: request ", r, ": query rows out of range");
+    TORCH_CHECK(p.tree_lens[r] >= 0 && p.tree_lens[r] <= mask.size(2) && p.tree_start[r] >= 0 &&
+                    p.tree_start[r] + p.tree_lens[r] <= std::min(tree_key.size(0), tree_value.size(0)),
+                "tree_attention: request ", r, ": tree rows out of range");
+    const int64_t pages = ((int64_t)p.context_lens[r] + p.block_size - 1) / p.block_size;
+    TORCH_CHECK(p.context_lens[r] >= 0 && pages <= table_width, "tree_attention: request ", r,
+                ": context is longer than its block table");
+    for (int64_t i = 0; i < pages; ++i)
+      TORCH_CHECK((uint64_t)p.block_table[r * p.table_stride + i] < (uint64_t)num_blocks, "tree_attention: request ", r,
+                  ": block id out of range");
+  }
+  run(p, num_reqs);
+}
+
+void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+                    const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
+                    const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
+                    const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale) {
+  const auto dtype = query.scalar_type();
+  const int64_t head_size = query.size(-1);
+  for (const at::Tensor& t : {query, output, tree_key, tree_value})
+    TORCH_CHECK(t.dim() == 3 && t.stride(2) == 1 && t.scalar_type() == dtype && t.size(2) == head_size,
+                "tree_attention: query, output and tree rows must be [rows, heads, head_size] of one dtype");
+  for (const at::Tensor& t : {context_lens, query_start, query_lens, tree_start, tree_lens})
+    TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kInt && t.is_contiguous() && t.size(0) == context_lens.size(0),
+                "tree_attention: lengths and starts must be int32 [num_reqs]");
+  const int64_t num_reqs = context_lens.size(0);
+  TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.scalar_type() == dtype && kv_cache.size(3) == 2 * head_size &&
+                  kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * head_size,
+              "tree_attention: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size], query's dtype");
+  TORCH_CHECK(head_size % kLanes == 0 && kv_cache.size(2) % kLanes == 0,
+              "tree_attention: head and block sizes must be multiples of 16");
+  TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0 && output.size(1) == query.size(1) &&
+                  tree_key.size(1) == kv_cache.size(1) && tree_value.size(1) == kv_cache.size(1),
+              "tree_attention: head counts do not fit");
+  TORCH_CHECK(block_table.dim() == 2 && block_table.scalar_type() == at::kInt && block_table.stride(1) == 1 &&
+                  block_table.size(0) >= num_reqs,
+              "tree_attention: block_table must be int32 [num_reqs, max_blocks]");
+  TORCH_CHECK(mask.dim() == 3 && mask.scalar_type() == at::kBool && mask.size(0) >= num_reqs &&
+                  (mask.stride(2) == 1 || mask.size(2) <= 1),
+              "tree_attention: mask must be bool [num_reqs, max_query_len, max_tree_len]");
+  if (dtype == at::kFloat) {
+    TORCH_CHECK(!amx, "tree_attention: the amx layout is bfloat16");
+    dispatch<float>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
+                    tree_value, tree_start, tree_lens, mask, scale);
+  } else {
+    TORCH_CHECK(dtype == at::kBFloat16, "tree_attention: dtype must be float32 or bfloat16");
+    dispatch<uint16_t>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
+                       tree_value, tree_start, tree_lens, mask, scale);
+  }
+}
+
+} // namespace
+
+TORCH_LIBRARY(SPECPLUG_NAMESPACE, m) {
+  m.def(
+      "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
+      "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
+      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale) -> ()");
+  m.impl("tree_attention", c10::DispatchKey::CPU, &tree_attention);
+}

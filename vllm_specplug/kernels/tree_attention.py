@@ -1,0 +1,324 @@
+"""Attention of tree rows over a paged context and a masked set of tree keys, on a CPU.
+
+``tree_attention`` is the C++ op where it can be built, else ``tree_attention_reference``.  The context is read from
+the host's packed pages as they are.  A page of one KV head is ``[K region | V region]``, each ``block_size * head_size``
+elements (probed on vLLM 0.32.0 with ``cpu_attn_reshape_and_cache``):
+
+========== ===================================== =====================================
+layout     K region                              V region
+========== ===================================== =====================================
+vec, vec16 ``[head_size][block_size]``           ``[block_size][head_size]``
+amx        ``[block/16][head_size/2][16][2]``    ``[head_size/16][block/2][16][2]``
+========== ===================================== =====================================
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("vllm_specplug")
+
+KV_LAYOUTS = ("vec", "vec16", "amx")
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ["-O3", "-march=native", "-fopenmp"]
+
+
+def tree_attention(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_layout: str,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    tree_key: torch.Tensor,
+    tree_value: torch.Tensor,
+    tree_start: torch.Tensor,
+    tree_lens: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> None:
+    """Attends every query row to its request's whole context and to the tree rows its mask shows.
+
+    A row that is shown nothing at all gets zeros.  Head size and block size are multiples of 16.
+
+    Args:
+        query: float32 or bfloat16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
+        output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
+        kv_cache: the host's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        kv_layout: the host's packing, one of ``KV_LAYOUTS`` (the host's ``layer.isa``).
+        block_table: int32 ``[num_reqs, max_blocks]``; entries behind the context are never read.
+        context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
+        query_start: int32 ``[num_reqs]``; the request's first row in ``query`` and ``output``.
+        query_lens: int32 ``[num_reqs]``; the request's rows there; 0 leaves the request out.
+        tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, ``query``'s dtype; any strides but the last.
+        tree_value: as ``tree_key``.
+        tree_start: int32 ``[num_reqs]``; the request's first row in ``tree_key`` and ``tree_value``.
+        tree_lens: int32 ``[num_reqs]``; the request's rows there.
+        mask: bool ``[num_reqs, max_query_len, max_tree_len]``; row i attends to tree row j.
+        scale: factor of the scores.
+    """
+    _implementation()(
+        query,
+        output,
+        kv_cache,
+        kv_layout,
+        block_table,
+        context_lens,
+        query_start,
+        query_lens,
+        tree_key,
+        tree_value,
+        tree_start,
+        tree_lens,
+        mask,
+        scale,
+    )
+
+
+def select_backend() -> str:
+    """``cpp`` where the C++ op is built (or can be: some 20 s, once per machine), else ``torch``."""
+    return "torch" if _implementation() is tree_attention_reference else "cpp"
+
+
+@functools.cache
+def _implementation() -> Callable[..., None]:
+    try:
+        op = _load_op()
+    except Exception as error:  # whatever a compiler, a linker or a read-only folder can raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("tree attention: slow torch fallback; the C++ op could not be built (%s)", reason)
+        return tree_attention_reference
+    logger.info("tree attention: C++ op %s", op)
+
+    def call(query, output, kv_cache, kv_layout, *rest):
+        op(query, output, kv_cache, _is_amx(kv_layout), *rest)
+
+    return call
+
+
+def _load_op() -> Any:
+    """Builds the op once per (source, torch, CPU) and loads it."""
+    from torch.utils import cpp_extension
+
+    identity = [_SOURCE.read_text(), torch.__version__, *_FLAGS, _cpu_identity()]
+    name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    # The lock dies with its holder, so a baton of cpp_extension found while holding it was left by a killed process.
+    with open(folder / "build.flock", "w") as lock, _scripts_on_path():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.load(
+            name,
+            [str(_SOURCE)],
+            extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={name}"],
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    return getattr(torch.ops, name).tree_attention.default
+
+
+def _cpu_identity() -> str:
+    """What ``-march=native`` depends on: a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+class _scripts_on_path:
+    """Lets cpp_extension find the environment's ninja when the environment is not activated."""
+
+    def __enter__(self) -> None:
+        self.path = os.environ.get("PATH", "")
+        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), self.path])
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.environ["PATH"] = self.path
+
+
+def _is_amx(kv_layout: str) -> bool:
+    if kv_layout not in KV_LAYOUTS:
+        raise ValueError(f"unknown kv_layout {kv_layout!r}; valid: {', '.join(KV_LAYOUTS)}")
+    return kv_layout == "amx"
+
+
+def tree_attention_reference(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_layout: str,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    tree_key: torch.Tensor,
+    tree_value: torch.Tensor,
+    tree_start: torch.Tensor,
+    tree_lens: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> None:
+    """``tree_attention`` in plain torch: float32 (float64 for float64 tensors) arithmetic, request by request."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    block_size = kv_cache.shape[2]
+    group = query.shape[1] // kv_cache.shape[1]
+    starts_and_lens = (context_lens, query_start, query_lens, tree_start, tree_lens)
+    for r, (context, q0, rows, t0, nodes) in enumerate(zip(*(t.tolist() for t in starts_and_lens), strict=True)):
+        if rows == 0:
+            continue
+        pages = kv_cache[block_table[r, : -(-context // block_size)].long()]
+        context_key, context_value = (t[:, :context] for t in unpack_pages(pages, kv_layout))
+        key = torch.cat([context_key, tree_key[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
+        value = torch.cat([context_value, tree_value[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
+        # [num_kv_heads, group, rows, head_size] against [num_kv_heads, 1, context + nodes, head_size]
+        grouped = query[q0 : q0 + rows].to(dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        scores = grouped @ key.unsqueeze(1).transpose(2, 3) * scale
+        scores[..., context:].masked_fill_(~mask[r, :rows, :nodes], float("-inf"))
+        weights = scores.softmax(dim=-1).nan_to_num(0.0)  # a row that is shown nothing
+        result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
+        output[q0 : q0 + rows] = result.to(output.dtype)
+
+
+def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of ``[num_pages, num_kv_heads, block_size, 2 * head_size]`` pages.
+
+    Returns:
+        Two ``[num_kv_heads, num_pages * block_size, head_size]`` tensors.
+    """
+    num_pages, num_kv_heads, block_size, width = pages.shape
+    head_size = width // 2
+    key, value = pages.reshape(num_pages, num_kv_heads, 2, block_size, head_size).unbind(2)
+    shape = (num_pages, num_kv_heads)
+    if _is_amx(kv_layout):
+        key = key.reshape(*shape, block_size // 16, head_size // 2, 16, 2).permute(1, 0, 2, 4, 3, 5)
+        value = value.reshape(*shape, head_size // 16, block_size // 2, 16, 2).permute(1, 0, 3, 5, 2, 4)
+    else:
+        key = key.reshape(*shape, head_size, block_size).permute(1, 0, 3, 2)
+        value = value.transpose(0, 1)
+    out_shape = (num_kv_heads, num_pages * block_size, head_size)
+    return key.reshape(out_shape), value.reshape(out_shape)
+
+
+def pack_pages(key: torch.Tensor, value: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """The inverse of ``unpack_pages`` for one page per leading index.
+
+    Args:
+        key: ``[num_pages, num_kv_heads, block_size, head_size]``.
+        value: as ``key``.
+    """
+    shape, (block_size, head_size) = key.shape[:2], key.shape[2:]
+    if _is_amx(kv_layout):
+        key = key.reshape(*shape, block_size // 16, 16, head_size // 2, 2).transpose(3, 4)
+        value = value.reshape(*shape, block_size // 2, 2, head_size // 16, 16).permute(0, 1, 4, 2, 5, 3)
+    else:
+        key = key.transpose(2, 3)
+    packed = torch.cat([key.reshape(*shape, -1), value.reshape(*shape, -1)], dim=-1)
+    return packed.view(*shape, block_size, 2 * head_size)
+
+
+def make_inputs(
+    context_lens: Sequence[int] = (100,),
+    query_lens: Sequence[int] = (17,),
+    *,
+    tree_lens: Sequence[int] | None = None,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    head_size: int = 64,
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float32,
+    kv_layout: str = "vec",
+    causal: bool = False,
+    garbage: float = float("nan"),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Random keyword arguments of ``tree_attention``, for its tests and its benchmark.
+
+    Pages are scattered in shuffled order and slots behind the context hold ``garbage``; ``query`` is a slice of a fused
+    QKV tensor (non-contiguous) and ``tree_key``/``tree_value`` too; requests are separated by rows that belong to none.
+
+    Args:
+        context_lens: of each request.
+        query_lens: of each request.
+        tree_lens: of each request; ``query_lens`` by default (verification).
+        causal: chain mask over the last ``query_len`` tree rows, in place of a random tree.
+        garbage: what never-written slots, unused rows and ``output`` hold.
+    """
+    g = torch.Generator().manual_seed(seed)
+    tree_lens = list(query_lens if tree_lens is None else tree_lens)
+    num_reqs, rows, nodes = len(context_lens), max(query_lens), max(tree_lens)
+
+    def starts(lens: Sequence[int]) -> torch.Tensor:
+        gaps = torch.tensor([1, *(n + 1 for n in lens)], dtype=torch.int32)
+        return gaps.cumsum(0, dtype=torch.int32)[:-1].contiguous()
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    pages_of = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(pages_of) + 1
+    order = torch.randperm(num_blocks, generator=g).to(torch.int32)
+    block_table = torch.full((num_reqs, max(*pages_of, 1)), -1, dtype=torch.int32)
+    contents = torch.full((2, num_blocks, num_kv_heads, block_size, head_size), garbage)
+    used = 0
+    for r, context in enumerate(context_lens):
+        pages = order[used : used + pages_of[r]]
+        block_table[r, : pages_of[r]] = pages
+        used += pages_of[r]
+        for i, page in enumerate(pages.tolist()):
+            filled = min(block_size, context - i * block_size)
+            contents[:, page, :, :filled] = torch.randn(2, num_kv_heads, filled, head_size, generator=g)
+    key, value = contents.to(dtype)
+
+    heads = num_heads + 2 * num_kv_heads
+    query_rows, tree_rows = sum(query_lens) + num_reqs + 1, sum(tree_lens) + num_reqs + 1
+    fused = torch.randn(max(query_rows, tree_rows), heads, head_size, generator=g).to(dtype)
+    query, tree_key, tree_value = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+    mask = torch.zeros(num_reqs, rows, nodes, dtype=torch.bool)
+    for r, (q, t) in enumerate(zip(query_lens, tree_lens, strict=True)):
+        tree = _chain_mask(t) if causal else _random_tree_mask(t, g)
+        mask[r, : min(q, t), :t] = tree[max(0, t - q) :]
+        mask[r, t:q, :t] = True  # more rows than nodes: the surplus sees them all
+    return dict(
+        query=query[:query_rows],
+        output=torch.full((query_rows, num_heads, head_size), garbage).to(dtype),
+        kv_cache=pack_pages(key, value, kv_layout),
+        kv_layout=kv_layout,
+        block_table=block_table,
+        context_lens=ints(context_lens),
+        query_start=starts(query_lens),
+        query_lens=ints(query_lens),
+        tree_key=tree_key[:tree_rows],
+        tree_value=tree_value[:tree_rows],
+        tree_start=starts(tree_lens),
+        tree_lens=ints(tree_lens),
+        mask=mask,
+        scale=head_size**-0.5,
+    )
+
+
+def _chain_mask(num_rows: int) -> torch.Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+
+
+def _random_tree_mask(num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    mask = torch.eye(num_rows, dtype=torch.bool)
+    for row in range(1, num_rows):
+        parent = int(torch.randint(row, (1,), generator=generator))
+        mask[row] |= mask[parent]
+    return mask

@@ -1,0 +1,84 @@
+"""Values that cross stage boundaries, and the glossary of axis names.
+
+Axes:
+    num_reqs: requests in the batch (``R``).
+    num_rows: rows of a request's tree, the root included (``W``); the root, row 0, is
+        the request's last emitted token, whose key/value is not cached yet.
+    num_nodes: drafted nodes, ``num_rows - 1`` (``N``).
+    depth: edges from the root; the root has depth 0.
+    context: tokens of a request whose key/value is committed (the root excluded).
+
+All tensors are fixed-width and padded, so that shapes do not depend on the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: Padding of token ids and row indices.
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Draft trees of a batch, flattened parent-first (any prefix of the rows is a tree).
+
+    Attributes:
+        token_ids: int64 ``[num_reqs, num_rows]``; row 0 is the root; padding rows hold ``PADDING``.
+        parents: int64 ``[num_reqs, num_rows]``; row index of the parent, always lower than
+            the row's own; ``PADDING`` for the root and for padding rows.
+        depths: int64 ``[num_reqs, num_rows]``; 0 for the root and for padding rows.
+        num_rows: int64 ``[num_reqs]``; valid rows of each request, at least 1.
+    """
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    num_rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """Where the rows of a tree stand for one verification forward.
+
+    Attributes:
+        positions: int64 ``[num_reqs, num_rows]``; rotary position, context + depth.
+        mask: bool ``[num_reqs, num_rows, num_rows]``; ``mask[r, i, j]`` is true where row
+            ``i`` attends to row ``j``: its ancestors and itself.  Padding rows attend to nothing.
+    """
+
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The result of walking a batch of trees.
+
+    Attributes:
+        output_token_ids: int32 ``[num_reqs, max_emitted]``; tokens emitted (accepted path and
+            the bonus token last), padded with ``PADDING``.
+        path_rows: int64 ``[num_reqs, max_emitted]``; ``path_rows[r, d]`` is the tree row whose
+            logits gave ``output_token_ids[r, d]``; ``path_rows[:, 0] == 0``; ``PADDING`` behind.
+        num_emitted: int64 ``[num_reqs]``; accepted nodes + 1 (0 for a request not sampled).
+    """
+
+    output_token_ids: torch.Tensor
+    path_rows: torch.Tensor
+    num_emitted: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KvMoves:
+    """Key/value copies that make the accepted path contiguous behind the context.
+
+    Attributes:
+        source_rows: int64 ``[num_moves]``; flat row of the verification forward.
+        target_rows: int64 ``[num_moves]``; flat row whose cache slot receives it.  Never
+            higher than the source row.
+    """
+
+    source_rows: torch.Tensor
+    target_rows: torch.Tensor

@@ -1,0 +1,158 @@
+"""Walk: descend each tree with the host's own sampler, one depth at a time (PAPERS.md section 1).
+
+At its current node a request samples one token exactly as plain decoding would; if the token is a child of the node,
+the walk descends, else it stops with that token as the bonus.  The tree only decides how many tokens one forward
+yields, never which: the output is the target's, whatever the sampling parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from vllm_specplug.types import PADDING, TokenTree, Walk
+
+#: ``sample(rows [num_reqs], active [num_reqs], depth) -> token ids [num_reqs]``: sample one token per request from
+#: the logits of its row.  Requests that are not active must not draw; their result is ignored.
+Sample = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class WalkState:
+    """A walk in progress.  ``advance`` writes into the output buffers, so only the newest state is of use.
+
+    Attributes:
+        token_ids: int64 ``[num_reqs, num_rows]``; the tree's tokens.
+        parents: int64 ``[num_reqs, num_rows]``; the tree's parents, ``PADDING`` for rows that nothing may match.
+        output_token_ids: int32 ``[num_reqs, max_emitted]``; see ``Walk``.
+        path_rows: int64 ``[num_reqs, max_emitted]``; see ``Walk``.
+        num_emitted: int64 ``[num_reqs]``.
+        rows: int64 ``[num_reqs]``; the current node, always a valid row.
+        active: bool ``[num_reqs]``; requests that sample at the next depth.
+        depth: tokens that active requests have emitted.
+    """
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    output_token_ids: torch.Tensor
+    path_rows: torch.Tensor
+    num_emitted: torch.Tensor
+    rows: torch.Tensor
+    active: torch.Tensor
+    depth: int
+
+
+def start(tree: TokenTree, max_emitted: int | None = None, active: torch.Tensor | None = None) -> WalkState:
+    """Stand at the roots.
+
+    Args:
+        tree: the verified trees.
+        max_emitted: most tokens to emit; by default ``num_rows``, which no path exceeds.
+        active: bool ``[num_reqs]``; requests to walk, by default all.  The others emit nothing.
+    """
+    num_reqs, width = tree.token_ids.shape
+    max_emitted = width if max_emitted is None else max_emitted
+    if max_emitted < 1:
+        raise ValueError(f"a walk emits at least one token, max_emitted is {max_emitted}")
+    path_rows = tree.parents.new_full((num_reqs, max_emitted), PADDING)
+    path_rows[:, 0] = 0
+    if active is None:
+        active = torch.ones(num_reqs, dtype=torch.bool, device=path_rows.device)
+    return WalkState(
+        token_ids=tree.token_ids,
+        # A node may hold PADDING for a token (the host's placeholder drafts); it must match nothing.
+        parents=tree.parents.masked_fill(tree.token_ids < 0, PADDING),
+        output_token_ids=path_rows.new_full((num_reqs, max_emitted), PADDING, dtype=torch.int32),
+        path_rows=path_rows,
+        num_emitted=path_rows.new_zeros(num_reqs),
+        rows=path_rows.new_zeros(num_reqs),
+        active=active,
+        depth=0,
+    )
+
+
+def current_rows(state: WalkState) -> torch.Tensor:
+    """Row of each request's current node, int64 ``[num_reqs]``; for stopped requests the row they stopped at."""
+    return state.rows
+
+
+def advance(state: WalkState, sampled_token_ids: torch.Tensor) -> WalkState:
+    """Emit the tokens sampled at the current rows and descend where they are children.
+
+    Args:
+        state: the walk so far.
+        sampled_token_ids: int ``[num_reqs]``; anything for requests that are not active.
+    """
+    depth, active = state.depth, state.active
+    state.output_token_ids[:, depth] = sampled_token_ids.masked_fill(~active, PADDING)
+    if depth > 0:  # Column 0 is the root's for every request.
+        state.path_rows[:, depth] = state.rows.masked_fill(~active, PADDING)
+    matches = (state.parents == state.rows.unsqueeze(1)) & (state.token_ids == sampled_token_ids.unsqueeze(1))
+    found, child = matches.max(dim=1)  # The first, where siblings repeat a token.
+    descends = active & found
+    if depth + 1 == state.output_token_ids.shape[1]:
+        descends = torch.zeros_like(descends)
+    return replace(
+        state,
+        num_emitted=state.num_emitted + active,
+        rows=torch.where(descends, child, state.rows),
+        active=descends,
+        depth=depth + 1,
+    )
+
+
+def finish(state: WalkState) -> Walk:
+    """The result of the walk."""
+    return Walk(state.output_token_ids, state.path_rows, state.num_emitted)
+
+
+def walk_exact(
+    tree: TokenTree,
+    sample: Sample,
+    active: torch.Tensor | None = None,
+    static_depth: int | None = None,
+    max_emitted: int | None = None,
+) -> Walk:
+    """Walk all trees, sampling only at the nodes visited.
+
+    Args:
+        tree: the verified trees.
+        sample: the sampler, called once per depth.
+        active: bool ``[num_reqs]``; requests to walk, by default all.
+        static_depth: a depth that no tree exceeds.  With it the number of rounds is fixed and nothing is read back.
+            Without it, the loop also ends once no request is active, on a CPU only, where asking costs nothing.
+        max_emitted: most tokens to emit; also the width of the result.
+    """
+    state = start(tree, max_emitted, active)
+    rounds = state.output_token_ids.shape[1]
+    if static_depth is not None:
+        rounds = min(rounds, static_depth + 1)
+    may_ask = static_depth is None and state.active.device.type == "cpu"
+    for depth in range(rounds):
+        if may_ask and not state.active.any():
+            break
+        state = advance(state, sample(current_rows(state), state.active, depth))
+    return finish(state)
+
+
+def walk_tokens(
+    tree: TokenTree,
+    row_token_ids: torch.Tensor,
+    active: torch.Tensor | None = None,
+    static_depth: int | None = None,
+    max_emitted: int | None = None,
+) -> Walk:
+    """Walk where a token was already sampled at every row (greedy verification on a device).
+
+    Args:
+        tree: the verified trees.
+        row_token_ids: int ``[num_reqs, num_rows]``; token sampled from each row's logits.
+        active, static_depth, max_emitted: as in ``walk_exact``.
+    """
+
+    def look_up(rows: torch.Tensor, active: torch.Tensor, depth: int) -> torch.Tensor:
+        return row_token_ids.gather(1, rows.unsqueeze(1)).squeeze(1)
+
+    return walk_exact(tree, look_up, active, static_depth, max_emitted)
