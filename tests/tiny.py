@@ -120,4 +120,6 @@ def write_eagle3_drafter(path: Path, seed: int = 1, draft_vocab: int = 96) -> Pa
         "t2d": t2d,
     }
     config = drafter_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=draft_vocab)
+    # The default layers (2, L//2, L-3) do not exist in a target of two layers.
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     return _write(path, config, tensors)

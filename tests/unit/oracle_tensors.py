@@ -5,6 +5,8 @@ import torch
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import PADDING
 
+torch.set_num_threads(1)  # The tensors are tiny: more threads only wait for each other.
+
 
 def to_tree(trees, width=None):
     """A ``TokenTree`` of the oracle's trees; what stands behind the valid rows is hostile before padding."""

@@ -1,10 +1,10 @@
 """KV moves and the re-seed plan, against the oracle."""
 
-import oracle
 import pytest
 import torch
-from oracle_tensors import emitted, to_tree
 
+from tests.unit import oracle
+from tests.unit.oracle_tensors import emitted, to_tree
 from vllm_specplug.kv import apply_moves, plan_moves
 from vllm_specplug.seed import plan_reseed
 from vllm_specplug.types import PADDING

@@ -1,10 +1,10 @@
 """Positions and masks, against the oracle."""
 
-import oracle
 import pytest
 import torch
-from oracle_tensors import to_tree
 
+from tests.unit import oracle
+from tests.unit.oracle_tensors import to_tree
 from vllm_specplug.layout import ancestor_bits, lay_out
 
 

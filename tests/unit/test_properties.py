@@ -1,14 +1,15 @@
 """What must hold for any tree (hypothesis)."""
 
-import oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle_tensors import emitted, to_rows, to_tree
 
+from tests.unit import oracle
+from tests.unit.oracle_tensors import emitted, to_rows, to_tree
 from vllm_specplug import tree as T
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import ancestor_bits, lay_out
+from vllm_specplug.seed import plan_reseed
 from vllm_specplug.walk import walk_tokens
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -56,7 +57,7 @@ def test_truncation_commutes_with_layout_and_shortens_walks(batch, data):
     kept = T.valid_rows(cut.num_rows, width)
     assert torch.equal(part.mask, whole.mask & kept.unsqueeze(2))
     assert torch.equal(T.from_flat(tree.token_ids, tree.parents, cut.num_rows).depths, cut.depths)
-    row_tokens = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=width, max_size=width))).repeat(len(batch), 1)
+    row_tokens = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=width, max_size=width))] * len(batch))
     long_walk, short_walk = walk_tokens(tree, row_tokens), walk_tokens(cut, row_tokens)
     for request in range(len(batch)):
         tokens, _ = emitted(long_walk, request)
@@ -90,7 +91,12 @@ def test_walks_follow_edges_and_moves_lead_back(batch, data):
 
 @quick
 @given(
-    st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**31), st.floats(0, 0.9)
+    top_k=st.integers(1, 4),
+    levels=st.integers(1, 4),
+    num_nodes=st.integers(1, 40),
+    num_reqs=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+    certain=st.floats(0, 0.9),
 )
 def test_reranked_trees_are_the_best_closed_sets(top_k, levels, num_nodes, num_reqs, seed, certain):
     """Real float32 log probs (rounding included), a share of them 0 so that children tie their parents."""
@@ -113,3 +119,25 @@ def test_reranked_trees_are_the_best_closed_sets(top_k, levels, num_nodes, num_r
         assert to_rows(tree, request) == oracle.as_rows(nodes, taken, 0)
         left = [value for node, value in enumerate(values) if value is not None and node not in taken]
         assert not left or len(taken) == num_nodes and max(left) <= min(values[node] for node in taken)
+
+
+def test_no_stage_reads_data_back():
+    """On the meta device tensors have no data: any host sync, or a size that depends on data, raises."""
+    device, num_reqs, num_nodes, top_k, levels = "meta", 3, 8, 2, 3
+    pool, beam = T.new_pool(num_reqs, top_k, levels, device), None
+    for _ in range(levels):
+        shape = (num_reqs, 1 if beam is None else top_k, top_k)
+        T.expand(pool, beam, torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device))
+        beam = T.next_beam(pool, top_k)
+    numbers = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+    assert T.growth_can_pay(pool, num_nodes).shape == (num_reqs,)
+    tree = T.truncate(T.rerank(pool, numbers, num_nodes), numbers)
+    row_tokens = torch.zeros(num_reqs, num_nodes + 1, dtype=torch.int64, device=device)
+    trees = [tree, T.chain_tree(numbers, row_tokens[:, 1:], numbers), T.from_flat(row_tokens, row_tokens, numbers)]
+    for tree in trees:
+        layout = lay_out(tree, numbers, max_depth=levels)
+        assert ancestor_bits(layout.mask).shape == (num_reqs, num_nodes + 1, 1)
+        walk = walk_tokens(tree, row_tokens, static_depth=levels, max_emitted=levels + 1)
+        assert walk.output_token_ids.shape == (num_reqs, levels + 1)
+        assert plan_moves(walk, numbers).source_rows.shape == (num_reqs * (levels + 1),)
+        assert plan_reseed(walk, numbers).source_rows.shape == (num_reqs, levels + 1)

@@ -1,15 +1,15 @@
 """Whole steps on a toy attention model, against plain decoding that keeps no cache at all."""
 
+import functools
 import math
 
-import oracle
 import pytest
 import torch
-from oracle_tensors import to_rows, to_tree
 
+from tests.unit import oracle
+from tests.unit.oracle_tensors import to_rows, to_tree
 from vllm_specplug import step as S
 from vllm_specplug.layout import lay_out
-from vllm_specplug.tree import from_flat
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.verify import tree_attention
 
@@ -76,16 +76,19 @@ class ToyTarget:
         return tokens
 
 
+def causal(size):
+    """Layout of ``size`` consecutive tokens without context."""
+    return TreeLayout(torch.arange(size).unsqueeze(0), torch.ones(1, size, size).tril().bool())
+
+
 def plain_decode(target, prompt, num_tokens, request=0):
     """Recompute the whole sequence for each token, causally and without a cache: (tokens, hidden states)."""
     tokens, active = list(prompt), torch.tensor([True])
     target.generators = target.generators[request : request + 1]
     for _ in range(num_tokens):
         size = len(tokens)
-        layout = TreeLayout(torch.arange(size).unsqueeze(0), torch.ones(1, size, size).tril().bool())
-        empty = torch.zeros(1, dtype=torch.int64)
-        caches = target.new_caches(1, size)
-        logits, hidden = target.forward(torch.tensor([tokens]), layout, empty, caches)
+        no_context = torch.zeros(1, dtype=torch.int64)
+        logits, hidden = target.forward(torch.tensor([tokens]), causal(size), no_context, target.new_caches(1, size))
         tokens.append(int(target.sample(logits[:, -1], active)))
     return tokens[len(prompt) :], hidden[0]
 
@@ -121,6 +124,15 @@ class ToyDrafter:
             self.entries[request] += zip(plan.token_ids[request, :size].tolist(), hidden[request, :size], strict=True)
 
 
+@functools.cache
+def plain_decodes(temperature):
+    """``plain_decode`` of every prompt."""
+    return [
+        plain_decode(ToyTarget(temperature, len(PROMPTS)), prompt, NUM_TOKENS + 20, request)
+        for request, prompt in enumerate(PROMPTS)
+    ]
+
+
 PROMPTS = [[3], [1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1], [9, 0, 9]]
 NUM_TOKENS, MAX_NODES = 24, 12
 
@@ -128,16 +140,12 @@ NUM_TOKENS, MAX_NODES = 24, 12
 def decode(temperature, seed):
     """Decode all prompts by reference steps: (tokens, plain tokens, drafter, plain hidden states, steps, moves)."""
     num_reqs = len(PROMPTS)
-    plain = [
-        plain_decode(ToyTarget(temperature, num_reqs), prompt, NUM_TOKENS + 20, request)
-        for request, prompt in enumerate(PROMPTS)
-    ]
+    plain = plain_decodes(temperature)
     target = ToyTarget(temperature, num_reqs)
     caches = target.new_caches(num_reqs, max(map(len, PROMPTS)) + NUM_TOKENS + 2 * MAX_NODES)
-    for request, prompt in enumerate(PROMPTS):  # Prefill all but the last token: the first step's root.
-        causal = from_flat(torch.tensor([prompt]), torch.arange(len(prompt)).unsqueeze(0) - 1, torch.tensor([len(prompt)]))
-        empty = torch.zeros(1, dtype=torch.int64)
-        target.forward(causal.token_ids, lay_out(causal, empty), empty, [cache[request : request + 1] for cache in caches])
+    for request, prompt in enumerate(PROMPTS):  # Prefill; the last token's slot is the first root's, written again.
+        own = [cache[request : request + 1] for cache in caches]
+        target.forward(torch.tensor([prompt]), causal(len(prompt)), torch.zeros(1, dtype=torch.int64), own)
     roots = torch.tensor([prompt[-1] for prompt in PROMPTS])
     context_lens = torch.tensor([len(prompt) - 1 for prompt in PROMPTS])
     drafter = ToyDrafter(oracle.seeded(seed), [tokens for tokens, _ in plain], MAX_NODES)

@@ -2,11 +2,11 @@
 
 import math
 
-import oracle
 import pytest
 import torch
-from oracle_tensors import to_rows, to_tree
 
+from tests.unit import oracle
+from tests.unit.oracle_tensors import to_rows, to_tree
 from vllm_specplug import tree as T
 
 INF = math.inf

@@ -1,4 +1,4 @@
-"""The tree attention op against its reference in float64, the host's page layouts, and the host's own chain attention."""
+"""The tree attention op against its reference in float64, the host's page layouts and the host's chain attention."""
 
 import pytest
 import torch
@@ -147,89 +147,95 @@ def test_fallback_is_announced_once(monkeypatch, caplog):
     assert len(messages) == 1 and "no compiler" in messages[0]
 
 
-class TestAgainstHost:
-    """What vLLM's own CPU kernels write and compute."""
+@pytest.fixture
+def host_ops():
+    ops = pytest.importorskip("vllm._custom_ops")
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("this vLLM has no CPU attention")
+    return ops
 
-    @pytest.fixture(autouse=True)
-    def ops(self):
-        self.ops = pytest.importorskip("vllm._custom_ops")
-        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
-            pytest.skip("this vLLM has no CPU attention")
 
-    def write(self, cache, key, value, slots, isa):
-        """Writes ``[num_tokens, num_kv_heads, head_size]`` keys and values to the slots, as the host does."""
-        num_blocks, num_kv_heads, block_size, _ = cache.shape
-        key_cache, value_cache = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
-        self.ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto")
-        return key_cache, value_cache
+def host_write(ops, cache, key, value, slots, isa):
+    """Writes ``[num_tokens, num_kv_heads, head_size]`` keys and values to the slots; returns the host's cache views."""
+    num_blocks, num_kv_heads, block_size, _ = cache.shape
+    key_cache, value_cache = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto")
+    return key_cache, value_cache
 
-    @pytest.mark.parametrize("block_size, head_size", [(32, 128), (128, 64), (64, 96)])
-    @pytest.mark.parametrize("isa, dtype", [*LAYOUTS, ("vec16", torch.float32), ("vec16", torch.bfloat16)])
-    def test_page_layout(self, isa, dtype, block_size, head_size):
-        tokens, num_kv_heads = 2 * block_size, 3
-        key, value = torch.randn(2, tokens, num_kv_heads, head_size).to(dtype)
-        cache = torch.zeros(3, num_kv_heads, block_size, 2 * head_size, dtype=dtype)
-        slots = torch.arange(block_size, 3 * block_size)
-        self.write(cache, key, value, slots, isa)
-        unpacked_key, unpacked_value = unpack_pages(cache[1:], isa)
-        assert torch.equal(unpacked_key, key.transpose(0, 1))
-        assert torch.equal(unpacked_value, value.transpose(0, 1))
 
-    @pytest.mark.parametrize("rows, context", [(1, 100), (17, 0), (17, 100), (61, 1000), (33, 127)])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_chain_mask_gives_the_chain_output(self, backend, dtype, rows, context):
-        inputs = make_inputs((context,), (rows,), dtype=dtype, causal=True)
-        backend(**inputs)
-        start = int(inputs["query_start"][0])
-        expected = self.chain_attention(inputs, "vec")
-        output = inputs["output"][start : start + rows]
-        assert (output - expected).abs().max() / expected.abs().max() <= 2 * TOLERANCE[dtype]
+def host_chain_attention(ops, inputs, isa):
+    """The host's causal attention of one request, with the tree rows cached behind the context as a chain.
 
-    def chain_attention(self, inputs, isa):
-        """The host's causal attention of one request, its tree rows cached behind the context as a chain."""
-        context, start, rows = (int(inputs[k][0]) for k in ("context_lens", "query_start", "query_lens"))
-        num_blocks, num_kv_heads, block_size, width = inputs["kv_cache"].shape
-        old = -(-context // block_size)
-        pages = [*inputs["block_table"][0, :old].tolist(), *range(num_blocks, num_blocks + 2)]
-        table = torch.tensor([pages], dtype=torch.int32)
-        cache = torch.cat([inputs["kv_cache"], torch.zeros(2, *inputs["kv_cache"].shape[1:]).to(inputs["kv_cache"])])
-        positions = torch.arange(context, context + rows)
-        slots = table[0, positions // block_size].long() * block_size + positions % block_size
-        chain = slice(int(inputs["tree_start"][0]), int(inputs["tree_start"][0]) + rows)
-        key_cache, value_cache = self.write(
-            cache.nan_to_num(0), inputs["tree_key"][chain], inputs["tree_value"][chain], slots, isa
-        )
-        query = inputs["query"][start : start + rows]
-        output = torch.zeros_like(query).contiguous()
-        query_start_loc = torch.tensor([0, rows], dtype=torch.int32)
-        seq_lens = torch.tensor([context + rows], dtype=torch.int32)
-        metadata = self.ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=query.shape[1],
-            num_kv_heads=num_kv_heads,
-            head_dim=width // 2,
-            seq_lens=seq_lens,
-            dtype=query.dtype,
-            query_start_loc=query_start_loc,
-            causal=True,
-            sliding_window_size=-1,
-            isa=isa,
-            enable_kv_split=True,
-        )
-        self.ops.cpu_attention_with_kv_cache(
+    Returns:
+        A function that runs the host's kernel and returns its output, ``[query_len, num_heads, head_size]``.
+    """
+    context, start, rows = (int(inputs[k][0]) for k in ("context_lens", "query_start", "query_lens"))
+    num_blocks, num_kv_heads, block_size, width = inputs["kv_cache"].shape
+    old, new = -(-context // block_size), -(-rows // block_size) + 1
+    pages = [*inputs["block_table"][0, :old].tolist(), *range(num_blocks, num_blocks + new)]
+    table = torch.tensor([pages], dtype=torch.int32)
+    cache = torch.cat([inputs["kv_cache"], inputs["kv_cache"].new_zeros(new, *inputs["kv_cache"].shape[1:])])
+    positions = torch.arange(context, context + rows)
+    slots = table[0, positions // block_size].long() * block_size + positions % block_size
+    chain = slice(int(inputs["tree_start"][0]), int(inputs["tree_start"][0]) + rows)
+    key_cache, value_cache = host_write(
+        ops, cache.nan_to_num(0), inputs["tree_key"][chain], inputs["tree_value"][chain], slots, isa
+    )
+    query = inputs["query"][start : start + rows]
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    shared = dict(
+        query_start_loc=torch.tensor([0, rows], dtype=torch.int32),
+        seq_lens=torch.tensor([context + rows], dtype=torch.int32),
+        causal=True,
+    )
+    metadata = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1,
+        num_heads=query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim=width // 2,
+        dtype=query.dtype,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+        **shared,
+    )
+
+    def run():
+        ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=key_cache,
             value_cache=value_cache,
             output=output,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
             scale=inputs["scale"],
-            causal=True,
             alibi_slopes=None,
             sliding_window=-1,
             block_table=table,
             softcap=0.0,
             scheduler_metadata=metadata,
             s_aux=None,
+            **shared,
         )
         return output
+
+    return run
+
+
+@pytest.mark.parametrize("block_size, head_size", [(32, 128), (128, 64), (64, 96)])
+@pytest.mark.parametrize("isa, dtype", [*LAYOUTS, ("vec16", torch.float32), ("vec16", torch.bfloat16)])
+def test_host_writes_this_page_layout(host_ops, isa, dtype, block_size, head_size):
+    key, value = torch.randn(2, 2 * block_size, 3, head_size).to(dtype)
+    cache = torch.zeros(3, 3, block_size, 2 * head_size, dtype=dtype)
+    host_write(host_ops, cache, key, value, torch.arange(block_size, 3 * block_size), isa)
+    unpacked_key, unpacked_value = unpack_pages(cache[1:], isa)
+    assert torch.equal(unpacked_key, key.transpose(0, 1))
+    assert torch.equal(unpacked_value, value.transpose(0, 1))
+
+
+@pytest.mark.parametrize("rows, context", [(1, 100), (17, 0), (17, 100), (61, 1000), (33, 127)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chain_mask_gives_the_host_output(backend, host_ops, dtype, rows, context):
+    inputs = make_inputs((context,), (rows,), dtype=dtype, causal=True)
+    backend(**inputs)
+    output = inputs["output"][int(inputs["query_start"][0]) :][:rows]
+    expected = host_chain_attention(host_ops, inputs, "vec")()
+    assert (output - expected).abs().max() / expected.abs().max() <= 2 * TOLERANCE[dtype]

@@ -2,11 +2,11 @@
 
 import itertools
 
-import oracle
 import pytest
 import torch
-from oracle_tensors import emitted, to_tree
 
+from tests.unit import oracle
+from tests.unit.oracle_tensors import emitted, to_tree
 from vllm_specplug import walk as K
 from vllm_specplug.tree import chain_tree
 

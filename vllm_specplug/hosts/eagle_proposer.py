@@ -42,7 +42,7 @@ class TreeEagleProposer(EagleProposer):
         super().load_model(target_model)
         self.model.register_forward_hook(self._keep_output)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
-        self._draft_layers = {name: layer.impl for name, layer in layers.items()}
+        self.draft_layers = {name: layer.impl for name, layer in layers.items()}
 
     def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
         self._last_output = output
@@ -112,7 +112,7 @@ class TreeEagleProposer(EagleProposer):
         requests = torch.arange(num_reqs).unsqueeze(1) * capacity
         rows = (requests + torch.arange(level * top_k, (level + 1) * top_k)).flatten()
         result = {}
-        for name, impl in self._draft_layers.items():
+        for name, impl in self.draft_layers.items():
             key, value = self._scratch.get(name, (None, None))
             if key is None or key.shape[0] < num_reqs * capacity:
                 shape = (num_reqs * capacity, impl.num_kv_heads, impl.head_size)
@@ -169,7 +169,7 @@ class _Levels:
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self.positions + level + 1).clamp(max=proposer.max_model_len - 1).repeat_interleave(width)
         with set_forward_context(
-            dict.fromkeys(proposer._draft_layers, metadata),
+            dict.fromkeys(proposer.draft_layers, metadata),
             proposer.vllm_config,
             num_tokens=num_tokens,
             slot_mapping={},

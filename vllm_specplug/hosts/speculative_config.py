@@ -8,11 +8,14 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_specplug.config import ConfigError, Eagle2Options, parse_options, resolve_drafter
+from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
-from vllm_specplug.proposers.eagle2.checkpoint import CheckpointInfo, validate_checkpoint
+from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
+
+#: What the host's ``custom_class`` method loads for methods without a draft model.
+FREE_PROPOSER = "vllm_specplug.hosts.free_proposer.HostFreeProposer"
 
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
@@ -31,13 +34,13 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     engine core and the workers.
     """
 
-    specplug: Eagle2Options | None = None
-    """Options of our method."""
+    specplug: Any = None
+    """Options of our method (a ``TreeOptions``)."""
 
     def __post_init__(self):
         result = super().__post_init__()
-        hf_config = self.draft_model_config.hf_config
         if self.method == "eagle":
+            hf_config = self.draft_model_config.hf_config
             from vllm import ModelRegistry
 
             ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
@@ -60,17 +63,21 @@ def build(
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     _check_target(options, target_model_config, target_parallel_config, engine_args)
-    path = resolve_drafter(options.model, options.method)
-    info = validate_checkpoint(
-        path,
-        target_hidden_size=target_model_config.get_hidden_size(),
-        target_vocab_size=target_model_config.get_vocab_size(),
-    )
+    if isinstance(options, Eagle2Options):
+        path = resolve_drafter(options.model, options.method)
+        info = validate_checkpoint(
+            path,
+            target_hidden_size=target_model_config.get_hidden_size(),
+            target_vocab_size=target_model_config.get_vocab_size(),
+        )
+        host_method, model = info.kind, str(path)
+    else:
+        host_method, model = "custom_class", FREE_PROPOSER
     if target_parallel_config.worker_cls == "auto":
         target_parallel_config.worker_cls = CPU_WORKER
     return TreeSpeculativeConfig(
-        method=info.kind,
-        model=str(path),
+        method=host_method,
+        model=model,
         num_speculative_tokens=options.num_speculative_tokens,
         # The drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
         disable_padded_drafter_batch=True,
@@ -80,7 +87,7 @@ def build(
     )
 
 
-def _check_target(options: Eagle2Options, model_config: Any, parallel_config: Any, engine_args: Any) -> None:
+def _check_target(options: TreeOptions, model_config: Any, parallel_config: Any, engine_args: Any) -> None:
     method = options.method
     if not current_platform.is_cpu():
         raise ConfigError(
@@ -118,6 +125,3 @@ def _check_target(options: Eagle2Options, model_config: Any, parallel_config: An
             f"method {method!r} does not support the target architecture {', '.join(architectures)}; supported: "
             + ", ".join(TARGET_ARCHITECTURES)
         )
-
-
-__all__ = ["CheckpointInfo", "TreeSpeculativeConfig", "build"]

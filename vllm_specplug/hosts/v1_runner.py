@@ -16,6 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
+from vllm_specplug.hosts.free_proposer import HostFreeProposer
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.kv import plan_moves
@@ -46,14 +47,13 @@ class StagedStep:
 class TreeCPUModelRunner(CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    drafter: TreeEagleProposer
+    drafter: TreeEagleProposer | HostFreeProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
-        self.drafter = TreeEagleProposer(vllm_config, device, self, options)
-        if self.speculative_config.method == "eagle3":
-            self.use_aux_hidden_state_outputs = self.drafter.eagle3_use_aux_hidden_state
+        if self.speculative_config.use_eagle():
+            self.drafter = TreeEagleProposer(vllm_config, device, self, options)
         self._trace = TreeTrace.open(options.trace_trees)
         #: Parents of the trees proposed last, by request: a request that is not scheduled keeps its drafts.
         self._parents: dict[str, tuple[list[int], list[int]]] = {}
@@ -136,7 +136,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self._step is not None and self._step.rows is not None and isinstance(attn_metadata, dict):
             for layer_name, metadata in attn_metadata.items():
-                if layer_name not in self.drafter._draft_layers:
+                if layer_name not in self.drafter.draft_layers:
                     attn_metadata[layer_name] = replace(metadata, tree=self._step.rows)
         return attn_metadata, common
 
@@ -174,7 +174,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         if self._commit_impls is None:
             layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
             self._commit_impls = {
-                name: (layer.impl, layer) for name, layer in layers.items() if name not in self.drafter._draft_layers
+                name: (layer.impl, layer) for name, layer in layers.items() if name not in self.drafter.draft_layers
             }
         return self._commit_impls
 

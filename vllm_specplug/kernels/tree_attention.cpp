@@ -1,7 +1,7 @@
 // Tree attention on a CPU: "attention over the cached context, with an arbitrary mask on the last tree_len keys".
 //
-// The context is read in the host's packed pages, in place for float32; bfloat16 pages are widened chunk by chunk into
-// a float32 scratch that stays in the L1/L2 cache.  All arithmetic is float32.  See tree_attention.py for the
+// The context is read in the host's packed pages, in place for float32; bfloat16 pages pass chunk by chunk through a
+// scratch that stays in the L1/L2 cache: keys as words of two, values widened.  All arithmetic is float32.  See tree_attention.py for the
 // arguments and tree_attention_reference for the meaning.
 //
 // Names: a *row* is one (query token, query head of the KV head's group) pair; a *unit* is (request, KV head, tile of
@@ -12,12 +12,16 @@
 #include <c10/util/BFloat16.h>
 #include <torch/library.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <string>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -26,7 +30,7 @@ constexpr int kLanes = 16;
 constexpr int kChunk = 128;      // keys per step of the online softmax
 constexpr int kRows = 6;         // rows of the register tile: 6 rows x 4 vectors = 24 accumulators
 constexpr int kMaxTileRows = 96; // rows per unit, at most
-constexpr int kInPlaceRows = 12; // units with more rows than these read bfloat16 from a widened copy
+constexpr int kInPlaceRows = 12; // units with more rows than these read bfloat16 values from a widened copy
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t VecInt __attribute__((vector_size(64)));
@@ -49,6 +53,22 @@ inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
 inline Vec widen(const float* p) { return load<Vec>(p); }
+inline VecUint widen(const uint32_t* p) { return load<VecUint>(p); }
+inline VecUint splat(uint32_t x) { return VecUint{} + x; }
+inline Vec accumulate(Vec sum, Vec x, Vec y) { return sum + x * y; }
+
+// Words of two bfloat16 neighbours of the head dimension: two exact products per lane.
+#ifdef __AVX512BF16__
+inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
+#else
+inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
+  const VecUint upper = splat(0xffff0000u);
+  return sum + (Vec)(x << 16) * (Vec)(y << 16) + (Vec)(x & upper) * (Vec)(y & upper);
+}
+#endif
+
 inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
 // The lanes of v, `shift` places further (a power of 2).
@@ -89,8 +109,9 @@ inline Vec exp2(Vec x) {
 }
 
 // c[ROWS][16 * VECS] = (c * row_scale) + a[ROWS][k] @ b[k][16 * VECS]; without row_scale c is overwritten.
-template <int ROWS, int VECS, typename B>
-inline void multiply_tile(const float* a, int64_t lda, const B* b, int64_t ldb, int k, float* c, int64_t ldc,
+// With words for a and b (see accumulate), k counts words.
+template <int ROWS, int VECS, typename A, typename B>
+inline void multiply_tile(const A* a, int64_t lda, const B* b, int64_t ldb, int k, float* c, int64_t ldc,
                           const float* row_scale) {
   Vec acc[ROWS][VECS];
 #pragma GCC unroll 8
@@ -99,14 +120,14 @@ inline void multiply_tile(const float* a, int64_t lda, const B* b, int64_t ldb, 
     for (int v = 0; v < VECS; ++v)
       acc[r][v] = row_scale ? load<Vec>(c + r * ldc + v * kLanes) * row_scale[r] : Vec{};
   for (int p = 0; p < k; ++p, b += ldb) {
-    Vec row[VECS];
+    decltype(widen(b)) row[VECS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; ++v) row[v] = widen(b + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const Vec x = splat(a[r * lda + p]);
+      const auto x = splat(a[r * lda + p]);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; ++v) acc[r][v] += x * row[v];
+      for (int v = 0; v < VECS; ++v) acc[r][v] = accumulate(acc[r][v], x, row[v]);
     }
   }
 #pragma GCC unroll 8
@@ -115,8 +136,8 @@ inline void multiply_tile(const float* a, int64_t lda, const B* b, int64_t ldb, 
     for (int v = 0; v < VECS; ++v) store(c + r * ldc + v * kLanes, acc[r][v]);
 }
 
-template <int ROWS, typename B>
-inline void multiply_rows(const float* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
+template <int ROWS, typename A, typename B>
+inline void multiply_rows(const A* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
                           int64_t ldc, const float* row_scale) {
   int vecs = columns / kLanes;
   for (; vecs >= 4; vecs -= 4, b += 4 * kLanes, c += 4 * kLanes)
@@ -127,8 +148,8 @@ inline void multiply_rows(const float* a, int64_t lda, const B* b, int64_t ldb, 
 }
 
 // As multiply_tile for any rows <= kRows and any columns % 16 == 0.
-template <typename B>
-void multiply(int rows, const float* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
+template <typename A, typename B>
+void multiply(int rows, const A* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
                      int64_t ldc, const float* row_scale) {
   switch (rows) {
     case 6: return multiply_rows<6>(a, lda, b, ldb, k, columns, c, ldc, row_scale);
@@ -140,11 +161,17 @@ void multiply(int rows, const float* a, int64_t lda, const B* b, int64_t ldb, in
   }
 }
 
-// out[column][row] = in[row][column] for a 16 x 16 tile; rows of `in` beyond `rows` are taken as 0.
-template <typename T>
-inline void transpose_tile(const T* in, int64_t ld_in, int rows, float* out, int64_t ld_out) {
-  Vec x[kLanes], y[kLanes];
-  for (int i = 0; i < kLanes; ++i) x[i] = i < rows ? widen(in + i * ld_in) : Vec{};
+// out[column][row] = in[row][column] for a 16 x 16 tile of 4-byte elements; what lies beyond rows x columns is taken as 0.
+// ld_in counts bytes.
+inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns, void* out, int64_t ld_out) {
+  VecUint x[kLanes]{}, y[kLanes];
+  for (int i = 0; i < rows; ++i) {
+    const char* row = static_cast<const char*>(in) + i * ld_in;
+    if (columns >= kLanes)
+      x[i] = load<VecUint>(row);
+    else
+      std::memcpy(&x[i], row, columns * sizeof(uint32_t));
+  }
   const VecInt low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
   const VecInt high = low + 8;
   for (int step = 0; step < 4; ++step) { // interleaving i with i + 8, four times over, transposes 16 x 16
@@ -154,7 +181,7 @@ inline void transpose_tile(const T* in, int64_t ld_in, int rows, float* out, int
     }
     std::memcpy(x, y, sizeof(x));
   }
-  for (int i = 0; i < kLanes; ++i) store(out + i * ld_out, x[i]);
+  for (int i = 0; i < kLanes; ++i) store(static_cast<uint32_t*>(out) + i * ld_out, x[i]);
 }
 
 enum class Layout { columns, amx };
@@ -180,11 +207,14 @@ struct Unit {
   int request, kv_head, first_row, num_rows;
 };
 
-// Keys [head_size][columns] and values [columns][head_size], as stored (T) or as unpacked to the scratch (wide).
+// What scores are computed from: float32, or words of two bfloat16 (see accumulate).
+template <typename T>
+using KeyElement = std::conditional_t<std::is_same_v<T, float>, float, uint32_t>;
+
+// Keys [head_size or words][columns]; values [columns][head_size], as stored (T) or as widened to the scratch.
 template <typename T>
 struct Segment {
-  const T* key;
-  const float* wide_key;
+  const KeyElement<T>* key;
   int64_t key_stride;
   const T* value;
   const float* wide_value;
@@ -196,7 +226,7 @@ struct Segment {
 struct Scratch {
   std::vector<float> storage;
   int head_size = 0;
-  float *query, *accumulator, *scores, *key, *value;
+  float *query, *accumulator, *scores, *key, *value; // query and key hold KeyElement
   uint8_t mask[kMaxTileRows][kChunk];
   int shown[kMaxTileRows]; // columns of the chunk up to the last one that mask[i] shows
   float maxima[kMaxTileRows];
@@ -215,37 +245,36 @@ struct Scratch {
   }
 };
 
-// Widens `columns` keys and values of a page, from `offset` on, to key[head_size][kChunk] and value[][head_size].
-template <typename T>
-void widen_page(const Problem<T>& p, const T* page_key, const T* page_value, int offset, int columns, float* key,
-                float* value) {
-  for (int d = 0; d < p.head_size; ++d)
-    for (int j = 0; j < columns; j += kLanes)
-      store(key + d * kChunk + j, widen(page_key + d * p.block_size + offset + j));
-  for (int i = 0; i < columns * p.head_size; i += kLanes)
-    store(value + i, widen(page_value + offset * p.head_size + i));
+// Copies `columns` keys and values of a bfloat16 page, from `offset` on, to key[words][kChunk] and value[][head_size];
+// value may be null.
+void unpack_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uint16_t* page_value, int offset,
+                 int columns, uint32_t* key, float* value) {
+  for (int d = 0; d < p.head_size; d += 2)
+    for (int j = 0; j < columns; j += kLanes) {
+      const uint16_t* even = page_key + d * p.block_size + offset + j;
+      const VecUint upper = __builtin_convertvector(load<VecHalf>(even + p.block_size), VecUint) << 16;
+      store(key + d / 2 * kChunk + j, __builtin_convertvector(load<VecHalf>(even), VecUint) | upper);
+    }
+  if (value)
+    for (int i = 0; i < columns * p.head_size; i += kLanes)
+      store(value + i, widen(page_value + offset * p.head_size + i));
 }
 
-// As widen_page.  Each 32-bit word holds two neighbours: of the head dimension for keys, of the block for values.
-template <typename T>
-void widen_amx_page(const Problem<T>& p, const T* page_key, const T* page_value, int offset, int columns, float* key,
-                    float* value) {
-  const int head_size = p.head_size;
-  const VecUint upper = (VecUint{} + 0xffff0000u);
+// As unpack_page.  An amx page holds keys as these words already, and values as words of two neighbours of the block.
+void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uint16_t* page_value, int offset,
+                     int columns, uint32_t* key, float* value) {
   for (int j = 0; j < columns; j += kLanes) {
-    const T* group = page_key + (int64_t)(offset + j) * head_size;
-    for (int d = 0; d < head_size; d += 2, group += 2 * kLanes) {
-      const VecUint pair = load<VecUint>(group);
-      store(key + d * kChunk + j, (Vec)(pair << 16));
-      store(key + (d + 1) * kChunk + j, (Vec)(pair & upper));
-    }
+    const uint16_t* group = page_key + (int64_t)(offset + j) * p.head_size;
+    for (int word = 0; word < p.head_size / 2; ++word, group += 2 * kLanes)
+      store(key + word * kChunk + j, load<VecUint>(group));
   }
-  for (int d = 0; d < head_size; d += kLanes) {
-    const T* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kLanes;
+  const VecUint upper = splat(0xffff0000u);
+  for (int d = 0; d < p.head_size; d += kLanes) {
+    const uint16_t* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kLanes;
     for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key takes its neighbour along, unread
       const VecUint pair = load<VecUint>(group);
-      store(value + j * head_size + d, (Vec)(pair << 16));
-      store(value + (j + 1) * head_size + d, (Vec)(pair & upper));
+      store(value + j * p.head_size + d, (Vec)(pair << 16));
+      store(value + (j + 1) * p.head_size + d, (Vec)(pair & upper));
     }
   }
 }
@@ -254,8 +283,7 @@ void widen_amx_page(const Problem<T>& p, const T* page_key, const T* page_value,
 template <typename T>
 int context_chunk(const Problem<T>& p, const Unit& unit, int position, int context, Scratch& scratch,
                   Segment<T>* segments, int& num_segments) {
-  const bool in_place = p.layout == Layout::columns && (std::is_same_v<T, float> || unit.num_rows <= kInPlaceRows);
-  const auto widen_any = p.layout == Layout::columns ? widen_page<T> : widen_amx_page<T>;
+  const bool value_in_place = p.layout == Layout::columns && unit.num_rows <= kInPlaceRows;
   int filled = 0;
   num_segments = 0;
   while (filled < kChunk && position < context) {
@@ -264,17 +292,19 @@ int context_chunk(const Problem<T>& p, const Unit& unit, int position, int conte
     const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
     const T* page_key = p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
     const T* page_value = page_key + (int64_t)p.block_size * p.head_size;
-    if (in_place) {
-      segments[num_segments++] = {page_key + offset, nullptr, p.block_size, page_value + (int64_t)offset * p.head_size,
-                                  nullptr, p.head_size, columns};
+    const T* value = page_value + (int64_t)offset * p.head_size;
+    if constexpr (std::is_same_v<T, float>) {
+      segments[num_segments++] = {page_key + offset, p.block_size, value, nullptr, p.head_size, columns};
     } else {
-      widen_any(p, page_key, page_value, offset, columns, scratch.key + filled, scratch.value + filled * p.head_size);
+      uint32_t* key = reinterpret_cast<uint32_t*>(scratch.key) + filled;
+      float* wide_value = value_in_place ? nullptr : scratch.value + filled * p.head_size;
+      const auto unpack = p.layout == Layout::amx ? unpack_amx_page : unpack_page;
+      unpack(p, page_key, page_value, offset, columns, key, wide_value);
+      segments[num_segments++] = {key, kChunk, value, wide_value, p.head_size, columns};
     }
     filled += columns;
     position += columns;
   }
-  if (!in_place)
-    segments[num_segments++] = {nullptr, scratch.key, kChunk, nullptr, scratch.value, p.head_size, filled};
   return filled;
 }
 
@@ -292,11 +322,13 @@ Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int c
   const int64_t row = p.tree_start[unit.request] + position;
   const T* key = p.tree_key + row * p.key_stride + unit.kv_head * p.key_head_stride;
   const T* value = p.tree_value + row * p.value_stride + unit.kv_head * p.value_head_stride;
+  const int words = p.head_size * sizeof(T) / sizeof(uint32_t);
+  auto* scratch_key = reinterpret_cast<KeyElement<T>*>(scratch.key);
   for (int j = 0; j < columns; j += kLanes)
-    for (int d = 0; d < p.head_size; d += kLanes)
-      transpose_tile(key + j * p.key_stride + d, p.key_stride, std::min(kLanes, columns - j),
-                     scratch.key + d * kChunk + j, kChunk);
-  return {nullptr, scratch.key, kChunk, value, nullptr, p.value_stride, columns};
+    for (int word = 0; word < words; word += kLanes)
+      transpose_tile(key + j * p.key_stride + word * (sizeof(uint32_t) / sizeof(T)), p.key_stride * sizeof(T),
+                     std::min(kLanes, columns - j), words - word, scratch_key + word * kChunk + j, kChunk);
+  return {scratch_key, kChunk, value, nullptr, p.value_stride, columns};
 }
 
 // Turns a row of scores into weights 2^(scale * (score - maximum)); returns what the row's earlier sums are scaled by.
@@ -347,15 +379,12 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
       columns = *std::max_element(scratch.shown + query_row(0), scratch.shown + query_row(rows - 1) + 1);
       if (columns == 0) continue;
     }
-    const float* query = scratch.query + row * head_size;
+    const int words = head_size * sizeof(T) / sizeof(uint32_t);
+    const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + row * words;
     for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
-      const Segment<T>& segment = segments[s];
-      const int width = round_up(std::min(segment.columns, columns), kLanes);
-      float* scores = scratch.scores + column;
-      if (segment.wide_key)
-        multiply(rows, query, head_size, segment.wide_key, segment.key_stride, head_size, width, scores, kChunk, nullptr);
-      else
-        multiply(rows, query, head_size, segment.key, segment.key_stride, head_size, width, scores, kChunk, nullptr);
+      const int width = round_up(std::min(segments[s].columns, columns), kLanes);
+      multiply(rows, query, words, segments[s].key, segments[s].key_stride, words, width, scratch.scores + column, kChunk,
+               nullptr);
     }
     float row_scale[kRows];
     for (int r = 0; r < rows; ++r)
@@ -391,7 +420,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   const auto head = [&](int row) { return (int64_t)unit.kv_head * p.group + (unit.first_row + row) % p.group; };
   for (int row = 0; row < unit.num_rows; ++row) {
     const T* source = p.query + token(row) * p.query_stride + head(row) * p.query_head_stride;
-    for (int d = 0; d < head_size; d += kLanes) store(scratch.query + row * head_size + d, widen(source + d));
+    std::memcpy(reinterpret_cast<T*>(scratch.query) + row * head_size, source, head_size * sizeof(T));
     scratch.maxima[row] = -1e30f; // finite, so that a chunk that shows nothing to a row leaves it alone
     scratch.totals[row] = Vec{};
   }

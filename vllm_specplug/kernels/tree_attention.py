@@ -1,8 +1,8 @@
 """Attention of tree rows over a paged context and a masked set of tree keys, on a CPU.
 
 ``tree_attention`` is the C++ op where it can be built, else ``tree_attention_reference``.  The context is read from
-the host's packed pages as they are.  A page of one KV head is ``[K region | V region]``, each ``block_size * head_size``
-elements (probed on vLLM 0.32.0 with ``cpu_attn_reshape_and_cache``):
+the host's packed pages as they are.  A page of one KV head is ``[K region | V region]``, each of
+``block_size * head_size`` elements (probed on vLLM 0.32.0 with ``cpu_attn_reshape_and_cache``):
 
 ========== ===================================== =====================================
 layout     K region                              V region

@@ -1,0 +1,49 @@
+"""Tree attention against the host's chain attention on as many tokens.
+
+    python -m pytest -s benchmarks/test_tree_attention.py
+
+One layer of SmolLM2-135M, batch 1, trees of random shape.  The two kernels alternate call by call, so that both see the
+same machine.  Read ``extra_info.ratio_to_chain`` (``--benchmark-json``; also printed): tree time over chain time, of the
+fastest calls, lower is better.  One thread is immune to the barrier stalls of a machine that others use too.
+"""
+
+import time
+
+import pytest
+import torch
+
+from tests.unit.test_tree_attention import host_chain_attention
+from vllm_specplug.kernels.tree_attention import make_inputs, select_backend, tree_attention
+
+ROUNDS = 200
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_nodes", [16, 32, 60])
+@pytest.mark.parametrize("context", [100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_verification(benchmark, threads, dtype, context, num_nodes):
+    ops = pytest.importorskip("vllm._custom_ops")
+    inputs = make_inputs((context,), (num_nodes + 1,), dtype=dtype, garbage=0.0)
+    chain = host_chain_attention(ops, inputs, "vec")
+    chain_seconds = []
+
+    def timed_chain():
+        start = time.perf_counter()
+        chain()
+        chain_seconds.append(time.perf_counter() - start)
+
+    benchmark.extra_info["backend"] = select_backend()
+    benchmark.pedantic(
+        tree_attention, kwargs=inputs, setup=timed_chain, rounds=ROUNDS, iterations=1, warmup_rounds=5
+    )
+    seconds, ratio = benchmark.stats.stats.min, benchmark.stats.stats.min / min(chain_seconds)
+    benchmark.extra_info["ratio_to_chain"] = ratio
+    print(f"{threads} threads, {dtype}, context {context}, {num_nodes} nodes: {seconds * 1e6:.0f} us, ratio {ratio:.2f}")

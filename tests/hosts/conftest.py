@@ -1,0 +1,80 @@
+"""The real engine in this process, on tiny random checkpoints: seconds per engine."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Read by the host at import or engine start; the engine runs in this process.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_CI_ENV="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+
+import pytest
+
+from tests import tiny
+
+TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4}
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,
+    "seed": 0,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+
+
+def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[dict[str, list[int]]]:
+    rng = random.Random(seed)
+    lengths = [rng.randrange(2, longest) for _ in range(count)]
+    return [{"prompt_token_ids": [rng.randrange(3, tiny.VOCAB) for _ in range(n)]} for n in lengths]
+
+
+def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
+    return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+def acceptance_length(llm: Any) -> float:
+    """tau, the bonus token counted, from the host's own counters."""
+    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return 1 + values["vllm:spec_decode_num_accepted_tokens"] / values["vllm:spec_decode_num_drafts"]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "target": tiny.write_target(root / "target"),
+        "eagle": tiny.write_drafter(root / "eagle"),
+        "reduced": tiny.write_drafter(root / "reduced", draft_vocab=96, bias=True),
+        "eagle3": tiny.write_eagle3_drafter(root / "eagle3"),
+    }
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
+    """``engine(drafter=None, tree=None, **engine_options)``: a started LLM, kept for the session."""
+    from vllm import LLM
+
+    started: dict[str, Any] = {}
+
+    def start(drafter: str | None = None, tree: dict[str, Any] | None = None, **options: Any) -> Any:
+        key = repr((drafter, tree, sorted(options.items())))
+        if key not in started:
+            settings = {**ENGINE, **options}
+            if drafter is not None:
+                settings["speculative_config"] = {**TREE, **(tree or {}), "model": str(checkpoints[drafter])}
+            started[key] = LLM(str(checkpoints["target"]), **settings)
+        return started[key]
+
+    yield start
+    started.clear()

@@ -1,0 +1,176 @@
+"""The configuration through the host's own argument handling; nothing here starts an engine but the last tests."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from tests import tiny
+from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
+
+
+@pytest.fixture
+def args(checkpoints):
+    def make(speculative, **changes):
+        return EngineArgs(model=str(checkpoints["target"]), speculative_config=speculative, **{**ENGINE, **changes})
+
+    return make
+
+
+def our_config(checkpoints, **changes):
+    return {**TREE, "model": str(checkpoints["eagle"]), **changes}
+
+
+def refused(args, speculative, message, **changes):
+    with pytest.raises(ValueError, match=message):
+        args(speculative, **changes).create_engine_config()
+
+
+def test_configured(args, checkpoints):
+    config = args(our_config(checkpoints)).create_engine_config()
+    assert config.speculative_config.specplug.draft_depth == TREE["draft_depth"]
+    assert config.speculative_config.num_speculative_tokens == TREE["num_speculative_tokens"]
+    assert config.parallel_config.worker_cls.startswith("vllm_specplug.")
+    copied = pickle.loads(pickle.dumps(config))
+    assert copied.speculative_config.specplug == config.speculative_config.specplug
+
+
+def test_nothing_changes_without_our_method(args):
+    config = args(None).create_engine_config()
+    assert config.speculative_config is None
+    assert "specplug" not in config.parallel_config.worker_cls
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    config = args(ngram).create_engine_config()
+    assert type(config.speculative_config).__name__ == "SpeculativeConfig"
+    assert "specplug" not in config.parallel_config.worker_cls
+    # The stock refusal stays for stock methods.
+    with pytest.raises(ValueError, match="not yet supported with speculative decoding"):
+        SamplingParams(min_p=0.2)._validate_spec_decode(config.speculative_config)
+
+
+def test_unknown_key_and_range(args, checkpoints):
+    refused(args, our_config(checkpoints, draft_dept=3), "unknown key 'draft_dept'.*valid keys")
+    refused(args, our_config(checkpoints, num_speculative_tokens=1000), "out of range")
+
+
+def test_unknown_method_is_the_hosts_error(args, checkpoints):
+    refused(args, {"method": "eagle9", "model": str(checkpoints["eagle"])}, "eagle3")
+
+
+def test_missing_checkpoint(args, checkpoints, tmp_path):
+    refused(args, our_config(checkpoints, model=str(tmp_path / "nothing")), "does not exist")
+    refused(args, our_config(checkpoints, model=str(tmp_path)), "has no config.json")
+
+
+def changed_checkpoint(checkpoints, tmp_path, change):
+    path = tmp_path / "changed"
+    shutil.copytree(checkpoints["eagle"], path)
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+    return str(path)
+
+
+def test_missing_tensor(args, checkpoints, tmp_path):
+    path = changed_checkpoint(checkpoints, tmp_path, lambda tensors: tensors.pop("fc.weight"))
+    refused(args, our_config(checkpoints, model=path), "lacks 1 tensor.*fc.weight")
+
+
+def test_wrong_shape(args, checkpoints, tmp_path):
+    def change(tensors):
+        tensors["fc.weight"] = torch.zeros(tiny.HIDDEN, tiny.HIDDEN)
+
+    path = changed_checkpoint(checkpoints, tmp_path, change)
+    refused(args, our_config(checkpoints, model=path), "wrong shape.*fc.weight")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [("hidden_size", 128, "hidden size 128, the target 64"), ("vocab_size", 300, "vocabulary of 300, the target 160")],
+)
+def test_drafter_for_another_target(args, checkpoints, tmp_path, key, value, message):
+    path = tmp_path / "other"
+    shutil.copytree(checkpoints["eagle"], path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, key: value}))
+    refused(args, our_config(checkpoints, model=str(path)), message)
+
+
+def test_pickle_that_wants_to_run_code(args, checkpoints, tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return (print, ("ran",))
+
+    path = tmp_path / "pickled"
+    path.mkdir()
+    shutil.copy(checkpoints["eagle"] / "config.json", path)
+    torch.save({"fc.weight": Harmful()}, path / "pytorch_model.bin")
+    refused(args, our_config(checkpoints, model=str(path)), "refused, because loading it could run")
+
+
+def test_unsupported_target_and_features(args, checkpoints, tmp_path):
+    path = tmp_path / "gpt2"
+    path.mkdir()
+    config = tiny.llama_config(architectures=["OlmoForCausalLM"], model_type="olmo")
+    (path / "config.json").write_text(json.dumps(config))
+    refused(args, our_config(checkpoints), "does not support the target architecture OlmoForCausalLM", model=str(path))
+    refused(args, our_config(checkpoints), "a quantised KV cache", kv_cache_dtype="fp8")
+    refused(args, our_config(checkpoints), "tensor parallelism", tensor_parallel_size=2)
+    refused(args, our_config(checkpoints), "LoRA", enable_lora=True)
+
+
+def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
+    path = tmp_path_factory.mktemp("official")
+    shutil.copy(checkpoints["eagle"] / "config.json", path)
+    torch.save(load_file(checkpoints["eagle"] / "model.safetensors"), path / "pytorch_model.bin")
+    checkpoints["bin"] = path
+    prompts = make_prompts(8)
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = token_ids(engine().generate(prompts, greedy, use_tqdm=False))
+    assert token_ids(engine("bin").generate(prompts, greedy, use_tqdm=False)) == expected
+
+
+def test_unknown_host_version_is_left_alone():
+    """In a process of its own: the plugin says once why it is not active, and patches nothing."""
+    code = """
+import vllm_specplug.hosts.check as check
+check.CHECKED_VERSIONS = ("0.0.1",)
+from vllm_specplug.plugin import register
+register(); register()
+from vllm.engine.arg_utils import EngineArgs
+assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("not active, the host is left alone") == 1
+
+
+def test_changed_host_signature_applies_no_patch(monkeypatch):
+    from dataclasses import replace
+
+    from vllm_specplug.hosts.install import PATCHES
+    from vllm_specplug.hosts.patches import apply_all, undo_all
+
+    undo_all(PATCHES)
+    try:
+        changed = (PATCHES[0], replace(PATCHES[1], parameters=("self", "something")))
+        problems = apply_all(changed)
+        assert len(problems) == 1 and "_validate_spec_decode takes" in problems[0]
+        assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__")
+    finally:
+        assert apply_all(PATCHES) == []
+
+
+def test_manifest_matches_this_host():
+    from vllm_specplug.hosts.check import check_host
+
+    assert check_host().problems == []

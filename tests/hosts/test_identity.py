@@ -1,0 +1,118 @@
+"""Token identity with plain vLLM in float32: the product's promise, in the real engine."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(64)
+
+
+@pytest.fixture(scope="module")
+def plain(engine, prompts):
+    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+
+
+def test_batch_of_8(engine, prompts, plain):
+    llm = engine("eagle")
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) > 1.3  # else trees would not have been exercised
+
+
+def test_batch_of_1(engine, prompts, plain):
+    llm = engine("eagle", max_num_seqs=1)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+
+
+@pytest.mark.parametrize("drafter", ["reduced", "eagle3"])
+def test_other_drafters(engine, prompts, plain, drafter):
+    assert token_ids(engine(drafter).generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4},  # EAGLE-1 chain
+        {"draft_top_k": 8, "draft_depth": 6, "num_speculative_tokens": 60},
+        {"draft_top_k": 3, "draft_depth": 1, "num_speculative_tokens": 2},
+    ],
+)
+def test_tree_shapes(engine, prompts, plain, tree):
+    assert token_ids(engine("eagle", tree).generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+
+
+def test_block_size_32_and_chunked_prefill(engine, prompts, plain):
+    llm = engine("eagle", block_size=32, max_num_batched_tokens=48, max_num_seqs=2)
+    assert token_ids(llm.generate(prompts[:24], GREEDY, use_tqdm=False)) == plain[:24]
+
+
+def test_prefix_cache_hits_on_blocks_written_by_trees(engine, prompts):
+    """The second round continues the first one's answers, whose key/value came from accepted paths."""
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    plain_llm, llm = engine(block_size=32), engine("eagle", block_size=32)
+    first = token_ids(plain_llm.generate(prompts[:8], long, use_tqdm=False))
+    assert token_ids(llm.generate(prompts[:8], long, use_tqdm=False)) == first
+    grown = [
+        {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
+        for prompt, answer in zip(prompts[:8], first, strict=True)
+    ]
+    expected = token_ids(plain_llm.generate(grown, GREEDY, use_tqdm=False))
+    outputs = llm.generate(grown, GREEDY, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in outputs) >= 8 * 32
+    assert token_ids(outputs) == expected
+
+
+def test_forced_preemption(engine, prompts, plain):
+    """Eight requests of up to 100 tokens in 12 blocks of 32: they must be preempted."""
+    long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    expected = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    llm = engine("eagle", block_size=32, num_gpu_blocks_override=14, enable_prefix_caching=False)
+    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == expected
+    preemptions = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    assert sum(preemptions) > 0
+
+
+def test_running_into_max_model_len(engine, prompts):
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    expected = token_ids(engine(max_model_len=96).generate(prompts[:8], endless, use_tqdm=False))
+    assert token_ids(engine("eagle", max_model_len=96).generate(prompts[:8], endless, use_tqdm=False)) == expected
+
+
+def test_torch_compile(engine, prompts, plain):
+    llm = engine("eagle", enforce_eager=False)
+    assert token_ids(llm.generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+
+
+def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
+    """The negative control: leave the accepted rows where they are, and the tests above must fail."""
+    from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_commit", lambda *_: None)
+    llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
+
+
+def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
+    """The second control: tree rows at their flat positions."""
+    from vllm_specplug.hosts import v1_runner
+    from vllm_specplug.types import TreeLayout
+
+    honest = v1_runner.lay_out
+
+    def flat(tree, context_lens):
+        import torch
+
+        layout = honest(tree, context_lens)
+        rows = torch.arange(tree.parents.shape[1])
+        return TreeLayout(context_lens.long().unsqueeze(1) + rows, layout.mask)
+
+    monkeypatch.setattr(v1_runner, "lay_out", flat)
+    llm = engine("eagle", {"draft_depth": 3}, enable_prefix_caching=False)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain

@@ -1,0 +1,77 @@
+"""Options: defaults, and one clear error that names the fix for each bad input."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from vllm_specplug.config import ConfigError, Eagle2Options, is_our_method, parse_options, resolve_drafter
+
+
+def parse(**changes):
+    return parse_options({"method": "eagle2", "model": "some/drafter", **changes})
+
+
+def test_method_and_model_are_enough():
+    options = parse()
+    assert options.num_speculative_tokens <= options.max_nodes
+    assert options.verification == "exact"
+
+
+def test_options_pickle():
+    assert pickle.loads(pickle.dumps(parse(draft_depth=3))) == parse(draft_depth=3)
+
+
+def test_only_our_methods_are_ours():
+    assert is_our_method("eagle2")
+    assert not any(map(is_our_method, ("eagle", "ngram", None, 3, ["eagle2"])))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "eagle9"}, "'eagle9' is unknown; vllm-specplug serves: eagle2"),
+        ({"draft_width": 3}, "unknown key 'draft_width'.*valid keys: method, num_speculative_tokens, .*draft_depth"),
+        ({"a": 1, "b": 2}, "unknown keys 'a', 'b'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is out of range: choose 1 to 255"),
+        ({"num_speculative_tokens": 256}, "out of range"),
+        ({"num_speculative_tokens": "8"}, "must be an integer from 1 to 255, not '8'"),
+        ({"num_speculative_tokens": True}, "must be an integer"),
+        ({"draft_depth": 0}, "draft_depth=0 is out of range"),
+        ({"draft_top_k": 65}, "draft_top_k=65 is out of range: choose 1 to 64"),
+        ({"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 5}, r"\(4 nodes\): raise draft_depth"),
+        ({"verification": "fast"}, "verification='fast' is unknown; choose one of exact"),
+        ({"model": ""}, "model must be a non-empty string"),
+        ({"model": 7}, "model must be a non-empty string"),
+        ({"trace_trees": "/no/such/folder/trees.jsonl"}, "create its folder first"),
+    ],
+)
+def test_bad_option(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**changes)
+
+
+def test_model_is_needed():
+    with pytest.raises(ConfigError, match="method 'eagle2' needs 'model': a drafter's directory"):
+        parse_options({"method": "eagle2"})
+
+
+def test_options_are_frozen():
+    with pytest.raises(AttributeError):
+        parse().draft_depth = 9
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "no-such-short-name"])
+def test_drafter_that_does_not_exist(model):
+    with pytest.raises(ConfigError, match="does not exist: give a directory with config.json"):
+        resolve_drafter(model)
+
+
+def test_directory_is_taken_as_it_is(tmp_path):
+    assert resolve_drafter(str(tmp_path)) == tmp_path
+
+
+def test_max_nodes_counts_the_pool():
+    assert Eagle2Options(model="m", num_speculative_tokens=3, draft_depth=1, draft_top_k=3).max_nodes == 3
+    assert Eagle2Options(model="m", draft_depth=3, draft_top_k=4).max_nodes == 4 + 2 * 16

@@ -1,0 +1,21 @@
+"""What ``specplug doctor`` asks the host about itself."""
+
+from __future__ import annotations
+
+
+def find_platform() -> tuple[str, bool]:
+    """Name of the host's platform, and whether it is the CPU."""
+    from vllm.platforms import current_platform
+
+    return type(current_platform).__name__, current_platform.is_cpu()
+
+
+def find_runner() -> tuple[str, str]:
+    """``V1`` or ``V2``, the model runner an ordinary model gets, and why."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    if forced is not None:
+        return ("V2" if forced else "V1"), f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}"
+    return ("V2", "Triton is present") if HAS_TRITON else ("V1", "no Triton backend for this platform")
