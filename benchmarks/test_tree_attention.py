@@ -3,8 +3,8 @@
     python -m pytest -s benchmarks/test_tree_attention.py
 
 One layer of SmolLM2-135M, batch 1, trees of random shape.  The two kernels alternate call by call, so that both see the
-same machine.  Read ``extra_info.ratio_to_chain`` (``--benchmark-json``; also printed): tree time over chain time, of the
-fastest calls, lower is better.  One thread is immune to the barrier stalls of a machine that others use too.
+same machine.  Read ``extra_info.ratio_to_chain`` (``--benchmark-json``; also printed): tree time over chain time of
+the fastest calls, lower is better.  One thread is immune to the barrier stalls of a machine that others use too.
 """
 
 import time
@@ -46,4 +46,5 @@ def test_verification(benchmark, threads, dtype, context, num_nodes):
     )
     seconds, ratio = benchmark.stats.stats.min, benchmark.stats.stats.min / min(chain_seconds)
     benchmark.extra_info["ratio_to_chain"] = ratio
-    print(f"{threads} threads, {dtype}, context {context}, {num_nodes} nodes: {seconds * 1e6:.0f} us, ratio {ratio:.2f}")
+    case = f"{threads} threads, {dtype}, context {context}, {num_nodes} nodes"
+    print(f"{case}: {seconds * 1e6:.0f} us, ratio {ratio:.2f}")

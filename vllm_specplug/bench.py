@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .environment import engine_environment, provenance
+from .environment import end_of_log, engine_environment, provenance
 from .tables import format_table
 
 _DRAFTER = "smollm2-135m-instruct"
@@ -216,9 +216,7 @@ class Worker:
         return json.loads(line)
 
     def _obituary(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-30:]
-        what = f"the engine of {self.method.label!r} has ended (code {self.process.wait()}); the end of {self.log}:"
-        return "\n".join([what, *(f"  | {line}" for line in lines)])
+        return f"the engine of {self.method.label!r} has ended (code {self.process.wait()}); {end_of_log(self.log)}"
 
     def generate(self, questions: list[Question], max_tokens: int) -> Measurement:
         """Answer a batch greedily; tokenisation is not timed."""

@@ -21,11 +21,10 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from .environment import engine_environment, version_of
+from .environment import end_of_log, engine_environment, version_of
 from .tables import format_table
 
 METHOD = {"method": "eagle2", "model": "smollm2-135m-instruct"}
-_LOG_LINES = 30  # shown when a server dies
 _STOP_SECONDS = 20.0
 
 
@@ -154,8 +153,7 @@ class Server:
         return self.ready_after is not None
 
     def _obituary(self, what: str) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return "\n".join([f"the {self.name} server {what}; the end of {self.log}:", *(f"  | {line}" for line in lines)])
+        return f"the {self.name} server {what}; {end_of_log(self.log)}"
 
     def ask(self, text: str, max_tokens: int) -> Answer:
         """Send one chat message with greedy decoding and wait for the whole reply."""

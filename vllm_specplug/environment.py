@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def engine_environment(kv_gib: int = 1, plugins: bool = True) -> dict[str, str]:
     return env
 
 
+#: An exception's own line in a host's log, behind the host's prefix; a traceback's other lines are indented.
+_ERROR_LINE = re.compile(r"^(?:\(.*?\) ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
+
+
+def end_of_log(log: Path, num_lines: int = 20) -> str:
+    """What a person wants of a dead engine's log: the first error in it, often far up, and its last lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [match[1][:500] for line in lines if (match := _ERROR_LINE.match(line))]
+    shown = [f"the end of {log}:", *(f"  | {line}" for line in lines[-num_lines:])]
+    return "\n".join(shown + ([f"the first error in it: {errors[0]}"] if errors else []))
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -85,6 +98,12 @@ def git_commit() -> str | None:
     return head + ("-dirty" if changes.strip() else "")
 
 
+def _command() -> str:
+    """This process's command line, folders of absolute paths left out: they say nothing about the measurement."""
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
+
+
 def provenance(baseline: str) -> dict:
     """Hardware, versions, commit, command, baseline and date of a measurement."""
     names = ("vllm-specplug", *HOST_DISTRIBUTIONS, "torch", "transformers", "intel-openmp")
@@ -98,7 +117,7 @@ def provenance(baseline: str) -> dict:
         "versions": {"python": platform.python_version()} | {n: v for n in names if (v := version_of(n))},
         "libiomp5_preloaded": find_libiomp5() is not None,
         "commit": git_commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "baseline": baseline,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -81,7 +81,7 @@ def _write_tokenizer(meta: dict, out: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     types = meta["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, types) if kind == _CONTROL_TOKEN]
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(out / "tokenizer.json"))
     config = {

@@ -39,10 +39,9 @@ def tree_attention(
     in_context = torch.arange(width, device=query.device) < context_lens.unsqueeze(1)
     row_is_valid = mask.diagonal(dim1=1, dim2=2)
     visible = torch.cat([in_context.unsqueeze(1) & row_is_valid.unsqueeze(2), mask], dim=2)
-    written = torch.cat([in_context, row_is_valid], dim=1)[:, :, None, None]
-    # 0 * NaN is NaN: slots never written must be cleared, not only masked.
-    key = torch.cat([context_key, tree_key], dim=1).where(written, 0)
-    value = torch.cat([context_value, tree_value], dim=1).where(written, 0)
+    key, value = torch.cat([context_key, tree_key], dim=1), torch.cat([context_value, tree_value], dim=1)
+    # 0 * NaN is NaN: values never written must be cleared, for the mask only makes their weights 0.
+    value = value.where(torch.cat([in_context, row_is_valid], dim=1)[:, :, None, None], 0)
 
     group_size = num_heads // key.shape[2]
     key, value = key.repeat_interleave(group_size, dim=2), value.repeat_interleave(group_size, dim=2)

@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = Mlp(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Residual and MLP after attention: x [B, T, h], attended [B, H, T, D] -> [B, T, h]."""
@@ -125,6 +125,13 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm in its input's dtype, so that autocast keeps the fused kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Mlp(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
 from tests import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
@@ -21,7 +22,8 @@ from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
 @pytest.fixture
 def args(checkpoints):
     def make(speculative, **changes):
-        return EngineArgs(model=str(checkpoints["target"]), speculative_config=speculative, **{**ENGINE, **changes})
+        settings = {"model": str(checkpoints["target"]), **ENGINE, **changes}
+        return EngineArgs(speculative_config=speculative, **settings)
 
     return make
 
@@ -53,7 +55,7 @@ def test_nothing_changes_without_our_method(args):
     assert type(config.speculative_config).__name__ == "SpeculativeConfig"
     assert "specplug" not in config.parallel_config.worker_cls
     # The stock refusal stays for stock methods.
-    with pytest.raises(ValueError, match="not yet supported with speculative decoding"):
+    with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):
         SamplingParams(min_p=0.2)._validate_spec_decode(config.speculative_config)
 
 
@@ -126,6 +128,7 @@ def test_unsupported_target_and_features(args, checkpoints, tmp_path):
     refused(args, our_config(checkpoints), "a quantised KV cache", kv_cache_dtype="fp8")
     refused(args, our_config(checkpoints), "tensor parallelism", tensor_parallel_size=2)
     refused(args, our_config(checkpoints), "LoRA", enable_lora=True)
+    refused(args, our_config(checkpoints), "dtype torch.float16", dtype="float16")
 
 
 def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
@@ -147,6 +150,7 @@ check.CHECKED_VERSIONS = ("0.0.1",)
 from vllm_specplug.plugin import register
 register(); register()
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -94,7 +94,8 @@ def test_unseeded_sampling_follows_the_target(engine):
     seen: dict[tuple[int, int], int] = {}
     for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs:
         pair = tuple(sample.token_ids[1:3])
-        seen[sample.token_ids[0], *pair] = seen.get((sample.token_ids[0], *pair), 0) + 1
+        triple = (sample.token_ids[0], *pair)
+        seen[triple] = seen.get(triple, 0) + 1
 
     plain = engine()
     one = SamplingParams(temperature=0, max_tokens=1, logprobs=top_k)

@@ -125,10 +125,25 @@ def test_preload_is_kept_and_not_repeated(monkeypatch, tmp_path):
     assert environment.engine_environment()["LD_PRELOAD"] == str(library)
 
 
-def test_provenance_is_complete():
+def test_the_first_error_of_a_log_is_named(tmp_path):
+    log = tmp_path / "log"
+    prefix = "(Worker pid=1) ERROR 01-01 00:00:00 [core.py:1]"
+    lines = [f"{prefix} Traceback", f"{prefix}     raise ValueError(", f"{prefix} ValueError: the cause", "later"]
+    log.write_text("\n".join([*lines, "RuntimeError: See root cause above."]))
+    shown = environment.end_of_log(log, num_lines=2).splitlines()
+    assert shown[1:] == [
+        "  | later",
+        "  | RuntimeError: See root cause above.",
+        "the first error in it: ValueError: the cause",
+    ]
+
+
+def test_provenance_is_complete(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/specplug", "bench", "--questions", "/data/q.jsonl"])
     record = environment.provenance("plain")
     assert {"hardware", "versions", "commit", "command", "baseline", "date"} <= set(record)
     assert record["baseline"] == "plain" and record["hardware"]["cores"] >= 1
+    assert record["command"] == "specplug bench --questions q.jsonl"
 
 
 # Tables

@@ -12,6 +12,15 @@ LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.bfloat
 BACKENDS = {"cpp": tree_attention, "torch": kernels.tree_attention_reference}
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of tiny ops spend their time waiting for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["cpp", "torch"])
 def backend(request):
     if request.param == "cpp" and kernels.select_backend() != "cpp":
@@ -66,6 +75,15 @@ def test_batch_of_different_lengths(backend, kv_layout, dtype, block_size):
         (5, 300, 0, 129, 64), (17, 3, 1, 0, 61), block_size=block_size, dtype=dtype, kv_layout=kv_layout
     )
     assert_matches(inputs, backend)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_do_not_change_the_output(threads):
+    single, several = (make_inputs((5, 300, 0, 129), (17, 3, 1, 61), garbage=0.0) for _ in range(2))
+    tree_attention(**single)
+    torch.set_num_threads(threads)
+    tree_attention(**several)
+    torch.testing.assert_close(single["output"], several["output"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows, nodes", [(1, 1), (8, 1), (8, 60), (61, 61), (10, 130), (200, 300), (4, 0)])

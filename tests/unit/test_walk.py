@@ -132,6 +132,8 @@ def test_the_walk_stepwise():
     assert K.current_rows(state).tolist() == [2] and state.active.tolist() == [True]
     state = K.advance(state, torch.tensor([6]))  # 6 is a child of the root only.
     assert K.current_rows(state).tolist() == [2] and state.active.tolist() == [False]
+    state = K.advance(state, torch.tensor([8]))  # A stopped request stays where it is.
+    assert K.current_rows(state).tolist() == [2]
     assert emitted(K.finish(state), 0) == ([7, 6], [0, 2])
 
 

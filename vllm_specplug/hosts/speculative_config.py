@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
@@ -105,6 +106,16 @@ def _check_target(options: TreeOptions, model_config: Any, parallel_config: Any,
             str(engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
             f"a quantised KV cache ({engine_args.kv_cache_dtype})",
             "--kv-cache-dtype auto",
+        ),
+        (
+            model_config.dtype not in (torch.float32, torch.bfloat16),
+            f"dtype {model_config.dtype}",
+            "--dtype bfloat16 or float32",
+        ),
+        (
+            current_platform.get_cpu_architecture() != CpuArchEnum.X86,
+            "the packed KV layout of this processor architecture",
+            "an x86-64 machine",
         ),
         (model_config.is_multimodal_model, "multi-modal targets", "a text-only target"),
         (model_config.is_encoder_decoder, "encoder-decoder targets", "a decoder-only target"),

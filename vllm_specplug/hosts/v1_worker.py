@@ -11,6 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention import check_layers, tree_backend_selected
 from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+from vllm_specplug.kernels.tree_attention import select_backend
 
 
 class TreeCPUWorker(CPUWorker):
@@ -26,6 +27,7 @@ class TreeCPUWorker(CPUWorker):
         self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        select_backend()  # builds the op, or says that it cannot, before the first request
         with tree_backend_selected():
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))

@@ -1,0 +1,35 @@
+"""SmolLM2-135M-Instruct in engine processes of their own, as users run it."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TOPICS = (
+    "the water cycle", "binary search", "photosynthesis", "prime numbers", "a good night's sleep", "volcanoes",
+    "the stock market", "vaccines", "recursion in Python", "the French Revolution", "sourdough bread", "black holes",
+    "public speaking", "linked lists", "the Moon's phases", "compound interest", "coral reefs", "chess openings",
+    "electric cars", "a haiku",
+)  # fmt: skip
+TEMPLATES = (
+    "Explain {} to a ten-year-old in a few sentences.",
+    "List four facts about {}.",
+    "Write a short paragraph on {} and end it with a question.",
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    from vllm_specplug.smollm2 import prepare
+
+    return str(prepare())
+
+
+@pytest.fixture(scope="session")
+def conversations() -> list[list[dict[str, str]]]:
+    """Sixty chat prompts."""
+    return [[{"role": "user", "content": t.format(topic)}] for t, topic in product(TEMPLATES, TOPICS)]

@@ -1,0 +1,66 @@
+"""Token identity on the real model, through the multi-process engine, float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SAMPLING = {
+    "greedy": {"temperature": 0.0, "max_tokens": 32},
+    "temperature 0.7": {"temperature": 0.7, "max_tokens": 24},
+    "temperature 1.0, top_p, top_k": {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24},
+}
+EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
+
+pytestmark = pytest.mark.smollm2
+
+
+def answer(model: str, conversations: list, sampling: dict, **engine) -> dict:
+    request = {
+        "engine": {
+            "model": model,
+            "dtype": "float32",
+            "max_model_len": 512,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "kv_cache_memory_bytes": 512 << 20,
+            **engine,
+        },
+        "conversations": conversations,
+        "sampling": sampling,
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.run_engine"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        timeout=1500,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2, conversations):
+    return answer(smollm2, conversations, SAMPLING, max_num_seqs=8)
+
+
+def test_batch_of_8(smollm2, conversations, plain):
+    found = answer(smollm2, conversations, SAMPLING, max_num_seqs=8, speculative_config=EAGLE2)
+    for name in SAMPLING:
+        assert found[name] == plain[name], name
+    assert 1 + found["accepted"] / found["drafts"] > 1.4
+
+
+def test_batch_of_1(smollm2, conversations, plain):
+    greedy = {"greedy": SAMPLING["greedy"]}
+    found = answer(smollm2, conversations, greedy, max_num_seqs=1, speculative_config=EAGLE2)
+    assert found["greedy"] == plain["greedy"]

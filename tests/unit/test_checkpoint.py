@@ -1,0 +1,242 @@
+"""Draft checkpoints: both layouts, both file formats, and every refusal with its message."""
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_specplug.proposers.eagle2.checkpoint import (
+    CheckpointError,
+    load_head,
+    offsets,
+    save_head,
+    target_ids,
+    validate_checkpoint,
+)
+
+HIDDEN, VOCAB, DRAFT, INNER = 16, 60, 20, 24
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "bias": False,
+}
+
+
+def eagle_state(prefix="layers.0", layer_input=HIDDEN, fc_input=2 * HIDDEN):
+    return {
+        "fc.weight": torch.randn(HIDDEN, fc_input),
+        f"{prefix}.self_attn.q_proj.weight": torch.randn(16, layer_input),
+        f"{prefix}.self_attn.k_proj.weight": torch.randn(8, layer_input),
+        f"{prefix}.self_attn.v_proj.weight": torch.randn(8, layer_input),
+        f"{prefix}.self_attn.o_proj.weight": torch.randn(HIDDEN, 16),
+        f"{prefix}.mlp.gate_proj.weight": torch.randn(INNER, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": torch.randn(INNER, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": torch.randn(HIDDEN, INNER),
+        f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN),
+    }
+
+
+def eagle3_state():
+    return eagle_state("midlayer", 2 * HIDDEN, 3 * HIDDEN) | {
+        "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
+        "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
+        "norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": torch.randn(DRAFT, HIDDEN),
+        "d2t": offsets(torch.arange(DRAFT) * 3),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool),
+    }
+
+
+def write(path, config=None, state=None):
+    save_head(path, CONFIG | (config or {}), eagle_state() if state is None else state)
+    return path
+
+
+def refusal(path, hidden=HIDDEN, vocab=VOCAB, **options) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        validate_checkpoint(path, hidden, vocab, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_round_trip_of_an_eagle_head(tmp_path):
+    state = eagle_state()
+    config, loaded = load_head(write(tmp_path / "head", state=state))
+    assert config == CONFIG
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert not list((tmp_path / "head").glob("*.tmp"))
+    info = validate_checkpoint(tmp_path / "head", HIDDEN, VOCAB)
+    assert (info.kind, info.draft_vocab_size, info.has_bias, info.has_d2t) == ("eagle", VOCAB, False, False)
+
+
+def test_reduced_vocabulary_bias_and_embedding(tmp_path):
+    ids = torch.arange(DRAFT) * 2 + 1
+    extra = {"d2t": offsets(ids), "fc.bias": torch.zeros(HIDDEN), "embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}
+    info = validate_checkpoint(write(tmp_path, {"draft_vocab_size": DRAFT}, eagle_state() | extra), HIDDEN, VOCAB)
+    assert (info.draft_vocab_size, info.has_bias, info.has_embed_tokens, info.has_d2t) == (DRAFT, True, True, True)
+    assert torch.equal(target_ids(load_head(tmp_path)[1]["d2t"]), ids)
+
+
+def test_official_pickle_with_prefixed_names(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    state = eagle_state()
+    torch.save({f"model.{name}": tensor for name, tensor in state.items()}, tmp_path / "pytorch_model.bin")
+    assert validate_checkpoint(tmp_path, HIDDEN, VOCAB).kind == "eagle"
+    assert torch.equal(load_head(tmp_path)[1]["fc.weight"], state["fc.weight"])
+
+
+def test_eagle3_layout_is_detected(tmp_path):
+    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle3_state())
+    info = validate_checkpoint(tmp_path, HIDDEN, VOCAB)
+    assert (info.kind, info.draft_vocab_size, info.has_lm_head) == ("eagle3", DRAFT, True)
+    assert "'eagle' is needed" in refusal(tmp_path, expected_kind="eagle")
+
+
+def test_path_missing(tmp_path):
+    assert "is not a folder: check the path" in refusal(tmp_path / "nowhere")
+
+
+def test_path_is_a_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "give the folder that holds config.json" in refusal(tmp_path / "model.safetensors")
+
+
+def test_config_missing(tmp_path):
+    assert "has no config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[1]", "must hold one JSON object")])
+def test_config_malformed(tmp_path, text, message):
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    assert message in refusal(tmp_path)
+
+
+def test_config_lacks_fields(tmp_path):
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": HIDDEN}))
+    assert "lacks intermediate_size, num_attention_heads, vocab_size" in refusal(tmp_path)
+
+
+def test_target_folder_given_as_head(tmp_path):
+    write(tmp_path, {"num_hidden_layers": 30})
+    assert "is this the target's own folder?" in refusal(tmp_path)
+
+
+def test_no_weights(tmp_path):
+    write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "has no weights: neither model.safetensors nor pytorch_model.bin" in refusal(tmp_path)
+
+
+def test_missing_tensors_are_listed(tmp_path):
+    state = eagle_state()
+    del state["fc.weight"], state["layers.0.mlp.up_proj.weight"]
+    message = refusal(write(tmp_path, state=state))
+    assert "lacks 2 tensor(s): fc.weight, layers.0.mlp.up_proj.weight" in message
+
+
+def test_promised_tensors_must_be_there(tmp_path):
+    write(tmp_path, {"bias": True, "draft_vocab_size": DRAFT})
+    assert "lacks 2 tensor(s): d2t, fc.bias" in refusal(tmp_path)
+
+
+def test_wrong_shape_says_expected_and_found(tmp_path):
+    message = refusal(write(tmp_path, state=eagle_state() | {"fc.weight": torch.zeros(HIDDEN, HIDDEN)}))
+    assert "fc.weight expected [16, 32], found [16, 16]" in message
+
+
+def test_other_hidden_size(tmp_path):
+    assert "has hidden size 16, the target 32" in refusal(write(tmp_path), hidden=32)
+
+
+def test_eagle3_for_another_target_width(tmp_path):
+    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle3_state())
+    assert "fc.weight expected [16, 96], found [16, 48]" in refusal(tmp_path, hidden=32)
+
+
+def test_other_vocabulary(tmp_path):
+    assert "has a vocabulary of 60, the target 61" in refusal(write(tmp_path), vocab=61)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10])
+def test_truncated_safetensors(tmp_path, keep):
+    file = write(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "is truncated or not a safetensors file" in refusal(tmp_path)
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_head(tmp_path)
+
+
+def test_safetensors_header_that_is_not_json(tmp_path):
+    (write(tmp_path) / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc")
+    assert "is truncated or not a safetensors file" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+def test_d2t_out_of_range(tmp_path, bad):
+    ids = torch.arange(DRAFT)
+    ids[3] = bad
+    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle_state() | {"d2t": offsets(ids)})
+    assert "d2t points outside the target's vocabulary of 60" in refusal(tmp_path)
+
+
+def test_d2t_with_duplicates(tmp_path):
+    d2t = offsets(torch.zeros(DRAFT, dtype=torch.long))
+    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle_state() | {"d2t": d2t})
+    assert "maps two draft ids to one target id" in refusal(tmp_path)
+
+
+class Payload:
+    """Something a tensors-only unpickler must refuse."""
+
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_pickle_with_code_is_refused_and_not_run(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save({"fc.weight": Payload()}, tmp_path / "pytorch_model.bin")
+    message = refusal(tmp_path)
+    assert "is refused" in message and "convert it to model.safetensors" in message
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_broken_pickle(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(eagle_state(), tmp_path / "pytorch_model.bin")
+    content = (tmp_path / "pytorch_model.bin").read_bytes()
+    (tmp_path / "pytorch_model.bin").write_bytes(content[: len(content) // 2])
+    assert "is truncated or not a torch file" in refusal(tmp_path)
+
+
+def test_pickle_that_is_not_a_state_dict(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save([torch.zeros(2)], tmp_path / "pytorch_model.bin")
+    assert "does not hold a plain dictionary of tensors" in refusal(tmp_path)
+
+
+def test_validation_reads_headers_only(tmp_path, monkeypatch):
+    """No tensor of a plain head is read: validation stays cheap for any size."""
+    write(tmp_path)
+    monkeypatch.setattr("vllm_specplug.proposers.eagle2.checkpoint.safe_open", None)
+    assert validate_checkpoint(tmp_path, HIDDEN, VOCAB).kind == "eagle"
+
+
+def test_sharded_files_are_joined(tmp_path):
+    write(tmp_path)
+    state = eagle_state()
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(state)
+    save_file({name: state[name] for name in names[:4]}, tmp_path / "model-1-of-2.safetensors")
+    save_file({name: state[name] for name in names[4:]}, tmp_path / "model-2-of-2.safetensors")
+    assert validate_checkpoint(tmp_path, HIDDEN, VOCAB).kind == "eagle"
+    assert load_head(tmp_path)[1].keys() == state.keys()
