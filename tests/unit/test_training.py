@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
-
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
 from vllm_specplug.proposers.training import answers as answer_files
@@ -54,7 +53,7 @@ def data(target, answers, tmp_path_factory) -> features.FeatureSet:
 
 
 def small(**changes) -> eagle.EagleOptions:
-    settings = {"epochs": 2, "batch_tokens": 96, "draft_vocab_size": DRAFT, "lr": 1e-3}
+    settings = {"epochs": 1, "batch_tokens": 96, "draft_vocab_size": DRAFT, "lr": 1e-3}
     return eagle.EagleOptions(**(settings | changes))
 
 
@@ -206,7 +205,7 @@ def test_folding_the_input_scale_keeps_the_function():
 @pytest.mark.parametrize("align_steps", [1, 2])
 def test_resumed_training_is_bit_exact(target, data, tmp_path, align_steps):
     straight = train(target, data, tmp_path / "a", align_steps=align_steps).state_dict()
-    train(target, data, tmp_path / "b", align_steps=align_steps, max_steps=5)
+    train(target, data, tmp_path / "b", align_steps=align_steps, max_steps=3)
     assert not (tmp_path / "b" / "config.json").exists()
     resumed = train(target, data, tmp_path / "b", align_steps=align_steps).state_dict()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -218,19 +217,16 @@ def test_a_state_of_other_settings_is_refused(target, data, tmp_path):
         train(target, data, tmp_path, lr=0.5, noise=0.0)
 
 
-def test_training_lowers_the_loss(target, data, tmp_path):
+def test_training_lowers_the_feature_loss(target, data, tmp_path):
     def loss(head):
-        _, embedding, lm_head = features.target_head(target)
-        batch = loop.make_batch(data, list(range(len(data))))
-        generator = torch.Generator().manual_seed(0)
-        every = torch.ones(VOCAB, dtype=torch.bool)
+        batch = loop.make_batch(data, list(range(8)))
         with torch.no_grad():
-            terms = eagle._losses(head, batch, embedding, lm_head[:DRAFT].bfloat16(), every, small(), 1, generator)
-        return sum(terms.values()).item()
+            output = head(features.target_head(target)[1][batch.next_ids].float(), batch.features.float())
+        return losses.feature_loss(output.flatten(0, 1), batch.target_features.flatten(0, 1), batch.in_answer.flatten())
 
     start = train(target, data, tmp_path / "a", max_steps=1)
-    end = train(target, data, tmp_path / "b", epochs=30, lr=3e-3)
-    assert loss(end) < 0.9 * loss(start)
+    end = train(target, data, tmp_path / "b", epochs=6, lr=3e-3)
+    assert loss(end) < 0.7 * loss(start)
 
 
 def test_exported_checkpoint_is_valid_small_and_says_where_it_comes_from(target, data, tmp_path):
