@@ -288,14 +288,26 @@ def test_chain_acceptance_of_a_perfect_and_of_a_useless_head():
     assert result.alphas[0] == 0.0 and result.tau == 1.0
 
 
-def test_a_tree_of_one_path_accepts_as_often_as_the_chain(target, data):
-    _, embedding, lm_head = features.target_head(target)
-    head = EagleHead(HeadConfig(HIDDEN, 24, 4, 2, 4))
-    torch.manual_seed(5)
-    embedding, lm_head = embedding.float(), lm_head.float()
-    ids = torch.arange(VOCAB)
-    chain = chain_acceptance(head, data, embedding, lm_head, ids, depth=3)
-    runs = tree_tau(head, data, embedding, lm_head, ids, nodes=3, depth=3, beam=1)
-    assert sum(t for t, _ in runs) / sum(c for _, c in runs) == pytest.approx(chain.tau, abs=0.35)
-    wide = tree_tau(head, data, embedding, lm_head, ids, nodes=VOCAB, depth=1, beam=VOCAB)
-    assert all(tokens == 2 * cycles for tokens, cycles in wide)  # one level with every token: always accepted
+def self_drafted(head: EagleHead, embedding: torch.Tensor, lm_head: torch.Tensor) -> features.FeatureSet:
+    """A text of random features in which drafts from rows 3, 6, 9, ... are right for two levels, then chance."""
+    torch.manual_seed(2)
+    rows = 33
+    feats, ids = torch.randn(rows + 2, HIDDEN), torch.randint(0, VOCAB, (rows + 2,))
+    for t in range(3, rows):
+        if t % 3 < 2:
+            with torch.no_grad():
+                passes = head.aligned(embedding[ids[None, 1 : t + 2]], feats[None, : t + 1], 2)
+            ids[t + 2] = (passes[t % 3][0, t] @ lm_head.T).argmax()
+    return features.FeatureSet(feats, ids, torch.tensor([rows + 2]), torch.tensor([4]))
+
+
+def test_trees_and_chains_accept_what_the_head_drafts():
+    head = tiny_head(5)
+    embedding, lm_head, ids = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.arange(VOCAB)
+    text = self_drafted(head, embedding, lm_head)
+    assert chain_acceptance(head, text, embedding, lm_head, ids, depth=2).tau == 3.0
+    assert tree_tau(head, text, embedding, lm_head, ids, nodes=2, depth=2, beam=1) == [(30, 10)]
+    ((tokens, cycles),) = tree_tau(head, text, embedding, lm_head, ids, nodes=30, depth=3, beam=6)
+    assert tokens / cycles >= 3.0
+    wide = tree_tau(head, text, embedding, lm_head, ids, nodes=VOCAB, depth=1, beam=VOCAB)
+    assert wide == [(30, 15)]  # one level that holds every token: always accepted, never more

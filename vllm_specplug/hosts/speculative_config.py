@@ -40,14 +40,23 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     def __post_init__(self):
         result = super().__post_init__()
+        _register_model()
         if self.method == "eagle":
-            hf_config = self.draft_model_config.hf_config
-            from vllm import ModelRegistry
-
-            ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
-            hf_config.architectures = [EAGLE_ARCHITECTURE]
+            self.draft_model_config.hf_config.architectures = [EAGLE_ARCHITECTURE]
             self.update_arch_()
         return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Unpickled in the engine core and the workers: their registries must know the drafter too.
+        _register_model()
+        self.__dict__.update(state)
+
+
+def _register_model() -> None:
+    from vllm import ModelRegistry
+
+    if EAGLE_ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
 
 
 def build(
