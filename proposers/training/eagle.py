@@ -45,6 +45,12 @@ class EagleOptions:
     bias: bool = False
     seed: int = 0
 
+    def __post_init__(self):
+        if self.align_steps < 1:
+            raise ValueError(f"align_steps must be at least 1 (1 is EAGLE), got {self.align_steps}")
+        if self.topk_weight and not self.ce_weight:
+            raise ValueError("topk_weight needs ce_weight > 0: the top-K term is computed with the cross-entropy")
+
 
 def train_eagle(
     target_dir: str,
@@ -64,6 +70,7 @@ def train_eagle(
     draft_ids: int64 [draft_vocab], the target ids the head can propose, ascending.
     """
     target_config, embedding, lm_head = target_head(target_dir)
+    objective = Objective(embedding, lm_head, draft_ids, options)
     head = EagleHead(HeadConfig.from_dict(target_config, bias=options.bias))
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
@@ -72,36 +79,21 @@ def train_eagle(
     plan_id = _plan_id(options, data, draft_ids)
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     state_file = Path(out_dir) / "training_state.pt"
+    state = load_state(state_file, plan_id) or {"step": 0, "seconds": 0.0}
+    _start(head, optimizer, state, init_from, data, embedding, options.seed)
 
-    state = load_state(state_file, plan_id)
-    head.input_scale.copy_(input_scale(data, embedding))
-    if state:
-        head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
-    elif init_from:
-        head.load_state_dict({k: v.float() for k, v in load_head(init_from)[1].items() if k in head.state_dict()})
-        head.fc.weight.data /= head.input_scale
-    else:
-        initialise(head, data, embedding, options.seed)
-    first = state["step"] if state else 0
-    seconds = state["seconds"] if state else 0.0
-
-    draft_head = lm_head[draft_ids].to(torch.bfloat16).contiguous()
-    in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool)
-    in_draft[draft_ids] = True
     started = saved = time.monotonic()
     smooth: dict[str, float] = {}
     stop = len(batches) if max_steps is None else min(max_steps, len(batches))
-    with tqdm(range(first, stop), initial=first, total=len(batches), desc="train", disable=not progress) as bar:
+    steps = range(state["step"], stop)
+    with tqdm(steps, initial=state["step"], total=len(batches), desc="train", disable=not progress) as bar:
         for step in bar:
-            rate = learning_rate(step, len(batches), options.lr)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = learning_rate(step, len(batches), options.lr)
+            aligned = step >= options.align_from * len(batches)
             generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-            steps = options.align_steps if step >= options.align_from * len(batches) else 1
-            losses = _losses(
-                head, make_batch(data, batches[step]), embedding, draft_head, in_draft, options, steps, generator
-            )
+            batch = make_batch(data, batches[step])
+            losses = objective.losses(head, batch, options.align_steps if aligned else 1, generator)
             optimizer.zero_grad(set_to_none=True)
             sum(losses.values()).backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), options.clip)
@@ -111,22 +103,56 @@ def train_eagle(
             bar.set_postfix_str(" ".join(f"{name} {value:.3f}" for name, value in smooth.items()), refresh=False)
             if time.monotonic() - saved > save_every_s or step + 1 == stop:
                 saved = time.monotonic()
-                _save(state_file, plan_id, head, optimizer, step + 1, seconds + saved - started)
+                seconds = state["seconds"] + saved - started
+                _save(state_file, plan_id, head, optimizer, step + 1, seconds)
     head.eval()
     if stop == len(batches):
         facts = (facts or {}) | {
             "options": asdict(options),
+            "init_from": init_from,
             "steps": stop,
-            "train_seconds": round(seconds + time.monotonic() - started),
+            "train_seconds": round(state["seconds"] + time.monotonic() - started),
         }
         if dev is not None:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                result = chain_acceptance(head, dev, embedding, draft_head, draft_ids)
-            print(f"dev: {result}")
-            facts["dev_chain_tau"] = round(result.tau, 4)
-            facts["dev_alpha"] = [round(alpha, 4) for alpha in result.alphas]
+            facts |= _measure(head, dev, embedding, objective.draft_head, draft_ids)
         export(head, target_config, draft_ids, out_dir, provenance(target_dir, **facts))
     return head
+
+
+class Objective:
+    """The loss of a batch: everything about it that stays the same over a run."""
+
+    def __init__(self, embedding: torch.Tensor, lm_head: torch.Tensor, draft_ids: torch.Tensor, options: EagleOptions):
+        self.embedding = embedding
+        self.draft_head = lm_head[draft_ids].to(torch.bfloat16).contiguous()  # [draft_vocab, h]
+        self.in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool)  # [vocab]
+        self.in_draft[draft_ids] = True
+        self.options = options
+
+    def losses(self, head: EagleHead, batch: Batch, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """The named terms, summed over alignment steps, averaged over the weighted rows."""
+        options = self.options
+        weights = torch.where(batch.in_answer, 1.0, options.prompt_weight) * (batch.label_ids >= 0)
+        rows = weights.flatten().nonzero()[:, 0]
+        weights = weights.flatten()[rows] / weights.sum().clamp(min=1e-6)
+        # a token outside the draft vocabulary cannot be proposed: no cross-entropy there, only the feature
+        ce_weights = weights * self.in_draft[batch.label_ids.flatten()[rows]]
+        noise = (torch.rand(batch.features.shape, generator=generator) - 0.5) * options.noise
+        inputs = batch.features + noise.to(batch.features.dtype)
+        targets = batch.target_features.flatten(0, 1)[rows]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = head.aligned(self.embedding[batch.next_ids].to(inputs.dtype), inputs, steps)
+        # the top-K term has its weight relative to the cross-entropy, whose chunks it shares
+        topk_share = options.topk_weight / options.ce_weight if options.topk_weight else 0.0
+        feature, ce = torch.zeros(()), torch.zeros(())
+        for step, output in enumerate(outputs):
+            predicted = output.flatten(0, 1)[rows]
+            scale = options.step_weight**step
+            feature = feature + scale * feature_loss(predicted, targets, weights)
+            ce = ce + scale * distillation_loss(
+                predicted, targets, self.draft_head, ce_weights, options.topk, topk_share
+            )
+        return {"feature": options.feature_weight * feature, "ce": options.ce_weight * ce}
 
 
 def export(head: EagleHead, target_config: dict, draft_ids: torch.Tensor, out_dir: str, source: dict) -> None:
@@ -189,6 +215,8 @@ def run(args: argparse.Namespace) -> int:
         from vllm_specplug.hosts.offline import answer_prompts
 
         answer_prompts(args.target, read_prompts(args.prompts), answers_file, max_tokens=args.max_tokens)
+    if not answers_file.exists():
+        raise SystemExit(f"There is no answers file {answers_file}: give --prompts to make one, or --answers.")
     answers = read_answers(answers_file)
     features = Path(args.features or out / "features")
     data = load_features(extract(args.target, answers, features))
@@ -210,44 +238,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _losses(
-    head: EagleHead,
-    batch: Batch,
-    embedding: torch.Tensor,
-    draft_head: torch.Tensor,
-    in_draft: torch.Tensor,
-    options: EagleOptions,
-    steps: int,
-    generator: torch.Generator,
-) -> dict[str, torch.Tensor]:
-    """The named terms of one batch's loss, summed over alignment steps, averaged over the weighted rows."""
-    weights = batch.in_answer.float()
-    if options.prompt_weight:
-        weights = torch.where(batch.in_answer, 1.0, options.prompt_weight)
-    weights = weights * (batch.label_ids >= 0)
-    rows = weights.flatten().nonzero()[:, 0]
-    weights = weights.flatten()[rows] / weights.sum().clamp(min=1e-6)
-    # a token outside the draft vocabulary cannot be proposed: no cross-entropy there, only the feature
-    ce_weights = weights * in_draft[batch.label_ids.flatten()[rows].clamp(min=0)]
-    noise = (torch.rand(batch.features.shape, generator=generator) - 0.5) * options.noise
-    inputs = batch.features + noise.to(batch.features.dtype) if options.noise else batch.features
-    targets = batch.target_features.flatten(0, 1)[rows]
-    losses: dict[str, torch.Tensor] = {"feature": torch.zeros(()), "ce": torch.zeros(())}
+def _start(head: EagleHead, optimizer, state: dict, init_from: str | None, data, embedding, seed: int) -> None:
+    """Weights to begin with: the saved state's, another checkpoint's, or the initialisation's."""
+    head.input_scale.copy_(input_scale(data, embedding))
+    if "head" in state:
+        head.load_state_dict(state["head"])
+        optimizer.load_state_dict(state["optimizer"])
+    elif init_from:
+        tensors = load_head(init_from)[1]
+        head.load_state_dict({name: tensors[name].float() for name in head.state_dict()})
+        head.fc.weight.data /= head.input_scale
+    else:
+        initialise(head, data, embedding, seed)
+
+
+def _measure(head: EagleHead, dev: FeatureSet, embedding, draft_head, draft_ids) -> dict:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = head.aligned(embedding[batch.next_ids].to(inputs.dtype), inputs, steps)
-    scale = 1.0
-    for output in outputs:
-        predicted = output.flatten(0, 1)[rows]
-        losses["feature"] += scale * options.feature_weight * feature_loss(predicted, targets, weights)
-        losses["ce"] += scale * _cross_entropy(predicted, targets, draft_head, ce_weights, options)
-        scale *= options.step_weight
-    return losses
-
-
-def _cross_entropy(predicted, targets, draft_head, weights, options: EagleOptions) -> torch.Tensor:
-    topk_share = options.topk_weight / options.ce_weight if options.topk_weight else 0.0
-    loss = distillation_loss(predicted, targets, draft_head, weights, options.topk, topk_share)
-    return options.ce_weight * loss
+        result = chain_acceptance(head, dev, embedding, draft_head, draft_ids)
+    print(f"dev: {result}")
+    return {"dev_chain_tau": round(result.tau, 4), "dev_alpha": [round(alpha, 4) for alpha in result.alphas]}
 
 
 def _plan_id(options: EagleOptions, data: FeatureSet, draft_ids: torch.Tensor) -> dict:

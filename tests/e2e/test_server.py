@@ -30,10 +30,11 @@ def free_port() -> int:
 
 def serve(model: str, speculative: dict, port: int, log) -> subprocess.Popen:
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager",
-        "--kv-cache-memory-bytes", str(256 << 20), "--served-model-name", "smollm2", "--host", "127.0.0.1",
-        "--port", str(port), "--speculative-config", json.dumps(speculative),
-    ]  # fmt: skip
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16"),
+        *("--max-model-len", "512", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
+        *("--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
+        *("--speculative-config", json.dumps(speculative)),
+    ]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
 

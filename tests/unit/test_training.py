@@ -217,6 +217,12 @@ def test_a_state_of_other_settings_is_refused(target, data, tmp_path):
         train(target, data, tmp_path, lr=0.5, noise=0.0)
 
 
+@pytest.mark.parametrize("bad", [{"align_steps": 0}, {"ce_weight": 0.0, "topk_weight": 1.0}])
+def test_options_that_cannot_be_trained_are_refused(bad):
+    with pytest.raises(ValueError, match="align_steps must|topk_weight needs"):
+        small(**bad)
+
+
 def test_training_lowers_the_feature_loss(target, data, tmp_path):
     def loss(head):
         batch = loop.make_batch(data, list(range(8)))

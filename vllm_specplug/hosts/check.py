@@ -80,6 +80,7 @@ MANIFEST = (
     ),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
+    HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"),
     HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
@@ -16,6 +16,15 @@ from vllm_specplug.hosts.attention import KvScratch, TreeAttentionMetadata, Tree
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import TokenTree
+
+
+class _DraftHead(torch.nn.Module):
+    """The LM head's rows of a reduced draft vocabulary, packed as the host packs its own linear layers."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(self, remove_weight=False)
 
 
 class TreeEagleProposer(EagleProposer):
@@ -31,7 +40,7 @@ class TreeEagleProposer(EagleProposer):
         self.options = options
         #: int64 ``[num_flat_rows]``: which row of the last forward holds each flat row's accepted token.
         self.path_rows: torch.Tensor | None = None
-        self._head: torch.Tensor | None = None
+        self._head: _DraftHead | None = None
         self._draft_to_target: torch.Tensor | None = None
         self._first_pass: tuple[Any, ...] | None = None
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -56,7 +65,7 @@ class TreeEagleProposer(EagleProposer):
                 self._draft_to_target = target_ids(d2t.data)
             return
         self._draft_to_target = target_ids(d2t)
-        self._head = target_language_model.lm_head.weight.data[self._draft_to_target].contiguous()
+        self._head = _DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
 
     # ---- one round
 
@@ -95,13 +104,13 @@ class TreeEagleProposer(EagleProposer):
 
     def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head is not None:
-            logits = linear(hidden, self._head)
+            logits = self._head.cpu_linear(hidden, self._head.weight, None)
         elif self._draft_to_target is not None:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:
             logits = self.model.compute_logits(hidden)
-        best, token_ids = logits.topk(top_k, dim=-1)
-        log_probs = best.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+        # One fused pass; logsumexp of a converted copy takes several times as long here.
+        log_probs, token_ids = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
         if self._draft_to_target is not None:
             token_ids = self._draft_to_target[token_ids]
         return token_ids, log_probs
