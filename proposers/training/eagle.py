@@ -39,7 +39,7 @@ class EagleOptions:
     ce_weight: float = 0.1
     topk: int = 10
     topk_weight: float = 0.0  # HASS's top-K term
-    prompt_weight: float = 0.0  # loss weight of rows inside the prompt; rows of the answer have 1
+    prompt_share: float = 0.0  # share of the rows inside the prompt that is trained on, drawn anew in each step
     noise: float = 0.2  # width of the uniform noise on the input features
     draft_vocab_size: int = 8192
     bias: bool = False
@@ -132,9 +132,9 @@ class Objective:
     def losses(self, head: EagleHead, batch: Batch, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """The named terms, summed over alignment steps, averaged over the weighted rows."""
         options = self.options
-        weights = torch.where(batch.in_answer, 1.0, options.prompt_weight) * (batch.label_ids >= 0)
-        rows = weights.flatten().nonzero()[:, 0]
-        weights = weights.flatten()[rows] / weights.sum().clamp(min=1e-6)
+        drawn = batch.in_answer | (torch.rand(batch.in_answer.shape, generator=generator) < options.prompt_share)
+        rows = (drawn & (batch.label_ids >= 0)).flatten().nonzero()[:, 0]
+        weights = torch.full((rows.numel(),), 1 / max(rows.numel(), 1))
         # a token outside the draft vocabulary cannot be proposed: no cross-entropy there, only the feature
         ce_weights = weights * self.in_draft[batch.label_ids.flatten()[rows]]
         noise = (torch.rand(batch.features.shape, generator=generator) - 0.5) * options.noise
