@@ -41,9 +41,7 @@ def test_verification(benchmark, threads, dtype, context, num_nodes):
         chain_seconds.append(time.perf_counter() - start)
 
     benchmark.extra_info["backend"] = select_backend()
-    benchmark.pedantic(
-        tree_attention, kwargs=inputs, setup=timed_chain, rounds=ROUNDS, iterations=1, warmup_rounds=5
-    )
+    benchmark.pedantic(tree_attention, kwargs=inputs, setup=timed_chain, rounds=ROUNDS, iterations=1, warmup_rounds=5)
     seconds, ratio = benchmark.stats.stats.min, benchmark.stats.stats.min / min(chain_seconds)
     benchmark.extra_info["ratio_to_chain"] = ratio
     case = f"{threads} threads, {dtype}, context {context}, {num_nodes} nodes"

@@ -64,6 +64,9 @@ class Eagle2Options(TreeOptions):
         draft_depth: levels of the draft tree; the first comes with the drafter's re-seeding
             forward, each further one costs one drafter forward.
         draft_top_k: beam width and children per node; 1 gives EAGLE-1 chains.
+        min_node_value: nodes whose value (product of confidences from the root) is lower are not verified.
+        min_level_value: no further level is drafted where the nodes to feed are worth less than this together, in
+            tokens per request.  With both at 0 the trees are those of the paper.
     """
 
     method: ClassVar[str] = "eagle2"
@@ -71,12 +74,16 @@ class Eagle2Options(TreeOptions):
     model: str
     draft_depth: int = 4
     draft_top_k: int = 6
+    min_node_value: float = 0.0
+    min_level_value: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_string("model", self.model)
         _require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         _require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
+        _require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        _require_number("min_level_value", self.min_level_value, 0.0, 1.0)
         if self.num_speculative_tokens > self.max_nodes:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens} is more than a tree of draft_depth="
@@ -168,6 +175,13 @@ def _download(repository: str, shipped: str) -> Path:
 def _require_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value} is out of range: choose {low} to {high}")
+
+
+def _require_number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number from {low} to {high}, not {value!r}")
     if not low <= value <= high:
         raise ConfigError(f"{name}={value} is out of range: choose {low} to {high}")
 

@@ -10,6 +10,7 @@ pool index" therefore never picks a node without its ancestors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,9 +59,7 @@ def new_pool(num_reqs: int, draft_top_k: int, draft_depth: int, device: torch.de
     )
 
 
-def expand(
-    pool: DraftPool, beam: torch.Tensor | None, token_ids: torch.Tensor, log_probs: torch.Tensor
-) -> DraftPool:
+def expand(pool: DraftPool, beam: torch.Tensor | None, token_ids: torch.Tensor, log_probs: torch.Tensor) -> DraftPool:
     """Append one level to the pool, in place.
 
     Args:
@@ -116,7 +115,22 @@ def growth_can_pay(pool: DraftPool, num_nodes: int) -> torch.Tensor:
     return (at_least_as_good < num_nodes) & (bound.squeeze(1) > NEVER)
 
 
-def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int) -> TokenTree:
+def level_value(pool: DraftPool, beam: torch.Tensor) -> torch.Tensor:
+    """Summed value of the nodes about to be fed: by the drafter's belief, the tokens a further level can add at most.
+
+    Args:
+        pool: the drafted nodes.
+        beam: int64 ``[num_reqs, beam_width]``; pool indices.
+
+    Returns:
+        float32 ``[num_reqs]``, in tokens.
+    """
+    return pool.log_values.gather(1, beam).exp().sum(dim=1)
+
+
+def rerank(
+    pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0
+) -> TokenTree:
     """Keep the best ``num_nodes`` drafted nodes as a tree (EAGLE-2, reranking).
 
     Ties go to the lower pool index, hence to the shallower node: a child that ties its parent is never kept without
@@ -126,12 +140,14 @@ def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int) -> Tok
         pool: the drafted nodes.
         root_token_ids: int ``[num_reqs]``; the last emitted tokens.
         num_nodes: nodes to keep; fewer are kept where fewer were drafted.
+        min_node_value: nodes of a lower value are not kept (no parent is worth less than its child).
 
     Returns:
         A tree of ``num_nodes + 1`` rows.
     """
     values, order = pool.log_values[:, : pool.size].sort(dim=1, descending=True, stable=True)
-    unusable = values[:, :num_nodes] == NEVER
+    floor = math.log(min_node_value) if min_node_value > 0 else NEVER
+    unusable = (values[:, :num_nodes] == NEVER) | (values[:, :num_nodes] < floor)
     # Unusable nodes sort to the end: their pool index is replaced by one past the last.
     chosen = order[:, :num_nodes].masked_fill(unusable, pool.size).sort(dim=1).values
     padding = chosen == pool.size
@@ -171,9 +187,7 @@ def chain_tree(root_token_ids: torch.Tensor, draft_token_ids: torch.Tensor, num_
     return _with_padding(token_ids, rows - 1, rows, num_drafts.long() + 1)
 
 
-def static_tree(
-    root_token_ids: torch.Tensor, node_token_ids: torch.Tensor, parents: tuple[int, ...]
-) -> TokenTree:
+def static_tree(root_token_ids: torch.Tensor, node_token_ids: torch.Tensor, parents: tuple[int, ...]) -> TokenTree:
     """Fill tokens into a fixed shape (EAGLE-1, Medusa).
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.tree import expand, growth_can_pay, new_pool, next_beam, rerank
+from vllm_specplug.tree import expand, growth_can_pay, level_value, new_pool, next_beam, rerank
 from vllm_specplug.types import TokenTree
 
 
@@ -42,6 +42,8 @@ def grow_tree(
     num_nodes: int,
     draft_depth: int,
     draft_top_k: int,
+    min_node_value: float = 0.0,
+    min_level_value: float = 0.0,
 ) -> TokenTree:
     """Draft a tree for every request.
 
@@ -52,6 +54,9 @@ def grow_tree(
         num_nodes: nodes to keep.
         draft_depth: levels to draft at the most; ``draft_depth - 1`` forwards.
         draft_top_k: beam width and children per node.
+        min_node_value: nodes of a lower value are not kept.
+        min_level_value: growth ends where the nodes to feed are worth less than this, in tokens per request
+            (on a CPU only: elsewhere asking costs more than drafting).
     """
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
@@ -66,6 +71,8 @@ def grow_tree(
         if may_ask and not growth_can_pay(pool, num_nodes).any():
             break
         beam = next_beam(pool, draft_top_k)
+        if may_ask and min_level_value and level_value(pool, beam).mean() < min_level_value:
+            break
         # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
         parent = (beam - pool.level_start) // draft_top_k
         mask = torch.cat([_pick(ancestors, parent), itself], dim=2)
@@ -74,7 +81,7 @@ def grow_tree(
         shape = (num_reqs, draft_top_k, draft_top_k)
         expand(pool, beam, token_ids.view(shape), log_probs.view(shape))
         features, ancestors = fed.feed, mask
-    return rerank(pool, root_token_ids, num_nodes)
+    return rerank(pool, root_token_ids, num_nodes, min_node_value)
 
 
 def _pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

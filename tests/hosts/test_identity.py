@@ -42,6 +42,7 @@ def test_other_drafters(engine, prompts, plain, drafter):
         {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4},  # EAGLE-1 chain
         {"draft_top_k": 8, "draft_depth": 6, "num_speculative_tokens": 60},
         {"draft_top_k": 3, "draft_depth": 1, "num_speculative_tokens": 2},
+        {"min_node_value": 0.004, "min_level_value": 0.02},  # a few trees are cut, some down to the root
     ],
 )
 def test_tree_shapes(engine, prompts, plain, tree):

@@ -41,6 +41,8 @@ def test_only_our_methods_are_ours():
         ({"draft_depth": 0}, "draft_depth=0 is out of range"),
         ({"draft_top_k": 65}, "draft_top_k=65 is out of range: choose 1 to 64"),
         ({"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 5}, r"\(4 nodes\): raise draft_depth"),
+        ({"min_node_value": 0.6}, "min_node_value=0.6 is out of range: choose 0.0 to 0.5"),
+        ({"min_level_value": "a"}, "min_level_value must be a number from 0.0 to 1.0, not 'a'"),
         ({"verification": "fast"}, "verification='fast' is unknown; choose one of exact"),
         ({"model": ""}, "model must be a non-empty string"),
         ({"model": 7}, "model must be a non-empty string"),

@@ -194,9 +194,7 @@ def forget_the_bonus_distribution(target, rows):
     return walk_exact(batch_of(rows), biased)
 
 
-@pytest.mark.parametrize(
-    "planted", [accept_unsampled, sample_the_wrong_row, draw_twice, forget_the_bonus_distribution]
-)
+@pytest.mark.parametrize("planted", [accept_unsampled, sample_the_wrong_row, draw_twice, forget_the_bonus_distribution])
 def test_a_planted_bias_is_caught(planted):
     for seed in range(3):
         target = TabularTarget(4, 200 + seed)

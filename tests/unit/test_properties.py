@@ -71,9 +71,7 @@ def test_truncation_commutes_with_layout_and_shortens_walks(batch, data):
 def test_walks_follow_edges_and_moves_lead_back(batch, data):
     tree = to_tree(batch)
     width = tree.token_ids.shape[1]
-    row_tokens = torch.tensor(
-        [data.draw(st.lists(st.integers(0, 2), min_size=width, max_size=width)) for _ in batch]
-    )
+    row_tokens = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=width, max_size=width)) for _ in batch])
     walk = walk_tokens(tree, row_tokens)
     for request, rows in enumerate(batch):
         tokens, path = emitted(walk, request)

@@ -111,6 +111,26 @@ def test_rerank_equals_the_oracle_on_2000_pools():
     assert ties > 500 and short > 200  # The hard cases did occur.
 
 
+def test_rerank_with_a_floor_equals_the_oracle_without_the_nodes_below():
+    rng = oracle.seeded(6)
+    cut = 0
+    for _ in range(100):
+        num_nodes, floor = rng.randint(1, 30), rng.choice([1e-4, 0.01, 0.1, 0.4])
+        pool, mirrors = grow(rng, rng.randint(1, 4), rng.randint(1, 4), num_reqs=4)
+        tree = T.rerank(pool, torch.tensor([7] * 4), num_nodes, min_node_value=floor)
+        for request, (nodes, values) in enumerate(mirrors):
+            kept = [None if value is None or value < math.log(floor) else value for value in values]
+            cut += kept != values
+            assert to_rows(tree, request) == oracle.as_rows(nodes, oracle.rerank(nodes, kept, num_nodes), 7)
+    assert cut > 100
+
+
+def test_level_value_is_the_belief_in_the_beam():
+    pool = T.new_pool(1, 2, 2, "cpu")
+    T.expand(pool, None, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.25]]]).log())
+    assert T.level_value(pool, T.next_beam(pool, 2)).tolist() == pytest.approx([0.75])
+
+
 def test_rerank_keeps_a_tied_child_with_its_parent():
     """EAGLE's reference picks by torch.topk and may keep a certain child without its parent."""
     pool = T.new_pool(1, 8, 6, "cpu")

@@ -91,9 +91,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         tree = None if attn_metadata is None else attn_metadata.tree
         if tree is None or not tree.all_rows:
-            super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if tree is None:
             return output
         name = layer.layer_name

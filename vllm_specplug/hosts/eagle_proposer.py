@@ -100,6 +100,8 @@ class TreeEagleProposer(EagleProposer):
             num_nodes=self.options.num_speculative_tokens,
             draft_depth=self.options.draft_depth,
             draft_top_k=self.options.draft_top_k,
+            min_node_value=self.options.min_node_value,
+            min_level_value=self.options.min_level_value,
         )
 
     def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,9 +149,7 @@ class _Levels:
         self.context_lens = (positions + 1).to(torch.int32)
         self.requests = torch.arange(num_reqs, dtype=torch.int32)
 
-    def forward(
-        self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor
-    ) -> DraftFeatures:
+    def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> DraftFeatures:
         proposer = self.proposer
         num_reqs, width = token_ids.shape
         num_tokens = num_reqs * width

@@ -65,9 +65,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         """Give back min_p and logit_bias, which the host drops whenever a speculative config is set."""
         plain = copy.copy(self.vllm_config)
         plain.speculative_config = None
-        self.input_batch.logitsprocs = build_logitsprocs(
-            plain, self.device, PIN_MEMORY, self.is_pooling_model
-        )
+        self.input_batch.logitsprocs = build_logitsprocs(plain, self.device, PIN_MEMORY, self.is_pooling_model)
 
     # ---- before the forward
 
