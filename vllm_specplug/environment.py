@@ -63,7 +63,8 @@ def end_of_log(log: Path, num_lines: int = 20) -> str:
     return "\n".join(shown + ([f"the first error in it: {errors[0]}"] if errors else []))
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Model name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,7 +99,7 @@ def git_commit() -> str | None:
     return head + ("-dirty" if changes.strip() else "")
 
 
-def _command() -> str:
+def command_line() -> str:
     """This process's command line, folders of absolute paths left out: they say nothing about the measurement."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
@@ -109,7 +110,7 @@ def provenance(baseline: str) -> dict:
     names = ("vllm-specplug", *HOST_DISTRIBUTIONS, "torch", "transformers", "intel-openmp")
     return {
         "hardware": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "features": _cpu_features(),
             "memory_gib": _memory_gib(),
@@ -117,7 +118,7 @@ def provenance(baseline: str) -> dict:
         "versions": {"python": platform.python_version()} | {n: v for n in names if (v := version_of(n))},
         "libiomp5_preloaded": find_libiomp5() is not None,
         "commit": git_commit(),
-        "command": _command(),
+        "command": command_line(),
         "baseline": baseline,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

@@ -109,7 +109,7 @@ def train_eagle(
     if stop == len(batches):
         facts = (facts or {}) | {
             "options": asdict(options),
-            "init_from": init_from,
+            "init_from": Path(init_from).name if init_from else None,
             "steps": stop,
             "train_seconds": round(state["seconds"] + time.monotonic() - started),
         }
