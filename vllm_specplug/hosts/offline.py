@@ -31,6 +31,8 @@ def answer_prompts(
     if done >= len(prompts):
         return 0
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
+    # In one process the engine's threads have all cores; a worker process leaves one to a scheduler that spins.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     llm = LLM(
