@@ -28,6 +28,9 @@ COMMANDS = (
     Command(("bench",), "measure methods against each other on a file of questions", "vllm_specplug.bench"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.cli"),
     Command(("train", "eagle"), "train an EAGLE head for a target model", "vllm_specplug.proposers.training.eagle"),
+    Command(
+        ("train", "hass"), "train an EAGLE head the HASS way: it accepts more", "vllm_specplug.proposers.hass.train"
+    ),
 )
 _GROUPS = {"train": "train a drafter"}
 

@@ -102,7 +102,7 @@ class Eagle2Options(TreeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HassOptions(Eagle2Options):
-    """Options of ``{"method": "hass"}``: EAGLE-2's, since HASS changes the drafter's training only (HASS, section 3)."""
+    """Options of ``{"method": "hass"}``: EAGLE-2's, since HASS (section 3) changes how the drafter is trained only."""
 
     method: ClassVar[str] = "hass"
     drafter_packages: ClassVar[tuple[str, ...]] = ("eagle2", "hass")
