@@ -111,18 +111,19 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `project` is apart so that callers own keys and values."""
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: HeadConfig, input_size: int | None = None):
         super().__init__()
         self.config = config
+        input_size = input_size or config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """x [B, T, h] -> query [B, H, T, D], key and value [B, G, T, D], query and key rotated."""
+        """x [B, T, input_size] -> query [B, H, T, D], key and value [B, G, T, D], query and key rotated."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

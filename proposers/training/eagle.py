@@ -189,23 +189,27 @@ class Objective:
 
 def export(head: EagleHead, target_config: dict, draft_ids: torch.Tensor, out_dir: str, source: dict) -> None:
     """Write the head as a bf16 checkpoint without embedding and LM head: the target's are shared."""
-    keys = ("hidden_act", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    keys += ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "vocab_size")
-    keys += ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: target_config[key] for key in keys if key in target_config},
-        "num_hidden_layers": 1,
-        "bias": head.config.bias,
-        "draft_vocab_size": draft_ids.numel(),
-        "torch_dtype": "bfloat16",
-        "specplug": source,
-    }
+    config = base_config(target_config, draft_ids.numel(), source) | {"bias": head.config.bias}
     state = {name: tensor.to(torch.bfloat16) for name, tensor in head.folded_state().items()}
     if draft_ids.numel() < target_config["vocab_size"]:
         state["d2t"] = offsets(draft_ids)
     save_head(out_dir, config, state)
+
+
+def base_config(target_config: dict, draft_vocab_size: int, source: dict) -> dict:
+    """The config of any head of ours: one Llama layer with the target's geometry, and where it comes from."""
+    keys = ("hidden_act", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    keys += ("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "vocab_size")
+    keys += ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{key: target_config[key] for key in keys if key in target_config},
+        "num_hidden_layers": 1,
+        "draft_vocab_size": draft_vocab_size,
+        "torch_dtype": "bfloat16",
+        "specplug": source,
+    }
 
 
 def load_trained(path: str) -> tuple[EagleHead, torch.Tensor]:
