@@ -13,6 +13,7 @@ import torch
 
 from ..eagle2.alignment import ATTENTIONS
 from .answers import content_hash, read_answers, read_prompts, select_draft_vocabulary
+from .data import ANSWERS_NAME, FEATURES_NAME
 from .features import FeatureSet, extract, load_features, read_target_config
 from .team import Team, join
 from .trainer import LoopOptions
@@ -81,7 +82,7 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     out = Path(args.out)
     target_config = read_target_config(args.target)
     folder = Path(args.data) if args.data else out
-    answers_file = Path(args.answers or folder / "answers.jsonl")
+    answers_file = Path(args.answers or folder / ANSWERS_NAME)
     if args.prompts:
         from vllm_specplug.hosts.offline import answer_prompts
 
@@ -91,7 +92,7 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     answers = read_answers(answers_file)
     if not answers:
         raise ValueError(f"{answers_file} holds no answers")
-    features = Path(args.features or folder / "features")
+    features = Path(args.features or folder / FEATURES_NAME)
 
     def features_of(rows, where: Path) -> FeatureSet:
         return load_features(extract(args.target, rows, where, layers=layers, device=device), layers=bool(layers))

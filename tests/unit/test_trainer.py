@@ -3,9 +3,7 @@
 import argparse
 import json
 import os
-import resource
 import socket
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import pytest
@@ -15,7 +13,7 @@ from vllm_specplug.proposers.hass import train as hass
 from vllm_specplug.proposers.training import eagle, features, log, loop, trainer
 from vllm_specplug.proposers.training.team import Team, join
 
-from tests.unit.trained import DRAFT, make_answers, make_features, write_target
+from tests.unit.trained import DRAFT, full_disk, make_answers, make_features, write_target
 from vllm_specplug import cli
 
 IDS = torch.arange(DRAFT)
@@ -270,17 +268,6 @@ def test_features_of_another_model_are_refused(target, data, tmp_path):
     features.extract(target, make_answers(3), tmp_path / "cache", progress=False)
     with pytest.raises(ValueError, match="holds features of the target .*, not of 'other'"):
         features.extract(other, make_answers(3), tmp_path / "cache", progress=False)
-
-
-@contextmanager
-def full_disk(limit: int):
-    """No file may grow beyond `limit` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_full_disk_leaves_the_last_state_and_no_half_file(target, data, tmp_path):

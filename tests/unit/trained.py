@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,3 +44,14 @@ def make_answers(count: int = 24) -> list[Answer]:
 def make_features(target: str, answers: list[Answer], folder: Path, layers: tuple[int, ...] = ()):
     files = features.extract(target, answers, folder, progress=False, layers=layers)
     return features.load_features(files, layers=bool(layers))
+
+
+@contextmanager
+def full_disk(limit: int):
+    """No file may grow beyond `limit` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
