@@ -22,12 +22,17 @@ class Command:
     module: str
 
 
+_TRAINING = "vllm_specplug.proposers.training"
+
 COMMANDS = (
     Command(("demo",), "serve SmolLM2 plain and with EAGLE-2, and compare them", "vllm_specplug.demo"),
     Command(("doctor",), "say what host was found and whether the plugin would be active", "vllm_specplug.doctor"),
     Command(("bench",), "measure methods against each other on a file of questions", "vllm_specplug.bench"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.cli"),
-    Command(("train", "eagle"), "train an EAGLE head for a target model", "vllm_specplug.proposers.training.eagle"),
+    Command(("data",), "let a target answer prompts, and keep what its drafter learns from", f"{_TRAINING}.data"),
+    Command(("train", "eagle"), "train an EAGLE head for a target model", f"{_TRAINING}.eagle"),
+    Command(("train", "hass"), "train an EAGLE head the HASS way", "vllm_specplug.proposers.hass.train"),
+    Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
 )
 _GROUPS = {"train": "train a drafter"}
 

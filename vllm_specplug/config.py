@@ -38,6 +38,8 @@ class TreeOptions:
     """
 
     method: ClassVar[str]
+    #: Packages of ``vllm_specplug.proposers`` whose shipped drafters the method reads; of one name, the last counts.
+    drafter_packages: ClassVar[tuple[str, ...]] = ()
 
     num_speculative_tokens: int = 16
     verification: str = "exact"
@@ -70,6 +72,7 @@ class Eagle2Options(TreeOptions):
     """
 
     method: ClassVar[str] = "eagle2"
+    drafter_packages: ClassVar[tuple[str, ...]] = ("hass", "eagle2")
 
     model: str
     draft_depth: int = 4
@@ -95,6 +98,14 @@ class Eagle2Options(TreeOptions):
     def max_nodes(self) -> int:
         """Nodes drafted before reranking: k + (depth - 1) * k^2."""
         return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class HassOptions(Eagle2Options):
+    """Options of ``{"method": "hass"}``: EAGLE-2's, since HASS (section 3) changes how the drafter is trained only."""
+
+    method: ClassVar[str] = "hass"
+    drafter_packages: ClassVar[tuple[str, ...]] = ("eagle2", "hass")
 
 
 def is_our_method(method: Any) -> bool:
@@ -130,12 +141,14 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
 
 
 def shipped_drafters(method: str = "eagle2") -> dict[str, Path]:
-    """Short names of the drafters in this package, with their directories."""
-    spec = find_spec(f"vllm_specplug.proposers.{method}")
-    if spec is None or spec.origin is None:
-        return {}
-    root = Path(spec.origin).parent / "checkpoints"
-    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
+    """Short names of the drafters in this package that the method can serve, with their directories."""
+    found: dict[str, Path] = {}
+    for package in getattr(find_method(method).options, "drafter_packages", ()):
+        spec = find_spec(f"vllm_specplug.proposers.{package}")
+        if spec is not None and spec.origin is not None:
+            root = Path(spec.origin).parent / "checkpoints"
+            found |= {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
+    return found
 
 
 def resolve_drafter(model: str, method: str = "eagle2") -> Path:

@@ -121,9 +121,10 @@ def _proposers() -> Finding:
 
 
 def _drafters() -> Finding:
-    from .config import METHODS, shipped_drafters
+    from .config import shipped_drafters
+    from .proposer import method_names
 
-    found = [f"{name} ({method})" for method in METHODS for name in shipped_drafters(method)]
+    found = [f"{name} ({method})" for method in method_names() for name in shipped_drafters(method)]
     return Finding("shipped drafters", ", ".join(found) or "none")
 
 

@@ -29,6 +29,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from vllm_specplug.files import replacing
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 PICKLE_NAME = "pytorch_model.bin"
@@ -110,12 +112,10 @@ def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tens
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    weights = path / (WEIGHTS_NAME + ".tmp")
-    save_file(tensors, str(weights), metadata={"format": "pt"})
-    text = path / (CONFIG_NAME + ".tmp")
-    text.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(weights, path / WEIGHTS_NAME)
-    os.replace(text, path / CONFIG_NAME)
+    with replacing(path / WEIGHTS_NAME) as weights:
+        save_file(tensors, str(weights), metadata={"format": "pt"})
+    with replacing(path / CONFIG_NAME) as text:
+        text.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def read_config(path: Path) -> dict:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .alignment import AlignedAttention, aligned_attention
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -56,6 +58,7 @@ class EagleHead(nn.Module):
         # a preconditioner for training: fc reads its inputs times this; `folded_state` moves it into fc's weight
         self.register_buffer("input_scale", torch.ones(2 * config.hidden_size), persistent=False)
         self.layers = nn.ModuleList([DecoderLayer(config)])
+        self.attend: AlignedAttention = aligned_attention
 
     def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """embeddings and features [B, T, h] (row t: token t+1, feature t) -> predicted features [B, T, h]."""
@@ -77,7 +80,7 @@ class EagleHead(nn.Module):
         truth). Its query sees target rows up to t-j+1 and, on the last j-1 diagonals, the inputs of passes 2..j.
         """
         layer = self.layers[0]
-        cos, sin = rotary_table(self.config, torch.arange(features.shape[1]))
+        cos, sin = rotary_table(self.config, torch.arange(features.shape[1], device=features.device))
         outputs: list[torch.Tensor] = []
         keys, values = [], []
         for step in range(steps):
@@ -86,7 +89,7 @@ class EagleHead(nn.Module):
             query, key, value = layer.self_attn.project(x, cos, sin)
             keys.append(key)
             values.append(value)
-            outputs.append(layer.finish(x, aligned_attention(query, keys, values)))
+            outputs.append(layer.finish(x, self.attend(query, keys, values)))
         return outputs
 
 
@@ -108,18 +111,19 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `project` is apart so that callers own keys and values."""
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: HeadConfig, input_size: int | None = None):
         super().__init__()
         self.config = config
+        input_size = input_size or config.hidden_size
         query_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """x [B, T, h] -> query [B, H, T, D], key and value [B, G, T, D], query and key rotated."""
+        """x [B, T, input_size] -> query [B, H, T, D], key and value [B, G, T, D], query and key rotated."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -146,8 +150,8 @@ class Mlp(nn.Module):
 
 
 def rotary_table(config: HeadConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [T, D], of integer positions [T]."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """cos and sin, float32 [T, D] on the positions' device, of integer positions [T]."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
     angles = positions.float()[:, None] / config.rope_theta**half
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
@@ -158,35 +162,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def aligned_attention(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """Causal attention of the latest pass over the rows of all passes: [B, H, T, D].
-
-    keys[s], values[s] [B, G, T, D] belong to pass s (0: target features). With n passes the query at t takes row
-    t-i from pass n-1-i for i < n-1, and every older row from pass 0. Masked scores are -inf.
-    """
-    if len(keys) == 1:
-        return F.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, enable_gqa=True)
-    groups = query.shape[1] // keys[0].shape[1]
-    keys = [key.repeat_interleave(groups, dim=1) for key in keys]
-    values = [value.repeat_interleave(groups, dim=1) for value in values]
-    own = len(keys) - 1  # rows t, t-1, ..., t-own+1 come from the drafter's own passes
-    rows = query.shape[2]
-    query = query * query.shape[-1] ** -0.5
-    age = torch.arange(rows)[:, None] - torch.arange(rows)
-    scores = (query @ keys[0].transpose(-1, -2)).masked_fill(age < own, float("-inf"))
-    recent = [
-        (query * _shift(keys[own - i], i)).sum(-1, keepdim=True).masked_fill(age[:, :1] < i, float("-inf"))
-        for i in range(own)
-    ]
-    weights = torch.cat([scores, *recent], dim=-1).softmax(-1).to(query.dtype)
-    attended = weights[..., :rows] @ values[0]
-    for i in range(own):
-        attended = attended + weights[..., rows + i : rows + i + 1] * _shift(values[own - i], i)
-    return attended
-
-
-def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Row t of the result is row t - count of x [B, H, T, D]; the first rows are zero."""
-    return F.pad(x, (0, 0, count, 0))[:, :, : x.shape[2]] if count else x

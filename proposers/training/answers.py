@@ -1,8 +1,16 @@
 """Prompts and the target's own answers to them: the text a drafter learns from.
 
-A prompts file is JSON lines, plain or `.gz`, with `prompt` (or the first of `turns`) and optionally `source`.
-An answers file is JSON lines {"source", "prompt_ids", "answer_ids"}: the prompt with the chat template applied,
-and the target's greedy answer with its end token. One line per prompt, so the line count says where to resume.
+A prompts file is JSON lines, plain or `.gz`, with optionally `source` (or `category`), in any of these layouts:
+
+    {"prompt": text}                                       {"turns": [text, ...]}             the user's turns
+    {"messages": [{"role", "content"}, ...]}               {"conversations": [{"from", "value"}, ...]}   (ShareGPT)
+    {"instruction": text, "input": text (may be absent)}   {"question": text}
+
+Only what the user and the system say is read: the target answers each turn itself.
+
+An answers file is JSON lines {"source", "prompt_ids", "answer_ids"}: everything before the answer with the chat
+template applied, and the target's greedy answer with its end token. A conversation of several turns has a line for
+each (see generate.py).
 """
 
 from __future__ import annotations
@@ -12,11 +20,29 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+LAYOUTS = "'prompt' nor 'turns', 'messages', 'conversations', 'instruction' or 'question'"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a user says, turn by turn, to be answered by the target."""
+
+    source: str
+    turns: list[str]
+    system: str | None = None
+
+    def messages(self, answers: list[str]) -> list[dict[str, str]]:
+        """The chat up to the user's turn number len(answers), with the answers before it."""
+        chat = [{"role": "system", "content": self.system}] if self.system else []
+        for turn, answer in zip(self.turns, answers, strict=False):
+            chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        return [*chat, {"role": "user", "content": self.turns[len(answers)]}]
 
 
 @dataclass(frozen=True)
@@ -32,27 +58,55 @@ class Answer:
         return self.prompt_ids + self.answer_ids
 
 
-def read_prompts(files: Iterable[str | os.PathLike]) -> list[dict]:
-    """Rows {"source", "prompt"} of all files, in their order."""
+def read_conversations(files: Iterable[str | os.PathLike]) -> list[Conversation]:
+    """The rows of all files, in their order.
+
+    Raises:
+        ValueError: a file is empty or malformed; names the line.
+    """
     rows = []
-    for file in files:
-        for line in _lines(Path(file)):
-            row = json.loads(line)
-            prompt = row.get("prompt") or (row.get("turns") or [None])[0]
-            if not prompt:
-                raise ValueError(f"{file}: a row has neither 'prompt' nor 'turns': {line[:100]}")
-            rows.append({"source": row.get("source") or row.get("category") or Path(file).name, "prompt": prompt})
+    for file in map(Path, files):
+        before = len(rows)
+        for number, line in enumerate(_lines(file), start=1):
+            if line.strip():
+                rows.append(_conversation(line, file, number))
+        if len(rows) == before:
+            raise ValueError(f"{file} is empty: it must hold one JSON object with a prompt per line")
     return rows
 
 
+def read_prompts(files: Iterable[str | os.PathLike]) -> list[dict]:
+    """Rows {"source", "prompt"} of all files, in their order: the first turn of each; errors as above."""
+    return [{"source": row.source, "prompt": row.turns[0]} for row in read_conversations(files)]
+
+
+def without_duplicates(rows: Iterable[Conversation]) -> list[Conversation]:
+    """The first of all rows that say the same, differences of white space aside."""
+    seen: dict[str, Conversation] = {}
+    for row in rows:
+        words = [text.split() for text in (row.system or "", *row.turns)]
+        seen.setdefault(json.dumps(words), row)
+    return list(seen.values())
+
+
 def read_answers(file: str | os.PathLike) -> list[Answer]:
-    """All complete lines of an answers file; a last line still being written is left out."""
+    """All complete lines of an answers file; a last line still being written is left out.
+
+    Raises:
+        ValueError: a line is not an answer; names it.
+    """
     rows = []
-    for line in _lines(Path(file)):
+    for number, line in enumerate(_lines(Path(file)), start=1):
         if not line.endswith("\n"):
             break
-        row = json.loads(line)
-        rows.append(Answer(row["source"], row["prompt_ids"], row["answer_ids"]))
+        try:
+            row = json.loads(line)
+            rows.append(Answer(row["source"], row["prompt_ids"], row["answer_ids"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file}, line {number}: not an answer with 'source', 'prompt_ids' and 'answer_ids'; was a prompts "
+                "file given for --answers?"
+            ) from error
     return rows
 
 
@@ -80,7 +134,52 @@ def select_draft_vocabulary(answers: Iterable[Answer], size: int, vocab_size: in
     return torch.tensor(sorted(order[:size]))
 
 
-def _lines(file: Path):
+def _conversation(line: str, file: Path, number: int) -> Conversation:
+    place = f"{file}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: a JSON object is needed, found {type(row).__name__}")
+    system, turns = _said(row)
+    if not turns:
+        raise ValueError(f"{place}: a row has neither {LAYOUTS} with a text in it: {line.strip()[:100]}")
+    if not all(isinstance(text, str) and text.strip() for text in turns):
+        raise ValueError(f"{place}: every turn must be a text that is not empty: {line.strip()[:100]}")
+    return Conversation(row.get("source") or row.get("category") or file.name, turns, system)
+
+
+def _said(row: dict) -> tuple[str | None, list]:
+    """The system's words and the user's turns of a row of any layout."""
+    chat = row.get("messages") or row.get("conversations")
+    if isinstance(chat, list):
+        said = [
+            (message.get("role") or message.get("from"), message.get("content") or message.get("value"))
+            for message in chat
+            if isinstance(message, dict)
+        ]
+        system = next((text for role, text in said if role == "system"), None)
+        return system, [_text(text) for role, text in said if role in ("user", "human")]
+    if isinstance(row.get("turns"), list) and not row.get("prompt"):
+        return None, row["turns"]
+    if row.get("instruction"):
+        return None, ["\n\n".join(part for part in (row["instruction"], row.get("input")) if part)]
+    text = row.get("prompt") or row.get("question")
+    return None, [text] if text else []
+
+
+def _text(content) -> str:
+    """A message's text, given as such or as a list of typed parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content
+
+
+def _lines(file: Path) -> Iterator[str]:
     opener = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rt") as stream:
-        yield from stream
+    try:
+        with opener(file, "rt", encoding="utf-8") as stream:
+            yield from stream
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is damaged, or not what its name says: {error}") from error

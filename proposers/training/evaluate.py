@@ -74,11 +74,11 @@ def tree_tau(
 
 def _chain_hits(head, data, i, embedding, lm_head, ids, depth) -> torch.Tensor:
     """bool [depth, rows]: the level's arg-max at row t is token t+2."""
-    batch = make_batch(data, [i], dtype=lm_head.dtype)
+    batch = make_batch(data, [i], dtype=lm_head.dtype).to(lm_head.device)
     outputs = head.aligned(embedding[batch.next_ids].to(lm_head.dtype), batch.features, depth)
     return torch.stack(
         [ids[(out[0].to(lm_head.dtype) @ lm_head.T).argmax(-1)] == batch.label_ids[0] for out in outputs]
-    )
+    ).cpu()
 
 
 def _tree_run(head, data, i, embedding, lm_head, ids, nodes, depth, beam) -> tuple[int, int]:

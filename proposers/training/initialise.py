@@ -18,28 +18,34 @@ SAMPLE_ROWS = 60_000
 @torch.no_grad()
 def input_scale(data: FeatureSet, embedding: torch.Tensor) -> torch.Tensor:
     """1 / rms of every column of [embedding; feature], float32 [2h]: what Adam's one step size per weight wants."""
-    features = data.features[:SAMPLE_ROWS].float().pow(2).mean(0)
-    embeddings = embedding[data.ids[:SAMPLE_ROWS]].float().pow(2).mean(0)
-    return torch.cat([embeddings, features]).clamp(min=1e-12).rsqrt()
+    return torch.cat([column_scale(embedding[data.ids[:SAMPLE_ROWS]]), column_scale(data.features)])
+
+
+def column_scale(rows: torch.Tensor) -> torch.Tensor:
+    """1 / rms of every column of the first SAMPLE_ROWS rows: [N, h] -> float32 [h]."""
+    return rows[:SAMPLE_ROWS].float().pow(2).mean(0).clamp(min=1e-12).rsqrt()
 
 
 @torch.no_grad()
 def initialise(head: EagleHead, data: FeatureSet, embedding: torch.Tensor, seed: int = 0, ridge: float = 0.01) -> None:
     """Set fc to the linear next-feature predictor, the layer to small random weights with zero output projections."""
     torch.manual_seed(seed)
-    layer = head.layers[0]
     weight = linear_predictor(data, embedding, seed, ridge)
     head.fc.weight.copy_(weight / head.input_scale)
     if head.fc.bias is not None:
         head.fc.bias.zero_()
-    # fc's output has about the features' rms; projections start with unit-variance outputs
-    rms = data.features[: SAMPLE_ROWS // 10].float().pow(2).mean().sqrt().item()
-    scale = head.config.hidden_size**-0.5
+    # fc's output has about the features' rms
+    small_layer(head.layers[0], data.features[: SAMPLE_ROWS // 10].float().pow(2).mean().sqrt().item())
+
+
+@torch.no_grad()
+def small_layer(layer: torch.nn.Module, input_rms: float) -> None:
+    """Random projections with unit-variance outputs for inputs of that rms; nothing added to the residual yet."""
     attention, mlp = layer.self_attn, layer.mlp
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-        projection.weight.normal_(0, scale / rms)
+        projection.weight.normal_(0, projection.in_features**-0.5 / input_rms)
     for projection in (mlp.gate_proj, mlp.up_proj):
-        projection.weight.normal_(0, scale)
+        projection.weight.normal_(0, projection.in_features**-0.5)
     attention.o_proj.weight.zero_()
     mlp.down_proj.weight.zero_()
     layer.post_attention_layernorm.weight.fill_(1.0)

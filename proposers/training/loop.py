@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
+from vllm_specplug.files import replacing
+
 from .features import FeatureSet
 
 POOL_BATCHES = 32  # batches whose sequences are sorted by length together
+SCHEDULES = ("cosine", "linear")
 
 
 @dataclass
@@ -24,10 +27,13 @@ class Batch:
     """Padded sequences; row t of a sequence is the pair (token t+1, feature t), which predicts feature t+1."""
 
     next_ids: torch.Tensor  # int64 [B, T], token t+1
-    features: torch.Tensor  # [B, T, h], feature t
+    features: torch.Tensor  # [B, T, h], feature t; [B, T, 3h] of three layers where the data has them (EAGLE-3)
     target_features: torch.Tensor  # [B, T, h], feature t+1
     label_ids: torch.Tensor  # int64 [B, T], token t+2: what the target says after feature t+1; -1 padding
     in_answer: torch.Tensor  # bool [B, T], token t+2 belongs to the answer
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
 def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torch.bfloat16) -> Batch:
@@ -36,14 +42,15 @@ def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torc
     shape = (len(sequences), rows)
     next_ids = torch.zeros(shape, dtype=torch.long)
     label_ids = torch.full(shape, -1)
-    features = torch.zeros(*shape, data.features.shape[1], dtype=dtype)
-    target_features = torch.zeros_like(features)
+    inputs = data.features if data.layer_features is None else data.layer_features
+    features = torch.zeros(*shape, inputs.shape[1], dtype=dtype)
+    target_features = torch.zeros(*shape, data.features.shape[1], dtype=dtype)
     in_answer = torch.zeros(shape, dtype=torch.bool)
     for row, i in enumerate(sequences):
         start, count = int(data.starts[i]), int(data.lengths[i]) - 2
         next_ids[row, :count] = data.ids[start + 1 : start + 1 + count]
         label_ids[row, :count] = data.ids[start + 2 : start + 2 + count]
-        features[row, :count] = data.features[start : start + count]
+        features[row, :count] = inputs[start : start + count]
         target_features[row, :count] = data.features[start + 1 : start + 1 + count]
         in_answer[row, max(int(data.prompt_lengths[i]) - 2, 0) : count] = True
     return Batch(next_ids, features, target_features, label_ids, in_answer)
@@ -69,29 +76,40 @@ def plan(lengths: list[int], batch_tokens: int, seed: int, epochs: int) -> Itera
         yield from epoch_batches(lengths, batch_tokens, seed, epoch)
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: float = 0.03, floor: float = 0.01) -> float:
-    """Linear warm-up, then one cosine down to `floor` of the peak."""
+def learning_rate(
+    step: int, steps: int, peak: float, warmup: float = 0.03, floor: float = 0.01, schedule: str = "cosine"
+) -> float:
+    """Linear warm-up, then one cosine down to `floor` of the peak, or a straight line to zero."""
     warm = max(int(steps * warmup), 1)
     if step < warm:
         return peak * (step + 1) / warm
     progress = (step - warm) / max(steps - warm, 1)
+    if schedule == "linear":
+        return peak * (1 - progress)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def save_state(path: str | os.PathLike, state: dict) -> None:
-    """Write a training state atomically."""
-    temporary = f"{path}.tmp"
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    """Write a training state atomically.
+
+    Raises:
+        OSError: it could not be written; the state before it is still there.
+    """
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
 
 
-def load_state(path: str | os.PathLike, plan_id: dict) -> dict | None:
-    """The saved state, or None if there is none; a state of other data or settings is an error, not a restart."""
+def load_state(path: str | os.PathLike, plan_id: dict, defaults: dict | None = None) -> dict | None:
+    """The saved state, or None if there is none; a state of other data or settings is an error, not a restart.
+
+    defaults: the settings of a state that was written before they existed.
+    """
     if not Path(path).exists():
         return None
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["plan"] != plan_id:
-        changed = sorted(k for k in plan_id if state["plan"].get(k) != plan_id[k])
+    saved = (defaults or {}) | state["plan"]
+    changed = sorted(key for key in plan_id if saved.get(key) != plan_id[key])
+    if changed:
         raise ValueError(
             f"{path} belongs to a run with other {', '.join(changed)}; give the same settings to resume it, "
             f"or another --out (or delete the file) to start anew."

@@ -1,11 +1,14 @@
-"""Losses of a feature drafter: feature regression plus soft cross-entropy through the target's LM head."""
+"""Losses of a drafter: feature regression, and soft cross-entropy through an LM head."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
 CHUNK = 512  # rows whose logits exist at one time
+AUTOGRAD_CHUNK = 64  # the same where autograd keeps several copies of them
 
 
 def feature_loss(predicted: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -21,41 +24,72 @@ def distillation_loss(
     weights: torch.Tensor,
     topk: int = 0,
     topk_weight: float = 0.0,
+    harmonised: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None,
+    target_head: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum over rows of the soft cross-entropy over the rows of `lm_head` (the draft vocabulary).
 
-    predicted, target: features [N, h]; lm_head [draft_vocab, h]; weights [N]. The target's distribution is
+    predicted, target: features [N, h]; lm_head [draft_vocab, h]; weights float32 [N]. The target's distribution is
     renormalised over the draft vocabulary. `topk_weight` adds HASS's term: the same sum over the target's `topk`
-    likeliest ids only, their probabilities not renormalised.
+    likeliest ids only, their probabilities not renormalised; or, where given,
+    `harmonised(draft_logits, target_logits, topk)` of proposers/hass/losses.py, [n, draft_vocab] twice -> [n].
+    target_head: [draft_vocab, h], the target's rows where the drafter has an LM head of its own (EAGLE-3), which then
+    gets its gradient; without it the drafter uses the target's, which gets none.
     """
-    return _Distillation.apply(predicted, target, lm_head, weights, topk, topk_weight)
+    return _Distillation.apply(predicted, target, lm_head, weights, topk, topk_weight, harmonised, target_head)
 
 
 class _Distillation(torch.autograd.Function):
-    """Computes loss and gradient chunk by chunk, so [N, draft_vocab] never exists; no gradient for the LM head."""
+    """Computes loss and gradient chunk by chunk, so that [N, draft_vocab] never exists."""
 
     @staticmethod
-    def forward(ctx, predicted, target, lm_head, weights, topk, topk_weight):
-        total = torch.zeros(())
+    def forward(ctx, predicted, target, lm_head, weights, topk, topk_weight, harmonised, target_head):
+        total = torch.zeros((), device=predicted.device)
         grad = torch.empty_like(predicted)
-        for start in range(0, predicted.shape[0], CHUNK):
-            rows = slice(start, start + CHUNK)
-            target_probs = (target[rows].to(lm_head.dtype) @ lm_head.T).float().softmax(-1)
+        own_head = target_head is not None
+        head_grad = torch.zeros_like(lm_head, dtype=torch.float32) if own_head else None
+        target_head = target_head if own_head else lm_head
+        chunk = min(CHUNK, AUTOGRAD_CHUNK) if harmonised and topk_weight else CHUNK
+        for start in range(0, predicted.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            target_logits = (target[rows].to(target_head.dtype) @ target_head.T).float()
+            draft_logits = (predicted[rows].to(lm_head.dtype) @ lm_head.T).float()
+            weight = weights[rows, None]
+            extra_grad = None
+            if harmonised and topk_weight:
+                extra, extra_grad = _with_gradient(harmonised, draft_logits, target_logits, topk, weight[:, 0])
+                total += topk_weight * extra
+            target_probs = target_logits.softmax(-1)
             mass = 1.0
-            if topk_weight:
+            if topk_weight and not harmonised:
                 probs, ids = target_probs.topk(topk)
                 target_probs.scatter_(-1, ids, probs * (1 + topk_weight))
                 mass = 1 + topk_weight * probs.sum(-1, keepdim=True)
-            log_probs = (predicted[rows].to(lm_head.dtype) @ lm_head.T).float().log_softmax(-1)
-            weight = weights[rows, None]
+            log_probs = draft_logits.log_softmax(-1)
             total -= (torch.linalg.vecdot(target_probs, log_probs) * weight[:, 0]).sum()
             # d/dlogits of -sum(p log softmax) = softmax * sum(p) - p
             log_grad = log_probs.exp_().mul_(mass).sub_(target_probs).mul_(weight)
-            grad[rows] = (log_grad.to(lm_head.dtype) @ lm_head).to(grad.dtype)
-        ctx.save_for_backward(grad)
+            if extra_grad is not None:
+                log_grad.add_(extra_grad, alpha=topk_weight)
+            log_grad = log_grad.to(lm_head.dtype)
+            grad[rows] = (log_grad @ lm_head).to(grad.dtype)
+            if own_head:
+                head_grad += log_grad.T @ predicted[rows].to(lm_head.dtype)
+        ctx.save_for_backward(grad, head_grad)
+        ctx.head_dtype = lm_head.dtype
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        (grad,) = ctx.saved_tensors
-        return grad * grad_output.to(grad.dtype), None, None, None, None, None
+        grad, head_grad = ctx.saved_tensors
+        if head_grad is not None:
+            head_grad = (head_grad * grad_output).to(ctx.head_dtype)
+        return grad * grad_output.to(grad.dtype), None, head_grad, None, None, None, None, None
+
+
+def _with_gradient(harmonised, draft_logits, target_logits, topk, weights):
+    """The weighted sum of a chunk's harmonised loss, and its gradient [n, draft_vocab]."""
+    with torch.enable_grad():
+        leaf = draft_logits.detach().requires_grad_()
+        loss = (harmonised(leaf, target_logits, topk) * weights).sum()
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]

@@ -6,7 +6,14 @@ import pickle
 
 import pytest
 
-from vllm_specplug.config import ConfigError, Eagle2Options, is_our_method, parse_options, resolve_drafter
+from vllm_specplug.config import (
+    ConfigError,
+    Eagle2Options,
+    is_our_method,
+    parse_options,
+    resolve_drafter,
+    shipped_drafters,
+)
 
 
 def parse(**changes):
@@ -77,3 +84,10 @@ def test_directory_is_taken_as_it_is(tmp_path):
 def test_max_nodes_counts_the_pool():
     assert Eagle2Options(model="m", num_speculative_tokens=3, draft_depth=1, draft_top_k=3).max_nodes == 3
     assert Eagle2Options(model="m", draft_depth=3, draft_top_k=4).max_nodes == 4 + 2 * 16
+
+
+def test_hass_is_served_as_eagle2_and_finds_its_drafters():
+    eagle2, hass = (parse_options({"method": name, "model": "m", "draft_depth": 3}) for name in ("eagle2", "hass"))
+    assert isinstance(hass, Eagle2Options) and hass.method == "hass" and vars(hass) == vars(eagle2)
+    assert shipped_drafters("hass").keys() == shipped_drafters("eagle2").keys() >= {"smollm2-135m-instruct"}
+    assert resolve_drafter("smollm2-135m-instruct", "hass").is_dir()

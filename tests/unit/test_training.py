@@ -13,43 +13,23 @@ from vllm_specplug.proposers.training import eagle, features, loop, losses
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance, tree_tau
 
-HIDDEN, VOCAB, DRAFT = 16, 50, 30
+from tests.unit.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> str:
-    """A tiny random Llama on disk."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        tie_word_embeddings=True,
-    )
-    path = tmp_path_factory.mktemp("target")
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return str(path)
+    pytest.importorskip("transformers")
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[Answer]:
-    generator = torch.Generator().manual_seed(1)
-
-    def ids(low: int, high: int) -> list[int]:
-        count = int(torch.randint(low, high, (1,), generator=generator))
-        return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
-
-    return [Answer("test", ids(2, 12), ids(3, 20)) for _ in range(24)]
+    return make_answers()
 
 
 @pytest.fixture(scope="module")
 def data(target, answers, tmp_path_factory) -> features.FeatureSet:
-    folder = tmp_path_factory.mktemp("features")
-    return features.load_features(features.extract(target, answers, folder, progress=False))
+    return make_features(target, answers, tmp_path_factory.mktemp("features"))
 
 
 def small(**changes) -> eagle.EagleOptions:

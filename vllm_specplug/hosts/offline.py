@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
-from tqdm import tqdm
+from vllm_specplug.proposers.training.answers import Conversation
+from vllm_specplug.proposers.training.generate import Generate, answer_conversations, load_tokenizer, resume_at
 
 
-def answer_prompts(
+def start_engine(
     target: str | os.PathLike,
-    prompts: list[dict],
-    out_path: str | os.PathLike,
-    max_tokens: int = 320,
-    max_prompt_tokens: int = 1600,
+    max_tokens: int,
+    max_prompt_tokens: int,
+    temperature: float = 0.0,
     max_num_seqs: int = 96,
-    rows_per_batch: int = 384,
     dtype: str = "bfloat16",
-    progress: bool = True,
-) -> int:
-    """Append the target's greedy answers to `prompts` ({"source", "prompt"}) to `out_path`; return tokens written.
-
-    Resumable: the file has one line {"source", "prompt_ids", "answer_ids"} per prompt, in order, so as many prompts
-    as there are lines are skipped. The prompt has the chat template applied (its head is kept where it is longer
-    than `max_prompt_tokens`); the answer keeps its end token.
-    """
-    out_path = Path(out_path)
-    done = _complete_lines(out_path)
-    if done >= len(prompts):
-        return 0
+) -> Generate:
+    """Load the target into the host; the returned function answers prompts of up to `max_prompt_tokens` ids."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     # In one process the engine's threads have all cores; a worker process leaves one to a scheduler that spins.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -43,35 +31,43 @@ def answer_prompts(
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
-    tokenizer = llm.get_tokenizer()
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    written = 0
-    with open(out_path, "a") as out, tqdm(total=len(prompts), initial=done, unit="prompt", disable=not progress) as bar:
-        for start in range(done, len(prompts), rows_per_batch):
-            rows = prompts[start : start + rows_per_batch]
-            prompt_ids = [_encode(tokenizer, row["prompt"])[:max_prompt_tokens] for row in rows]
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], sampling, use_tqdm=False)
-            for row, ids, output in zip(rows, prompt_ids, outputs, strict=True):
-                answer = list(output.outputs[0].token_ids)
-                written += len(answer)
-                out.write(json.dumps({"source": row["source"], "prompt_ids": ids, "answer_ids": answer}) + "\n")
-            out.flush()
-            bar.update(len(rows))
-    return written
+
+    def generate(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
+        sampling = [
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed if temperature else None)
+            for seed in seeds
+        ]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
 
 
-def _encode(tokenizer, prompt: str) -> list[int]:
-    message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+def answer_prompts(
+    target: str | os.PathLike,
+    prompts: list[dict] | list[Conversation],
+    out_path: str | os.PathLike,
+    max_tokens: int = 320,
+    max_prompt_tokens: int = 1600,
+    max_num_seqs: int = 96,
+    rows_per_batch: int = 384,
+    dtype: str = "bfloat16",
+    progress: bool = True,
+    temperature: float = 0.0,
+    chat_template: str | None = None,
+) -> int:
+    """Append the target's answers to `prompts` ({"source", "prompt"} or conversations) to the file `out_path`.
 
+    Returns the tokens written. Resumable: see proposers/training/generate.py. The prompt has the chat template applied
+    (its head is kept where it is longer than `max_prompt_tokens`); the answer keeps its end token.
 
-def _complete_lines(path: Path) -> int:
-    """Lines already there; a half-written last line (a killed run) is cut off."""
-    if not path.exists():
+    Raises:
+        ValueError: the target has no chat template.
+        OSError: the file could not be written.
+    """
+    rows = [row if isinstance(row, Conversation) else Conversation(row["source"], [row["prompt"]]) for row in prompts]
+    if resume_at(Path(out_path)) >= len(rows):
         return 0
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    if len(complete) < len(content):
-        os.truncate(path, len(complete))
-    return complete.count(b"\n")
+    tokenizer = load_tokenizer(target, chat_template)
+    generate = start_engine(target, max_tokens, max_prompt_tokens, temperature, max_num_seqs, dtype)
+    return answer_conversations(rows, tokenizer, generate, out_path, max_prompt_tokens, rows_per_batch, progress)

@@ -1,0 +1,59 @@
+"""`specplug train hass`: the EAGLE trainer with context alignment and the harmonised objective on (HASS, section 3)."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from ..training import command
+from ..training.eagle import EagleOptions, run_with
+
+
+@dataclass(frozen=True)
+class HassTrainOptions(EagleOptions):
+    """The paper's alignment and objective, on the schedule that serves small data best."""
+
+    align_steps: int = 3
+    distill_weight: float = 1.0
+
+
+def published_schedule(options: HassTrainOptions) -> tuple[HassTrainOptions, HassTrainOptions]:
+    """The two phases of the published training: alignment first, then the harmonised objective at a lower rate.
+
+    Of `options` the alignment, the objective, the vocabulary, the batches and the seed are kept.
+    """
+    common = replace(
+        options,
+        schedule="linear",
+        warmup=0.01,
+        weight_decay=0.01,
+        clip=0.0,
+        clip_value=0.5,
+        feature_weight=1.0,
+        ce_weight=0.1,
+        prompt_share=0.0,
+        noise=0.2,
+        noise_length=512,
+    )
+    return (
+        replace(common, epochs=40, lr=3e-5, distill_weight=0.0, topk_weight=0.0),
+        replace(common, epochs=10, lr=1e-5, distill_weight=options.harmony or 1.0, topk_weight=0.0),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `specplug train hass`."""
+    command.add_data_arguments(parser)
+    parser.add_argument(
+        "--preset",
+        choices=["published"],
+        help="the published schedule: 40 epochs without, then 10 with the harmonised objective; sets rates, clipping "
+        "and noise",
+    )
+    command.add_option_arguments(parser, HassTrainOptions())
+
+
+def run(args: argparse.Namespace) -> int:
+    """All steps, for the command line."""
+    options = command.options_from(args, HassTrainOptions)
+    return run_with(args, *(published_schedule(options) if args.preset == "published" else (options,)))

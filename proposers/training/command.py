@@ -1,0 +1,112 @@
+"""What the `specplug train ...` commands share: their arguments, and the data made ready for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from ..eagle2.alignment import ATTENTIONS
+from .answers import content_hash, read_answers, read_prompts, select_draft_vocabulary
+from .data import ANSWERS_NAME, FEATURES_NAME
+from .features import FeatureSet, extract, load_features, read_target_config
+from .team import Team, join
+from .trainer import LoopOptions
+
+Options = TypeVar("Options", bound=LoopOptions)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a head is trained on and measured with."""
+
+    data: FeatureSet
+    dev: FeatureSet | None
+    draft_ids: torch.Tensor  # int64 [draft_vocab], ascending
+    facts: dict  # about the data, for the checkpoint
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a run's data comes from, where its results go, and on what it runs."""
+    parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
+    parser.add_argument("--data", help="folder written by `specplug data`: its answers and features are used")
+    parser.add_argument("--prompts", nargs="+", default=[], help="prompts, JSON lines (.gz too): prompt or turns")
+    parser.add_argument("--answers", help="answers file (default: OUT/answers.jsonl); made from the prompts if absent")
+    parser.add_argument("--dev-answers", help="answers to measure acceptance on; never trained on")
+    parser.add_argument("--features", help="folder of the feature cache (default: OUT/features)")
+    parser.add_argument("--out", required=True, help="where the checkpoint and the training state go")
+    parser.add_argument("--init-from", help="start from this checkpoint of the same shape")
+    parser.add_argument("--max-tokens", type=int, default=320, help="longest answer")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto; default %(default)s")
+    parser.add_argument(
+        "--eval-every", type=int, default=0, help="steps between measurements on --dev-answers (0: only at the end)"
+    )
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, default="auto", help="form of the multi-step attention; default %(default)s"
+    )
+
+
+def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions) -> None:
+    """One flag for every field of a method's options."""
+    for name, value in asdict(defaults).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
+
+
+def options_from(args: argparse.Namespace, kind: type[Options]) -> Options:
+    """The options that `add_option_arguments` has parsed."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
+
+
+@contextmanager
+def training(
+    args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...] = ()
+) -> Iterator[tuple[Team, Material]]:
+    """Join the team of processes and make the data ready, the leader first; `layers` as in `extract`."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with join(args.device) as team:
+        yield team, team.leader_first(lambda: _prepare(args, options, layers, team.device))
+
+
+def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], device) -> Material:
+    out = Path(args.out)
+    target_config = read_target_config(args.target)
+    folder = Path(args.data) if args.data else out
+    answers_file = Path(args.answers or folder / ANSWERS_NAME)
+    if args.prompts:
+        from vllm_specplug.hosts.offline import answer_prompts
+
+        answer_prompts(args.target, read_prompts(args.prompts), answers_file, max_tokens=args.max_tokens)
+    if not answers_file.exists():
+        raise ValueError(f"there is no answers file {answers_file}: give --prompts to make one, or --answers")
+    answers = read_answers(answers_file)
+    if not answers:
+        raise ValueError(f"{answers_file} holds no answers")
+    features = Path(args.features or folder / FEATURES_NAME)
+
+    def features_of(rows, where: Path) -> FeatureSet:
+        return load_features(extract(args.target, rows, where, layers=layers, device=device), layers=bool(layers))
+
+    dev = None
+    if args.dev_answers:
+        dev = features_of(read_answers(args.dev_answers), features.with_name("dev_features"))
+    end = target_config.get("eos_token_id")
+    keep = end if isinstance(end, list) else [end] if end is not None else []
+    facts = {
+        "data_sha256": content_hash(answers),
+        "prompts": len(answers),
+        "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
+        "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
+    }
+    draft_ids = select_draft_vocabulary(answers, options.draft_vocab_size, target_config["vocab_size"], keep)
+    return Material(features_of(answers, features), dev, draft_ids, facts)

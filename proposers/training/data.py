@@ -1,0 +1,113 @@
+"""`specplug data`: prompts -> the target's own answers -> its features, in one folder. Every step resumes.
+
+answers.jsonl                 the answers (see answers.py)
+features/shard-*.safetensors  the features, packed (see features.py)
+data.json                     what they were made from
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from vllm_specplug.files import replacing
+
+from .answers import Conversation, content_hash, read_answers, read_conversations, without_duplicates
+from .features import extract, read_target_config
+from .generate import load_tokenizer
+
+ANSWERS_NAME, FEATURES_NAME, FACTS_NAME = "answers.jsonl", "features", "data.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `specplug data`."""
+    parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        required=True,
+        help="JSON lines (.gz too): prompt, turns, messages, conversations, instruction and input, or question",
+    )
+    parser.add_argument("--out", required=True, help="folder for answers and features; give it to `train` as --data")
+    parser.add_argument("--limit", type=int, help="use only so many prompts")
+    parser.add_argument("--max-turns", type=int, help="answer only so many turns of a conversation (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=320, help="longest answer; default %(default)s")
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=1600, help="longest text before an answer; default %(default)s"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers; default %(default)s")
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template, where the target has none of its own")
+    parser.add_argument("--eagle3", action="store_true", help="keep the features of the three layers EAGLE-3 reads too")
+    parser.add_argument("--no-features", action="store_true", help="stop behind the answers")
+    parser.add_argument("--device", default="cpu", help="device that computes the features; default %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """All steps, for the command line.
+
+    Raises:
+        ValueError: prompts or target are unusable, or --out holds data made from others.
+        OSError: a file could not be written.
+    """
+    config = read_target_config(args.target)
+    given = read_conversations(args.prompts)
+    rows = without_duplicates(given)[: args.limit]
+    rows = [Conversation(row.source, row.turns[: args.max_turns], row.system) for row in rows]
+    template = Path(args.chat_template).read_text() if args.chat_template else None
+    load_tokenizer(args.target, template)  # refuses a target without a template before anything is written
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    _claim_folder(out / FACTS_NAME, _facts(args, rows, template))
+
+    from vllm_specplug.hosts.offline import answer_prompts
+
+    answer_prompts(
+        args.target,
+        rows,
+        out / ANSWERS_NAME,
+        max_tokens=args.max_tokens,
+        max_prompt_tokens=args.max_prompt_tokens,
+        temperature=args.temperature,
+        chat_template=template,
+    )
+    answers = read_answers(out / ANSWERS_NAME)
+    tokens = sum(len(answer.answer_ids) for answer in answers)
+    print(
+        f"{len(rows)} prompts ({len(given) - len(without_duplicates(given))} duplicates dropped), {len(answers)} "
+        f"answers, {tokens} answer tokens, sha256 {content_hash(answers)}"
+    )
+    if not args.no_features:
+        from ..eagle3.head import layer_ids
+
+        layers = layer_ids(config) if args.eagle3 else ()
+        extract(args.target, answers, out / FEATURES_NAME, layers=layers, device=args.device)
+    return 0
+
+
+def _facts(args: argparse.Namespace, rows: list[Conversation], template: str | None) -> dict:
+    return {
+        "target": Path(args.target).name,
+        "prompts_sha256": hashlib.sha256(json.dumps([asdict(row) for row in rows]).encode()).hexdigest(),
+        "prompts": len(rows),
+        "max_tokens": args.max_tokens,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "temperature": args.temperature,
+        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
+    }
+
+
+def _claim_folder(file: Path, facts: dict) -> None:
+    """Answers made from other prompts or settings must not be continued as if they were these."""
+    if not file.exists():
+        with replacing(file) as temporary:
+            temporary.write_text(json.dumps(facts, indent=2) + "\n")
+        return
+    found = json.loads(file.read_text())
+    if changed := sorted(key for key in facts if found.get(key) != facts[key]):
+        raise ValueError(
+            f"{file.parent} holds data with other {', '.join(changed)}: give the same prompts and settings to resume, "
+            "or another --out"
+        )

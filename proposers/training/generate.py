@@ -1,0 +1,135 @@
+"""The target answers conversations, turn by turn: the host-free part, around any way of generating.
+
+The answers file has a line {"source", "prompt_ids", "answer_ids", "conversation"} per answered turn; `conversation` is
+the row's number in the list, and `more` is true where a further turn of it follows. So the last line says where to
+resume. (Lines without `conversation`, of an earlier version, count as one conversation each.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .answers import Conversation
+
+#: Prompts as token ids, and a seed for each -> the answers' token ids, the end token included.
+Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+
+
+@dataclass
+class _Chat:
+    """A conversation while it is being answered."""
+
+    number: int
+    conversation: Conversation
+    lines: list[dict]
+    answers: list[str]
+    closed: bool = False
+
+
+def load_tokenizer(target: str | os.PathLike, chat_template: str | None = None):
+    """The target's tokenizer, `chat_template` (a Jinja text) in place of its own where given.
+
+    Raises:
+        ValueError: it has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(target))
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the target {target} has no chat template, so it is unclear how it is asked: give a Jinja file with "
+            "--chat-template to `specplug data`, or add chat_template to its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def resume_at(path: Path) -> int:
+    """How many conversations are answered in full; cuts off what a killed run left of the next one."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines[-1:]]
+    done = rows[0].get("conversation", len(lines) - 1) + 1 if rows else 0
+    if rows and rows[0].get("more"):
+        done -= 1
+        while lines and json.loads(lines[-1]).get("conversation") == done:
+            lines.pop()
+    kept = sum(map(len, lines))
+    if kept < len(content):
+        os.truncate(path, kept)
+    return done
+
+
+def answer_conversations(
+    conversations: list[Conversation],
+    tokenizer,
+    generate: Generate,
+    path: str | os.PathLike,
+    max_prompt_tokens: int,
+    rows_per_batch: int = 384,
+    progress: bool = True,
+) -> int:
+    """Append the answers to `conversations` to the file at `path`; return how many tokens were written.
+
+    A first turn longer than `max_prompt_tokens` is cut there; a conversation that grows beyond it ends.
+
+    Raises:
+        OSError: the file could not be written; its last complete conversations are kept.
+    """
+    path = Path(path)
+    done, written, started = resume_at(path), 0, time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=len(conversations), initial=done, unit="prompt", desc="answers", disable=not progress) as bar:
+        for start in range(done, len(conversations), rows_per_batch):
+            rows = conversations[start : start + rows_per_batch]
+            chats = [_Chat(start + i, row, [], []) for i, row in enumerate(rows)]
+            while asking := [chat for chat in chats if not chat.closed]:
+                _answer_turn(asking, tokenizer, generate, max_prompt_tokens)
+            lines = [line for chat in chats for line in chat.lines]
+            _append(path, lines)
+            written += sum(len(line["answer_ids"]) for line in lines)
+            bar.set_postfix_str(f"{written / (time.monotonic() - started):.0f} tok/s", refresh=False)
+            bar.update(len(rows))
+    return written
+
+
+def _answer_turn(chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int) -> None:
+    """One more turn of every chat; closes those that end with it."""
+    asked = []
+    for chat in chats:
+        messages = chat.conversation.messages(chat.answers)
+        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if chat.answers and len(ids) > max_prompt_tokens:
+            chat.closed = True
+        else:
+            asked.append((chat, ids[:max_prompt_tokens]))
+    answers = generate([ids for _, ids in asked], [chat.number for chat, _ in asked]) if asked else []
+    for (chat, ids), answer in zip(asked, answers, strict=True):
+        if chat.lines:
+            chat.lines[-1]["more"] = True
+        line = {"source": chat.conversation.source, "prompt_ids": ids, "answer_ids": answer}
+        chat.lines.append(line | {"conversation": chat.number})
+        chat.answers.append(tokenizer.decode(answer, skip_special_tokens=True))
+        chat.closed = len(chat.answers) == len(chat.conversation.turns)
+
+
+def _append(path: Path, lines: list[dict]) -> None:
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a") as out:
+            out.writelines(json.dumps(line) + "\n" for line in lines)
+    except OSError as error:
+        os.truncate(path, before)
+        raise OSError(
+            f"{path} could not be written: {error}. Free disk space and run the same command again: it resumes."
+        ) from error
