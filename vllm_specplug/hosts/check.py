@@ -54,6 +54,10 @@ MANIFEST = (
     HostSymbol(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
     HostSymbol(f"{_RUNNER}._bookkeeping_sync", ("self", "scheduler_output", "sampler_output")),
     HostSymbol(f"{_RUNNER}._input_fits_in_drafter", ("self", "common_attn_metadata")),
+    HostSymbol(
+        f"{_RUNNER}.propose_draft_token_ids",
+        ("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states"),
+    ),
     HostSymbol(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
