@@ -82,6 +82,7 @@ MANIFEST = (
         f"{_CPU_ATTENTION}:CPUAttentionBackendImpl.do_kv_cache_update",
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
+    HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),

@@ -20,6 +20,7 @@ from vllm_specplug.hosts.free_proposer import HostFreeProposer
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.trace import TreeTrace
+from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
 from vllm_specplug.seed import last_rows
@@ -150,9 +151,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             return super()._sample(logits, spec_decode_metadata)
         num_reqs = self.input_batch.num_reqs
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
-        walk_trees = SampledWalk(
-            self.sampler, self.input_batch.sampling_metadata, self.input_batch.req_output_token_ids[:num_reqs]
-        )
+        walk_trees = self._walker(num_reqs)
         walk, output = walk_trees(step.tree, logits, step.logits_start, active)
         self._commit(step, plan_moves(walk, step.row_start))
         self.drafter.path_rows = self._path_rows(step, walk)
@@ -161,6 +160,14 @@ class TreeCPUModelRunner(CPUModelRunner):
             self._trace.write(self.input_batch.req_ids, step.tree, walk)
         self._step = None
         return output
+
+    def _walker(self, num_reqs: int) -> SampledWalk:
+        batch, options = self.input_batch, self.speculative_config.specplug
+        arguments = (self.sampler, batch.sampling_metadata, batch.req_output_token_ids[:num_reqs])
+        if options.verification == "exact":
+            return SampledWalk(*arguments)
+        requests = [self.requests[req_id] for req_id in batch.req_ids]
+        return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
 
     def _commit(self, step: StagedStep, moves: KvMoves) -> None:
         """Rewrite the accepted rows' key/value behind the context, layer by layer."""
