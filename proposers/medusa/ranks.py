@@ -49,7 +49,7 @@ def rank_answers(
         data.starts.tolist(), data.lengths.tolist(), data.prompt_lengths.tolist(), strict=True
     ):
         first, last = start + max(prompt - 1, 0), start + length - 1
-        features = heads(data.features[first:last].to(heads.weight.dtype))
+        features = heads(data.features[first:last].to(heads.weight))
         ranks = torch.full((last - first, heads.num_heads), -1)
         for k in range(heads.num_heads):
             count = last - first - (k + 1)
@@ -59,7 +59,7 @@ def rank_answers(
             best = (features[:count, k].to(draft_heads.dtype) @ draft_heads[k].T).topk(
                 min(max_ranks, draft_heads.shape[1])
             )
-            hits = best.indices == torch.tensor(truth).unsqueeze(1)
+            hits = best.indices.cpu() == torch.tensor(truth).unsqueeze(1)
             ranks[:count, k] = torch.where(hits.any(1), hits.long().argmax(1), max_ranks)
         result.append(ranks)
     return result
