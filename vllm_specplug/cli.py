@@ -33,8 +33,14 @@ COMMANDS = (
     Command(("train", "eagle"), "train an EAGLE head for a target model", f"{_TRAINING}.eagle"),
     Command(("train", "hass"), "train an EAGLE head the HASS way", "vllm_specplug.proposers.hass.train"),
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
+    Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
+    Command(
+        ("calibrate", "medusa"),
+        "measure Medusa heads and grow their sparse tree",
+        "vllm_specplug.proposers.medusa.calibrate",
+    ),
 )
-_GROUPS = {"train": "train a drafter"}
+_GROUPS = {"train": "train a drafter", "calibrate": "fit a drafter's tree to what it was measured to know"}
 
 #: Mistakes of the user or of the machine: one line, exit code 2.  Anything else is a defect of ours: exit code 1.
 EXPECTED_ERRORS = (ValueError, OSError, RuntimeError, ImportError)

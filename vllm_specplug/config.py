@@ -20,7 +20,7 @@ MAX_NUM_SPECULATIVE_TOKENS = 255
 MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
 
-VERIFICATIONS = ("exact",)
+VERIFICATIONS = ("exact", "typical")
 
 
 class ConfigError(ValueError):
@@ -33,7 +33,10 @@ class TreeOptions:
 
     Attributes:
         num_speculative_tokens: drafted nodes per verification (the root is not counted).
-        verification: ``exact``: the host's own sampler decides at every visited node.
+        verification: ``exact``: the host's own sampler decides at every visited node.  ``typical``: drafts that are
+            likely enough are accepted at temperatures above 0, which is faster and changes the distribution (Medusa).
+        typical_epsilon, typical_delta: limits of typical acceptance, see ``typical.threshold``; a request may bring
+            its own as ``extra_args``.
         trace_trees: file that receives the first trees as JSON lines, for looking at them.
     """
 
@@ -43,6 +46,8 @@ class TreeOptions:
 
     num_speculative_tokens: int = 16
     verification: str = "exact"
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
     trace_trees: str | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +56,7 @@ class TreeOptions:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
             )
+        check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:
             _require_string("trace_trees", self.trace_trees)
             if not Path(self.trace_trees).absolute().parent.is_dir():
@@ -106,6 +112,12 @@ class HassOptions(Eagle2Options):
 
     method: ClassVar[str] = "hass"
     drafter_packages: ClassVar[tuple[str, ...]] = ("eagle2", "hass")
+
+
+def check_typical_limits(typical_epsilon: Any, typical_delta: Any) -> None:
+    """Raise ``ConfigError`` unless both can be limits of typical acceptance; delta 0 accepts all that is possible."""
+    _require_number("typical_epsilon", typical_epsilon, 0.0, 1.0)
+    _require_number("typical_delta", typical_delta, 0.0, 1e6)
 
 
 def is_our_method(method: Any) -> bool:
@@ -175,7 +187,7 @@ def resolve_drafter(model: str, method: str = "eagle2") -> Path:
 def _download(repository: str, shipped: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.bin"]
+    patterns = ["*.json", "*.safetensors", "*.bin", "medusa_lm_head.pt"]
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub raises a family of its own and of HTTP errors

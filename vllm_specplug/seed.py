@@ -36,6 +36,20 @@ class Reseed:
     next_token_ids: torch.Tensor
 
 
+def last_rows(walk: Walk, row_start: torch.Tensor) -> torch.Tensor:
+    """Flat row of the last accepted node, whose logits gave the newest token: all that Medusa heads look at.
+
+    Args:
+        walk: the result of the walk.
+        row_start: int ``[num_reqs]``; flat row of each request's root in the verification forward.
+
+    Returns:
+        int64 ``[num_reqs]``; the root's row for a request that emitted nothing.
+    """
+    last = (walk.num_emitted - 1).clamp(min=0).unsqueeze(1)
+    return row_start.long() + walk.path_rows.gather(1, last).squeeze(1)
+
+
 def plan_reseed(walk: Walk, row_start: torch.Tensor) -> Reseed:
     """Plan the drafter's run over the accepted tokens.
 

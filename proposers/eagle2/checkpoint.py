@@ -33,7 +33,8 @@ from vllm_specplug.files import replacing
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
-PICKLE_NAME = "pytorch_model.bin"
+#: Pickled weights, read with tensors only; the second is Medusa's.
+PICKLE_NAMES = ("pytorch_model.bin", "medusa_lm_head.pt")
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -77,7 +78,7 @@ def validate_checkpoint(
         )
     _check_model_fields(path, config, kind, target_hidden_size, target_vocab_size)
     _check_tensors(path, shapes, _expected_shapes(config, kind, shapes, target_hidden_size, target_vocab_size))
-    draft_vocab_size = _check_draft_vocabulary(path, config, shapes, kind, target_vocab_size)
+    draft_vocab_size = check_draft_vocabulary(path, shapes, target_vocab_size)
     return CheckpointInfo(
         path=path,
         kind=kind,
@@ -98,7 +99,7 @@ def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
     config = read_config(path)
     state: dict[str, torch.Tensor] = {}
     for file in _weight_files(path):
-        if file.suffix == ".bin":
+        if file.name in PICKLE_NAMES:
             state.update((_plain(name), tensor) for name, tensor in _load_pickle(file).items())
             continue
         _read_safetensors_header(file)
@@ -139,7 +140,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape, without reading the tensors of a safetensors file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(path):
-        if file.suffix == ".bin":
+        if file.name in PICKLE_NAMES:
             shapes.update((_plain(name), tuple(tensor.shape)) for name, tensor in _load_pickle(file).items())
         else:
             header = _read_safetensors_header(file)
@@ -167,10 +168,10 @@ def _plain(name: str) -> str:
 def _weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS_NAME).is_file():
         return [path / WEIGHTS_NAME]
-    files = sorted(path.glob("*.safetensors")) or sorted(path.glob(PICKLE_NAME))
+    files = sorted(path.glob("*.safetensors")) or [path / name for name in PICKLE_NAMES if (path / name).is_file()]
     if not files:
         raise CheckpointError(
-            f"{path} has no weights: neither {WEIGHTS_NAME} nor {PICKLE_NAME}; download the whole checkpoint."
+            f"{path} has no weights: neither {WEIGHTS_NAME} nor {PICKLE_NAMES[0]}; download the whole checkpoint."
         )
     return files
 
@@ -200,7 +201,7 @@ def _read_safetensors_header(file: Path) -> dict[str, dict]:
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """An official `.bin`, tensors only: a pickle that wants to run code is refused."""
+    """An official `.bin` or `.pt`, tensors only: a pickle that wants to run code is refused."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -218,7 +219,7 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 def _read_tensor(path: Path, name: str) -> torch.Tensor:
     for file in _weight_files(path):
-        if file.suffix == ".bin":
+        if file.name in PICKLE_NAMES:
             state = {_plain(key): value for key, value in _load_pickle(file).items()}
             if name in state:
                 return state[name]
@@ -310,7 +311,8 @@ def _check_tensors(path: Path, found: dict, expected: dict) -> None:
         )
 
 
-def _check_draft_vocabulary(path: Path, config: dict, shapes: dict, kind: str, target_vocab_size: int) -> int:
+def check_draft_vocabulary(path: Path, shapes: dict[str, tuple[int, ...]], target_vocab_size: int) -> int:
+    """Size of the draft vocabulary; raises `CheckpointError` if d2t is not a map into the target's."""
     if "d2t" not in shapes:
         return target_vocab_size
     ids = target_ids(_read_tensor(path, "d2t"))

@@ -31,25 +31,35 @@ class Material:
     facts: dict  # about the data, for the checkpoint
 
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where a run's data comes from, where its results go, and on what it runs."""
+def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, attention: bool = True) -> None:
+    """Where a run's data comes from, where its results go, and on what it runs.
+
+    training: false for a command that only measures. attention: whether the head's training attends in several steps.
+    """
     parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
     parser.add_argument("--data", help="folder written by `specplug data`: its answers and features are used")
     parser.add_argument("--prompts", nargs="+", default=[], help="prompts, JSON lines (.gz too): prompt or turns")
     parser.add_argument("--answers", help="answers file (default: OUT/answers.jsonl); made from the prompts if absent")
-    parser.add_argument("--dev-answers", help="answers to measure acceptance on; never trained on")
     parser.add_argument("--features", help="folder of the feature cache (default: OUT/features)")
-    parser.add_argument("--out", required=True, help="where the checkpoint and the training state go")
-    parser.add_argument("--init-from", help="start from this checkpoint of the same shape")
+    parser.add_argument("--out", required=True, help="where the results go, and a training state")
     parser.add_argument("--max-tokens", type=int, default=320, help="longest answer")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto; default %(default)s")
+    if not training:
+        parser.set_defaults(dev_answers=None)
+        return
+    parser.add_argument("--dev-answers", help="answers to measure acceptance on; never trained on")
+    parser.add_argument("--init-from", help="start from this checkpoint of the same shape")
     parser.add_argument(
         "--eval-every", type=int, default=0, help="steps between measurements on --dev-answers (0: only at the end)"
     )
-    parser.add_argument(
-        "--attention", choices=ATTENTIONS, default="auto", help="form of the multi-step attention; default %(default)s"
-    )
+    if attention:
+        parser.add_argument(
+            "--attention",
+            choices=ATTENTIONS,
+            default="auto",
+            help="form of the multi-step attention; default %(default)s",
+        )
 
 
 def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions) -> None:

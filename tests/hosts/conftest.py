@@ -72,7 +72,9 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
         if key not in started:
             settings = {**ENGINE, **options}
             if drafter is not None:
-                settings["speculative_config"] = {**TREE, **(tree or {}), "model": str(checkpoints[drafter])}
+                tree = tree or {}
+                defaults = {} if "method" in tree else TREE
+                settings["speculative_config"] = {**defaults, **tree, "model": str(checkpoints[drafter])}
             started[key] = LLM(str(checkpoints["target"]), **settings)
         return started[key]
 

@@ -54,6 +54,10 @@ MANIFEST = (
     HostSymbol(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
     HostSymbol(f"{_RUNNER}._bookkeeping_sync", ("self", "scheduler_output", "sampler_output")),
     HostSymbol(f"{_RUNNER}._input_fits_in_drafter", ("self", "common_attn_metadata")),
+    HostSymbol(
+        f"{_RUNNER}.propose_draft_token_ids",
+        ("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states"),
+    ),
     HostSymbol(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
@@ -78,6 +82,7 @@ MANIFEST = (
         f"{_CPU_ATTENTION}:CPUAttentionBackendImpl.do_kv_cache_update",
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
+    HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),

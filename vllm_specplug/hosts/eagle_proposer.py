@@ -8,23 +8,14 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.hosts.attention import KvScratch, TreeAttentionMetadata, TreeRows
+from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import TokenTree
-
-
-class _DraftHead(torch.nn.Module):
-    """The LM head's rows of a reduced draft vocabulary, packed as the host packs its own linear layers."""
-
-    def __init__(self, weight: torch.Tensor):
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        dispatch_cpu_unquantized_gemm(self, remove_weight=False)
 
 
 class TreeEagleProposer(EagleProposer):
@@ -40,7 +31,7 @@ class TreeEagleProposer(EagleProposer):
         self.options = options
         #: int64 ``[num_flat_rows]``: which row of the last forward holds each flat row's accepted token.
         self.path_rows: torch.Tensor | None = None
-        self._head: _DraftHead | None = None
+        self._head: DraftHead | None = None
         self._draft_to_target: torch.Tensor | None = None
         self._first_pass: tuple[Any, ...] | None = None
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -65,7 +56,7 @@ class TreeEagleProposer(EagleProposer):
                 self._draft_to_target = target_ids(d2t.data)
             return
         self._draft_to_target = target_ids(d2t)
-        self._head = _DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
+        self._head = DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
 
     # ---- one round
 
@@ -106,7 +97,7 @@ class TreeEagleProposer(EagleProposer):
 
     def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head is not None:
-            logits = self._head.cpu_linear(hidden, self._head.weight, None)
+            logits = self._head(hidden)
         elif self._draft_to_target is not None:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:

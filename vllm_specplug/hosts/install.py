@@ -36,7 +36,11 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
     def _validate_spec_decode(self, speculative_config):
         # Our walk runs the host's whole sampler pipeline at every node, so min_p and
         # logit_bias mean what they mean in plain decoding.
-        if getattr(speculative_config, "specplug", None) is not None:
+        options = getattr(speculative_config, "specplug", None)
+        if options is not None:
+            from vllm_specplug.typical import request_limits
+
+            request_limits(self.extra_args, options)
             return None
         return original(self, speculative_config)
 

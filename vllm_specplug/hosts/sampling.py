@@ -50,7 +50,7 @@ class SampledWalk:
                 if state.depth > 0:
                     self._remember(emitted[-1])
                 running = state.active.tolist()
-                output = self._sample(logits[first_rows + current_rows(state)], running)
+                output = self._sample(logits[first_rows + current_rows(state)], running, state.depth)
                 sampled = output.sampled_token_ids[:, 0]
                 logprobs.append(output.logprobs_tensors)
                 state = advance(state, sampled.long())
@@ -63,7 +63,8 @@ class SampledWalk:
         walk = Walk(output_token_ids, walk.path_rows[:, :width], walk.num_emitted)
         return walk, SamplerOutput(output_token_ids, _stack(logprobs))
 
-    def _sample(self, logits: torch.Tensor, running: list[bool]) -> SamplerOutput:
+    def _sample(self, logits: torch.Tensor, running: list[bool], depth: int) -> SamplerOutput:
+        """One token per request; only running requests may draw from their generators."""
         metadata = self.sampling_metadata
         generators = {i: generator for i, generator in metadata.generators.items() if running[i]}
         return self.sampler(

@@ -12,11 +12,15 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
+from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
 
 #: What the host's ``custom_class`` method loads for methods without a draft model.
 FREE_PROPOSER = "vllm_specplug.hosts.free_proposer.HostFreeProposer"
+
+#: The same for Medusa heads, which see the target's hidden states.
+MEDUSA_PROPOSER = "vllm_specplug.hosts.medusa_proposer.HostMedusaProposer"
 
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
@@ -81,6 +85,9 @@ def build(
             target_vocab_size=target_model_config.get_vocab_size(),
         )
         host_method, model = info.kind, str(path)
+    elif isinstance(options, MedusaOptions):
+        options = resolve(options, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
+        host_method, model = "custom_class", MEDUSA_PROPOSER
     else:
         host_method, model = "custom_class", FREE_PROPOSER
     if target_parallel_config.worker_cls == "auto":

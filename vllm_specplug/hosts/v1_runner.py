@@ -17,10 +17,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.free_proposer import HostFreeProposer
+from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.trace import TreeTrace
+from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
+from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import PADDING, KvMoves, TokenTree, Walk
 
@@ -47,7 +50,7 @@ class StagedStep:
 class TreeCPUModelRunner(CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    drafter: TreeEagleProposer | HostFreeProposer
+    drafter: TreeEagleProposer | HostFreeProposer | HostMedusaProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
@@ -58,6 +61,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         #: Parents of the trees proposed last, by request: a request that is not scheduled keeps its drafts.
         self._parents: dict[str, tuple[list[int], list[int]]] = {}
         self._step: StagedStep | None = None
+        #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
+        self._last_rows: torch.Tensor | None = None
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
         self._lift_refused_processors()
 
@@ -146,16 +151,23 @@ class TreeCPUModelRunner(CPUModelRunner):
             return super()._sample(logits, spec_decode_metadata)
         num_reqs = self.input_batch.num_reqs
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
-        walk_trees = SampledWalk(
-            self.sampler, self.input_batch.sampling_metadata, self.input_batch.req_output_token_ids[:num_reqs]
-        )
+        walk_trees = self._walker(num_reqs)
         walk, output = walk_trees(step.tree, logits, step.logits_start, active)
         self._commit(step, plan_moves(walk, step.row_start))
         self.drafter.path_rows = self._path_rows(step, walk)
+        self._last_rows = last_rows(walk, step.row_start)
         if self._trace is not None:
             self._trace.write(self.input_batch.req_ids, step.tree, walk)
         self._step = None
         return output
+
+    def _walker(self, num_reqs: int) -> SampledWalk:
+        batch, options = self.input_batch, self.speculative_config.specplug
+        arguments = (self.sampler, batch.sampling_metadata, batch.req_output_token_ids[:num_reqs])
+        if options.verification == "exact":
+            return SampledWalk(*arguments)
+        requests = [self.requests[req_id] for req_id in batch.req_ids]
+        return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
 
     def _commit(self, step: StagedStep, moves: KvMoves) -> None:
         """Rewrite the accepted rows' key/value behind the context, layer by layer."""
@@ -206,8 +218,21 @@ class TreeCPUModelRunner(CPUModelRunner):
         # the scheduler cuts each request's drafts at max_model_len.
         return common_attn_metadata is not None
 
-    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        tree = super().propose_draft_token_ids(*args, **kwargs)
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        if isinstance(self.drafter, HostMedusaProposer):
+            # The host hands hidden states to drafters of its own only.
+            self.drafter.hidden = hidden_states[self._last_rows]
+        tree = super().propose_draft_token_ids(
+            scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args, **kwargs
+        )
         return self._remember(tree)
 
     def _remember(self, tree: TokenTree) -> list[list[int]]:

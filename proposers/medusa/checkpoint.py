@@ -1,0 +1,139 @@
+"""Reading and validating Medusa checkpoints (h = hidden size, V = target vocabulary, D = draft vocabulary).
+
+    {head}.{layer}.linear.weight   [h, h]
+    {head}.{layer}.linear.bias     [h]
+    {head}.{num_layers}.weight     [V or D, h]  the head's own LM head; in the legacy layout there is none, and the
+                                                LM head of the base model is used
+    d2t                            [D]          optional, offsets as in ``eagle2.checkpoint``
+
+A prefix ``medusa_head.`` or ``medusa_heads.`` is taken off.  config.json holds ``medusa_num_heads`` and
+``medusa_num_layers`` (both may be missing: the weights tell), optionally ``hidden_size``, ``vocab_size``,
+``base_model_name_or_path``, and ``medusa_choices``, the tree.  Weights come as safetensors, or as the official
+``medusa_lm_head.pt`` / ``pytorch_model.bin``, of which plain tensors are read and nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..eagle2.checkpoint import CheckpointError, check_draft_vocabulary, load_head, read_config, read_shapes
+
+_PREFIX = re.compile(r"^medusa_heads?\.")
+_LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.weight$")
+
+
+@dataclass(frozen=True)
+class MedusaInfo:
+    """What a validated checkpoint is, from its config and tensor headers alone."""
+
+    path: Path
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int  # ids the heads can propose; equals vocab_size without a reduced vocabulary
+    has_lm_heads: bool  # false: the legacy layout, the target's LM head is used
+    has_d2t: bool
+    config: dict = field(repr=False)
+
+
+def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_vocab_size: int) -> MedusaInfo:
+    """Check that the heads at `path` fit the target; raise `CheckpointError` with one message if they do not."""
+    path = Path(path)
+    config = read_config(path)
+    shapes = {_PREFIX.sub("", name): shape for name, shape in read_shapes(path).items()}
+    layers = [tuple(map(int, match.groups())) for name in shapes if (match := _LAYER.match(name))]
+    if not layers:
+        raise CheckpointError(
+            f"{path} has no tensor 0.0.linear.weight: it is not a Medusa checkpoint; give a folder of Medusa heads, or "
+            f"choose the method that reads this one."
+        )
+    num_heads = _count(path, config, "medusa_num_heads", 1 + max(head for head, _ in layers), "heads")
+    num_layers = _count(path, config, "medusa_num_layers", 1 + max(layer for _, layer in layers), "layers per head")
+    own = [f"{head}.{num_layers}.weight" in shapes for head in range(num_heads)]
+    has_lm_heads = all(own)
+    _check_base(path, config, shapes["0.0.linear.weight"][-1], target_hidden_size, target_vocab_size, has_lm_heads)
+    draft_vocab_size = target_vocab_size
+    if "d2t" in shapes:
+        draft_vocab_size = check_draft_vocabulary(path, shapes, target_vocab_size)
+    expected: dict[str, tuple[int, ...]] = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            expected[f"{head}.{layer}.linear.weight"] = (target_hidden_size, target_hidden_size)
+            expected[f"{head}.{layer}.linear.bias"] = (target_hidden_size,)
+        if any(own):
+            expected[f"{head}.{num_layers}.weight"] = (draft_vocab_size, target_hidden_size)
+    _check_tensors(path, shapes, expected)
+    return MedusaInfo(
+        path=path,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=target_hidden_size,
+        vocab_size=target_vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        has_lm_heads=has_lm_heads,
+        has_d2t="d2t" in shapes,
+        config=config,
+    )
+
+
+def load_medusa(path: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, with plain names."""
+    return {_PREFIX.sub("", name): tensor for name, tensor in load_head(path)[1].items()}
+
+
+def _count(path: Path, config: dict, key: str, found: int, what: str) -> int:
+    """The number that the config asks for, which the weights must have."""
+    asked = config.get(key, found)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise CheckpointError(f"{path / 'config.json'}: {key} must be an integer from 1, not {asked!r}.")
+    if asked > found:
+        raise CheckpointError(
+            f"{path / 'config.json'} asks for {asked} {what} ({key}), the weights have {found}: lower {key}, or use "
+            f"the config.json that came with the heads."
+        )
+    return asked
+
+
+def _check_base(
+    path: Path, config: dict, hidden_size: int, target_hidden_size: int, target_vocab_size: int, has_lm_heads: bool
+) -> None:
+    """The heads belong to one base model; legacy ones have no LM head of their own and cannot do without it."""
+    base = config.get("base_model_name_or_path") or "another model"
+    vocab_size = config.get("vocab_size", target_vocab_size)
+    if hidden_size == target_hidden_size and vocab_size == target_vocab_size:
+        return
+    difference = (
+        f"hidden size {hidden_size}, the target {target_hidden_size}"
+        if hidden_size != target_hidden_size
+        else f"a vocabulary of {vocab_size}, the target {target_vocab_size}"
+    )
+    legacy = "" if has_lm_heads else ", and they have no LM heads of their own but need that model's"
+    raise CheckpointError(
+        f"The heads at {path} have {difference}: they were trained on {base}{legacy}; serve that model, or use heads "
+        f"trained for this target."
+    )
+
+
+def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; the heads are incomplete: export or "
+            f"download them again."
+        )
+    wrong = [
+        f"{name} expected {list(shape)}, found {list(found[name])}"
+        for name, shape in sorted(expected.items())
+        if found[name] != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; a head's own LM head has one row for each "
+            f"token it can propose: the heads were trained for another target, or d2t is missing."
+        )

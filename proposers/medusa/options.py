@@ -1,0 +1,112 @@
+"""Options of ``{"method": "medusa"}``, and their resolution against the checkpoint before the engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from vllm_specplug.config import (
+    MAX_DRAFT_DEPTH,
+    MAX_DRAFT_TOP_K,
+    ConfigError,
+    TreeOptions,
+    _require_int,
+    _require_string,
+    resolve_drafter,
+)
+
+from .checkpoint import MedusaInfo, validate_medusa
+from .sparse_tree import TREE_KEY, Paths, check_fits, check_paths, default_tree, depth_of, read_tree
+
+#: Ranks and beam of the dynamic mode where none are given.
+DYNAMIC_TOP_K = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(TreeOptions):
+    """Options of ``{"method": "medusa"}`` (Medusa, section 2).
+
+    ``num_speculative_tokens`` is a limit: a tree of more nodes is cut to its first ones, which for a calibrated tree
+    are the best of them.
+
+    Attributes:
+        model: heads: a directory, a Hugging Face repository or the short name of shipped heads.
+        tree: the tree's shape: a JSON file (``specplug calibrate medusa`` writes one) or a list of rank paths; by
+            default the checkpoint's own (``medusa_choices`` in its config), or a general one.
+        dynamic: choose the nodes anew at every step, by the product of the heads' probabilities along the path
+            (EAGLE-2's value), instead of a fixed shape.
+        draft_depth: levels of the tree, one head each; by default as many as there are heads.
+        draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
+    """
+
+    method: ClassVar[str] = "medusa"
+    drafter_packages: ClassVar[tuple[str, ...]] = ("medusa",)
+
+    model: str
+    tree: str | Paths | None = None
+    dynamic: bool = False
+    draft_depth: int | None = None
+    draft_top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_string("model", self.model)
+        if not isinstance(self.dynamic, bool):
+            raise ConfigError(f"dynamic must be true or false, not {self.dynamic!r}")
+        if self.draft_depth is not None:
+            _require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
+        if self.draft_top_k is not None:
+            _require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
+            if not self.dynamic:
+                raise ConfigError("draft_top_k is for dynamic trees: set dynamic to true, or leave draft_top_k out")
+        if isinstance(self.tree, str):
+            _require_string("tree", self.tree)
+        elif self.tree is not None:
+            object.__setattr__(self, "tree", check_paths(self.tree, "tree"))
+        if self.tree is not None and self.dynamic:
+            raise ConfigError("dynamic trees have no fixed shape: leave out either tree or dynamic")
+
+
+def resolve(options: MedusaOptions, target_hidden_size: int, target_vocab_size: int) -> MedusaOptions:
+    """Check the heads against the target and settle everything that is read from files.
+
+    Args:
+        options: as given by the user.
+        target_hidden_size, target_vocab_size: of the target.
+
+    Returns:
+        Options with ``model`` a directory, ``draft_depth`` set, ``tree`` a list of paths (None when dynamic),
+        ``draft_top_k`` set when dynamic, and ``num_speculative_tokens`` the nodes that the tree will really have.
+
+    Raises:
+        ConfigError, CheckpointError: with the fix in the message.
+    """
+    path = resolve_drafter(options.model, options.method)
+    info = validate_medusa(path, target_hidden_size, target_vocab_size)
+    depth = info.num_heads if options.draft_depth is None else options.draft_depth
+    if depth > info.num_heads:
+        raise ConfigError(
+            f"draft_depth={depth} asks for more heads than {path} has ({info.num_heads}): lower draft_depth, or leave "
+            "it out"
+        )
+    budget = options.num_speculative_tokens
+    if options.dynamic:
+        top_k = min(options.draft_top_k or DYNAMIC_TOP_K, info.draft_vocab_size)
+        nodes = min(budget, top_k + (depth - 1) * top_k**2)
+        return replace(options, model=str(path), draft_depth=depth, draft_top_k=top_k, num_speculative_tokens=nodes)
+    tree = _find_tree(options, info, depth)[:budget]
+    return replace(options, model=str(path), draft_depth=depth_of(tree), tree=tree, num_speculative_tokens=len(tree))
+
+
+def _find_tree(options: MedusaOptions, info: MedusaInfo, depth: int) -> Paths:
+    """The tree to use, without the nodes deeper than ``depth``."""
+    if options.tree is not None:
+        where = "tree" if isinstance(options.tree, tuple) else f"the tree of {options.tree}"
+        tree = options.tree if isinstance(options.tree, tuple) else read_tree(options.tree)
+    elif TREE_KEY in info.config:
+        where = f"{TREE_KEY} of {info.path / 'config.json'}"
+        tree = check_paths(info.config[TREE_KEY], where)
+    else:
+        return default_tree(depth, info.draft_vocab_size, options.num_speculative_tokens)
+    check_fits(tree, info.num_heads, info.draft_vocab_size, where)
+    return tuple(path for path in tree if len(path) <= depth)
