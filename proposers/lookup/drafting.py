@@ -189,7 +189,7 @@ class LookupProposer:
         num_reqs, (_, depth, count) = len(context.request_ids), tree.nodes.shape
         parents = np.full(tree.nodes.shape, PADDING, dtype=np.int64)
         parents[:, 1:] = tree.leaders[:, :-1] + (np.arange(depth - 1) * count)[:, None]
-        depths = np.broadcast_to(np.arange(1, depth + 1)[:, None], tree.nodes.shape)
+        depths = np.broadcast_to(np.arange(1, depth + 1)[:, None], tree.nodes.shape).copy()
 
         def spread(values: np.ndarray, fill: float, dtype: torch.dtype) -> torch.Tensor:
             everyone = torch.full((num_reqs, depth * count), fill, dtype=dtype)
