@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from vllm_specplug.proposer import DraftContext, as_draft
-from vllm_specplug.tree import truncate, valid_rows
 from vllm_specplug.types import PADDING, Draft, TokenTree
 
 logger = logging.getLogger("vllm_specplug")
@@ -59,29 +59,40 @@ class Guard:
 
 def _checked(draft: Draft, context: DraftContext, num_nodes: int | None) -> Draft:
     tree, num_reqs = draft.tree, len(context.request_ids)
-    token_ids, parents, num_rows = (values.long().cpu() for values in (tree.token_ids, tree.parents, tree.num_rows))
-    depths, log_values = tree.depths.long().cpu(), draft.log_values.float().cpu()
-    width = token_ids.shape[1] if token_ids.dim() == 2 else 0
-    shape = (num_reqs, width)
-    if width < 1 or any(values.shape != shape for values in (token_ids, parents, depths, log_values)):
-        raise ValueError(f"tensors of shape {tuple(token_ids.shape)} and others for {num_reqs} requests")
-    if num_rows.shape != (num_reqs,) or bool(((num_rows < 1) | (num_rows > width)).any()):
-        raise ValueError(f"num_rows must be int [num_reqs] of 1 to {width}")
-    rows = torch.arange(width)
-    nodes = valid_rows(num_rows, width) & (rows > 0)
-    if bool((nodes & ((token_ids < 0) | (token_ids >= context.vocab_size))).any()):
+    # numpy: on small arrays its calls cost a fraction of torch's.
+    token_ids, parents, depths, num_rows = (
+        values.cpu().numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)
+    )
+    log_values = draft.log_values.float().cpu().numpy()
+    width = token_ids.shape[1] if token_ids.ndim == 2 else 0
+    if width < 1 or any(values.shape != (num_reqs, width) for values in (token_ids, parents, depths, log_values)):
+        raise ValueError(f"the tree's tensors must be [num_reqs, num_rows]; num_reqs is {num_reqs}")
+    if num_rows.shape != (num_reqs,) or ((num_rows < 1) | (num_rows > width)).any():
+        raise ValueError(f"num_rows must be [num_reqs], from 1 to {width}")
+    if any(values.dtype.kind not in "iu" for values in (token_ids, parents, depths, num_rows)):
+        raise ValueError("token_ids, parents, depths and num_rows must be integers")
+    rows = np.arange(width)
+    nodes = (rows < num_rows[:, None]) & (rows > 0)
+    if (nodes & ((token_ids < 0) | (token_ids >= context.vocab_size))).any():
         raise ValueError(f"token ids outside of 0 to {context.vocab_size - 1}")
-    if bool((nodes & ((parents < 0) | (parents >= rows))).any()):
-        raise ValueError("a parent must be a row above its child's")
-    parent = parents.masked_fill(~nodes, 0)
-    if bool((nodes & (depths != depths.gather(1, parent) + 1)).any()) or bool((depths[:, 0] != 0).any()):
+    if (nodes & ((parents < 0) | (parents >= rows))).any():
+        raise ValueError("the parent of a row must be a row above it")
+    parents = np.where(nodes, parents, 0)
+    if (nodes & (depths != np.take_along_axis(depths, parents, 1) + 1)).any() or depths[:, 0].any():
         raise ValueError("depths do not follow from the parents")
-    if bool((nodes & ~(log_values <= log_values.gather(1, parent))).any()) or bool((log_values[:, 0] != 0).any()):
-        raise ValueError("a value above its parent's, or not a number")
-    token_ids = token_ids.clone()
-    token_ids[:, 0] = context.root_token_ids
-    kept = num_rows.clamp(max=width if num_nodes is None else num_nodes + 1).where(context.wanted.cpu(), 1)
-    tree = truncate(TokenTree(token_ids, parents.masked_fill(rows == 0, PADDING), depths, num_rows), kept)
-    padding = ~valid_rows(tree.num_rows, width)
-    bits = None if draft.source_bits is None else draft.source_bits.masked_fill(padding, 0)
-    return replace(draft, tree=tree, log_values=log_values.masked_fill(padding, float("-inf")), source_bits=bits)
+    falling = log_values <= np.take_along_axis(log_values, parents, 1)  # false for NaN
+    if (nodes & ~falling).any() or log_values[:, 0].any():
+        raise ValueError("log_values must be 0 at the root and never above the parent's")
+
+    most = width if num_nodes is None else min(num_nodes + 1, width)
+    kept = np.where(context.wanted.numpy(), np.minimum(num_rows, most), 1)
+    nodes &= rows < kept[:, None]
+    token_ids = np.where(nodes, token_ids, PADDING).astype(np.int64)
+    token_ids[:, 0] = context.root_token_ids.numpy()
+    log_values = np.where(nodes, log_values, -np.inf).astype(np.float32)
+    log_values[:, 0] = 0.0
+    tree = TokenTree(
+        *map(torch.from_numpy, (token_ids, np.where(nodes, parents, PADDING), np.where(nodes, depths, 0), kept))
+    )
+    bits = None if draft.source_bits is None else draft.source_bits.masked_fill(torch.from_numpy(~nodes), 0)
+    return replace(draft, tree=tree, log_values=torch.from_numpy(log_values), source_bits=bits)

@@ -28,7 +28,7 @@ class LookupOptions(TreeOptions):
 
     method: ClassVar[str] = "lookup"
 
-    draft_depth: int = 10
+    draft_depth: int = 16
     min_match: int = 1
     max_match: int = 16
     max_candidates: int = 8

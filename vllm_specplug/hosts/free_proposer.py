@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class HostFreeDrafting:
         self._vocab_size = vocab_size
         self._num_nodes = options.num_speculative_tokens
         self._guard = Guard(options.method)
+        self._host_guard = Guard(f"{options.method}: the host's drafter")
 
     @classmethod
     def of(cls, options: TreeOptions, vocab_size: int) -> HostFreeDrafting | None:
@@ -44,13 +45,16 @@ class HostFreeDrafting:
         make = find_method(options.method).make
         return None if make is None else cls(options, make(options), vocab_size)
 
-    def propose(self, input_batch: Any, sampled: np.ndarray, host_draft: Draft | None) -> Draft | None:
+    def propose(
+        self, input_batch: Any, sampled: np.ndarray, draft_by_host: Callable[[], Draft | None]
+    ) -> Draft | None:
         """Draft one tree per request.
 
         Args:
             input_batch: the host's batch, its bookkeeping of this step done.
             sampled: bool ``[num_reqs]``; false for requests in the middle of their prefill.
-            host_draft: what the host's drafter drafted, or None.
+            draft_by_host: runs the host's drafter (``NoHostDrafter`` gives None); where it raises, it has drafted
+                nothing.
 
         Returns:
             The draft, or None where the proposer failed.
@@ -65,7 +69,7 @@ class HostFreeDrafting:
             request_ids=tuple(input_batch.req_ids),
             wanted=torch.from_numpy(sampled),
             vocab_size=self._vocab_size,
-            host_draft=host_draft,
+            host_draft=self._host_guard.run(draft_by_host),
         )
         return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
 

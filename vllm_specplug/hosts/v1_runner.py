@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,11 +213,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        draft: Draft | None = super().propose_draft_token_ids(*args, **kwargs)
-        if self._host_free is not None:
-            sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-            draft = self._host_free.propose(self.input_batch, sampled, draft)
-        return self._remember(draft)
+        draft_by_host = functools.partial(super().propose_draft_token_ids, *args, **kwargs)
+        if self._host_free is None:
+            return self._remember(draft_by_host())
+        sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+        return self._remember(self._host_free.propose(self.input_batch, sampled, draft_by_host))
 
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""
