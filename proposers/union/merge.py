@@ -86,7 +86,8 @@ def merge(drafts: Sequence[Draft | None], num_reqs: int) -> Merged:
     expanded[sources, row_of[parents]] = True
     states[expanded[:, merged_parents]] = SILENT
     states[sources, group] = DRAFTED
-    beliefs[sources[::-1], group[::-1]] = log_odds[::-1]  # of equal siblings the first counts
+    # Of equal siblings the first counts: it is written last.  (numpy would undo a reversed view.)
+    beliefs[tuple(values[::-1].copy() for values in (sources, group))] = log_odds[::-1].copy()
     return Merged(requests[first], token_ids[first], merged_parents, depths[first], states, beliefs, num_reqs)
 
 
