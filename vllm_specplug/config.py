@@ -51,14 +51,14 @@ class TreeOptions:
     trace_trees: str | None = None
 
     def __post_init__(self) -> None:
-        _require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
+        require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
         if self.verification not in VERIFICATIONS:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
             )
         check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:
-            _require_string("trace_trees", self.trace_trees)
+            require_string("trace_trees", self.trace_trees)
             if not Path(self.trace_trees).absolute().parent.is_dir():
                 raise ConfigError(f"trace_trees={self.trace_trees!r}: create its folder first, or leave the key out")
 
@@ -88,11 +88,11 @@ class Eagle2Options(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_string("model", self.model)
-        _require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
-        _require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
-        _require_number("min_node_value", self.min_node_value, 0.0, 0.5)
-        _require_number("min_level_value", self.min_level_value, 0.0, 1.0)
+        require_string("model", self.model)
+        require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
+        require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
+        require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        require_number("min_level_value", self.min_level_value, 0.0, 1.0)
         if self.num_speculative_tokens > self.max_nodes:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens} is more than a tree of draft_depth="
@@ -116,8 +116,14 @@ class HassOptions(Eagle2Options):
 
 def check_typical_limits(typical_epsilon: Any, typical_delta: Any) -> None:
     """Raise ``ConfigError`` unless both can be limits of typical acceptance; delta 0 accepts all that is possible."""
-    _require_number("typical_epsilon", typical_epsilon, 0.0, 1.0)
-    _require_number("typical_delta", typical_delta, 0.0, 1e6)
+    require_number("typical_epsilon", typical_epsilon, 0.0, 1.0)
+    require_number("typical_delta", typical_delta, 0.0, 1e6)
+
+
+def host_drafter(options: TreeOptions) -> Eagle2Options | None:
+    """Options of the drafter that is a model of the host's: the method itself or one of a union's sources."""
+    candidates = (options, *getattr(options, "sources", ()))
+    return next((found for found in candidates if isinstance(found, Eagle2Options)), None)
 
 
 def is_our_method(method: Any) -> bool:
@@ -197,20 +203,23 @@ def _download(repository: str, shipped: str) -> Path:
         ) from error
 
 
-def _require_int(name: str, value: Any, low: int, high: int) -> None:
+def require_int(name: str, value: Any, low: int, high: int) -> None:
+    """Raise ``ConfigError`` unless ``value`` is an int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
     if not low <= value <= high:
         raise ConfigError(f"{name}={value} is out of range: choose {low} to {high}")
 
 
-def _require_number(name: str, value: Any, low: float, high: float) -> None:
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a number from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number from {low} to {high}, not {value!r}")
     if not low <= value <= high:
         raise ConfigError(f"{name}={value} is out of range: choose {low} to {high}")
 
 
-def _require_string(name: str, value: Any) -> None:
+def require_string(name: str, value: Any) -> None:
+    """Raise ``ConfigError`` unless ``value`` is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name} must be a non-empty string, not {value!r}")

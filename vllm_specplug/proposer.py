@@ -11,15 +11,16 @@ is the ``method`` that users write, its value a :class:`Method`::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from vllm_specplug.types import TokenTree
+from vllm_specplug.types import PADDING, Draft, TokenTree
 
 GROUP = "vllm_specplug.proposers"
 
@@ -28,23 +29,53 @@ GROUP = "vllm_specplug.proposers"
 class DraftContext:
     """What a host-free proposer may look at.
 
+    What became of a draft needs no report: the tokens that a request has more than at the proposer's last call are
+    those that the target chose behind it.  A request may be missing for some calls (preempted, not scheduled).
+
     Attributes:
         root_token_ids: int64 ``[num_reqs]``; the last emitted token of each request.
-        token_ids: int32 ``[num_reqs, max_model_len]``; prompt and output of each request, the root included.
+        token_ids: int32 ``[num_reqs, max_model_len]``; prompt and output of each request, the root included.  Memory
+            of the host, valid during the call only.
         num_tokens: int64 ``[num_reqs]``; valid entries of ``token_ids``.
+        request_ids: of each request; stable over its life, while its place in the batch is not.
+        wanted: bool ``[num_reqs]``; false for requests whose draft would be thrown away (in the middle of a chunked
+            prefill): a root alone will do.
+        vocab_size: the target's; drafted ids are from 0 to ``vocab_size - 1``.
+        host_draft: what the host's own drafter (EAGLE) drafted in this round; None where there is none.
     """
 
     root_token_ids: torch.Tensor
     token_ids: torch.Tensor
     num_tokens: torch.Tensor
+    request_ids: tuple[str, ...]
+    wanted: torch.Tensor
+    vocab_size: int
+    host_draft: Draft | None = None
 
 
 class Proposer(Protocol):
     """Drafts one tree per request.  Whatever it drafts, the output stays the target's."""
 
-    def propose(self, context: DraftContext) -> TokenTree:
-        """Trees of at most ``num_speculative_tokens + 1`` rows, row 0 being the root."""
+    def propose(self, context: DraftContext) -> TokenTree | Draft:
+        """Trees of at most ``num_speculative_tokens + 1`` rows, row 0 being the root; a root alone drafts nothing."""
         ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer that keeps something for each request."""
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Requests that have ended (or were aborted): their ids may not come again, or mean other requests."""
+        ...
+
+
+def as_draft(proposed: TokenTree | Draft) -> Draft:
+    """A proposal with values; where the proposer gives none, every edge counts as accepted with probability 1/2."""
+    if isinstance(proposed, Draft):
+        return proposed
+    depths = proposed.depths.float()
+    return Draft(proposed, torch.where(proposed.token_ids == PADDING, float("-inf"), depths * math.log(0.5)))
 
 
 @dataclass(frozen=True)
@@ -55,7 +86,7 @@ class Method:
         name: the ``method`` of the speculative config.
         options: frozen dataclass of its options, with the fields of ``config.TreeOptions``.
         make: makes the proposer from its options; None where the drafter is a model of the host
-            (EAGLE), whose adapter is part of this package.
+            (EAGLE), whose adapter is part of this package.  Both may be: a union reads the host's draft.
     """
 
     name: str

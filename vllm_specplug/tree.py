@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.types import PADDING, TokenTree
+from vllm_specplug.types import PADDING, Draft, TokenTree
 
 NEVER = float("-inf")
 
@@ -128,9 +128,14 @@ def level_value(pool: DraftPool, beam: torch.Tensor) -> torch.Tensor:
     return pool.log_values.gather(1, beam).exp().sum(dim=1)
 
 
-def rerank(
+def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0) -> TokenTree:
+    """The tree of ``rerank_draft``, without the values of its rows."""
+    return rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0].tree
+
+
+def rerank_draft(
     pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0
-) -> TokenTree:
+) -> tuple[Draft, torch.Tensor]:
     """Keep the best ``num_nodes`` drafted nodes as a tree (EAGLE-2, reranking).
 
     Ties go to the lower pool index, hence to the shallower node: a child that ties its parent is never kept without
@@ -143,7 +148,8 @@ def rerank(
         min_node_value: nodes of a lower value are not kept (no parent is worth less than its child).
 
     Returns:
-        A tree of ``num_nodes + 1`` rows.
+        Trees of ``num_nodes + 1`` rows with the values of their nodes, and int64 ``[num_reqs, num_nodes + 1]``: the
+        pool index of each row, ``PADDING`` for the root and padding rows.
     """
     values, order = pool.log_values[:, : pool.size].sort(dim=1, descending=True, stable=True)
     floor = math.log(min_node_value) if min_node_value > 0 else NEVER
@@ -156,17 +162,20 @@ def rerank(
     parent_rows = torch.searchsorted(chosen, pool.parents.gather(1, index), right=True)
     missing = max(num_nodes - pool.size, 0)
 
-    def with_root(nodes: torch.Tensor, fill: int) -> torch.Tensor:
+    def with_root(nodes: torch.Tensor, fill: float) -> torch.Tensor:
         return pad(nodes.masked_fill(padding, fill), (1, missing), value=fill)
 
     token_ids = with_root(pool.token_ids.gather(1, index), PADDING)
     token_ids[:, 0] = root_token_ids
-    return TokenTree(
+    tree = TokenTree(
         token_ids=token_ids,
         parents=with_root(parent_rows, PADDING),
         depths=with_root(pool.depths.gather(1, index), 0),
         num_rows=padding.shape[1] + 1 - padding.sum(dim=1),
     )
+    log_values = with_root(pool.log_values.gather(1, index), NEVER)
+    log_values[:, 0] = 0.0
+    return Draft(tree, log_values), with_root(index, PADDING)
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,25 @@ class TokenTree:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Draft trees with what their proposer thinks of every row.
+
+    Attributes:
+        tree: the trees.
+        log_values: float32 ``[num_reqs, num_rows]``; log of the probability, as the proposer believes, that the row's
+            whole path is accepted: 0 for the root, never above the parent's, -inf for padding rows.
+        source_names: the proposers whose drafts were merged; empty where there is only one.
+        source_bits: int64 ``[num_reqs, num_rows]``; bit ``s`` is set where ``source_names[s]`` drafted the row; 0 for
+            the root and padding rows; None without source names.
+    """
+
+    tree: TokenTree
+    log_values: torch.Tensor
+    source_names: tuple[str, ...] = ()
+    source_bits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class TreeLayout:
     """Where the rows of a tree stand for one verification forward.
 

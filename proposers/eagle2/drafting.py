@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.tree import expand, growth_can_pay, level_value, new_pool, next_beam, rerank
-from vllm_specplug.types import TokenTree
+from vllm_specplug.tree import expand, growth_can_pay, level_value, new_pool, next_beam, rerank_draft
+from vllm_specplug.types import Draft
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def grow_tree(
     draft_top_k: int,
     min_node_value: float = 0.0,
     min_level_value: float = 0.0,
-) -> TokenTree:
+) -> Draft:
     """Draft a tree for every request.
 
     Args:
@@ -81,7 +81,7 @@ def grow_tree(
         shape = (num_reqs, draft_top_k, draft_top_k)
         expand(pool, beam, token_ids.view(shape), log_probs.view(shape))
         features, ancestors = fed.feed, mask
-    return rerank(pool, root_token_ids, num_nodes, min_node_value)
+    return rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0]
 
 
 def _pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

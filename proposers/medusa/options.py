@@ -10,8 +10,8 @@ from vllm_specplug.config import (
     MAX_DRAFT_TOP_K,
     ConfigError,
     TreeOptions,
-    _require_int,
-    _require_string,
+    require_int,
+    require_string,
     resolve_drafter,
 )
 
@@ -50,17 +50,17 @@ class MedusaOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_string("model", self.model)
+        require_string("model", self.model)
         if not isinstance(self.dynamic, bool):
             raise ConfigError(f"dynamic must be true or false, not {self.dynamic!r}")
         if self.draft_depth is not None:
-            _require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
+            require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         if self.draft_top_k is not None:
-            _require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
+            require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
             if not self.dynamic:
                 raise ConfigError("draft_top_k is for dynamic trees: set dynamic to true, or leave draft_top_k out")
         if isinstance(self.tree, str):
-            _require_string("tree", self.tree)
+            require_string("tree", self.tree)
         elif self.tree is not None:
             object.__setattr__(self, "tree", check_paths(self.tree, "tree"))
         if self.tree is not None and self.dynamic:

@@ -15,7 +15,7 @@ from vllm_specplug.hosts.attention import KvScratch, TreeAttentionMetadata, Tree
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
-from vllm_specplug.types import TokenTree
+from vllm_specplug.types import Draft
 
 
 class TreeEagleProposer(EagleProposer):
@@ -73,11 +73,11 @@ class TreeEagleProposer(EagleProposer):
         self._first_pass = super().set_inputs_first_pass(*args, **kwargs)
         return self._first_pass
 
-    def propose(self, **kwargs: Any) -> TokenTree:  # type: ignore[override]
+    def propose(self, **kwargs: Any) -> Draft:  # type: ignore[override]
         """Draft one tree per request, where the host drafts a chain."""
         # With no tokens to draft, the host's propose is just the re-seeding forward.
         super().propose(**{**kwargs, "num_speculative_tokens": 0})
-        self.num_speculative_tokens = self.options.num_speculative_tokens
+        self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
         assert self._first_pass is not None
         _, rows, metadata = self._first_pass
         score, feed = self._last_output

@@ -1,25 +1,23 @@
-"""Proposers without a model of the host's: loaded through its ``custom_class`` method."""
+"""Proposers without a model of the host's, driven by what the host knows of each request."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.proposer import DraftContext, find_method
-from vllm_specplug.types import TokenTree
+from vllm_specplug.config import TreeOptions
+from vllm_specplug.guard import Guard
+from vllm_specplug.proposer import DraftContext, Proposer, Remembering, find_method
+from vllm_specplug.types import Draft
 
 
-class HostFreeProposer:
-    """Calls a registered proposer with what the host knows of each request."""
+class NoHostDrafter:
+    """Stands where the host expects a drafter (its ``custom_class``) and leaves drafting to the runner."""
 
-    def __init__(self, vllm_config: Any):
-        options = vllm_config.speculative_config.specplug
-        make = find_method(options.method).make
-        if make is None:
-            raise TypeError(f"method {options.method!r} has neither a proposer nor a drafter of the host")
-        self._proposer = make(options)
+    def __init__(self, _vllm_config: Any):
         #: Attention layers of a draft model: there is none.
         self.draft_layers: dict[str, Any] = {}
         self.path_rows: torch.Tensor | None = None
@@ -27,16 +25,54 @@ class HostFreeProposer:
     def load_model(self, _target_model: torch.nn.Module) -> None:
         """Nothing to load."""
 
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray,
-        token_ids_cpu: np.ndarray,
-        **_: Any,
-    ) -> TokenTree:
-        """Draft one tree per request."""
-        num_reqs = len(sampled_token_ids)
-        token_ids = torch.from_numpy(token_ids_cpu[:num_reqs])
-        num_tokens = torch.from_numpy(num_tokens_no_spec[:num_reqs]).long()
-        roots = token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long()
-        return self._proposer.propose(DraftContext(roots, token_ids, num_tokens))
+    def propose(self, *_: Any, **__: Any) -> None:
+        """The runner drafts behind this: it knows the requests by id."""
+
+
+class HostFreeDrafting:
+    """Calls a registered proposer with what the host knows of each request, and checks what it hands over."""
+
+    def __init__(self, options: TreeOptions, proposer: Proposer, vocab_size: int):
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._num_nodes = options.num_speculative_tokens
+        self._guard = Guard(options.method)
+        self._host_guard = Guard(f"{options.method}: the host's drafter")
+
+    @classmethod
+    def of(cls, options: TreeOptions, vocab_size: int) -> HostFreeDrafting | None:
+        """For a method with a proposer of its own; None where the host's drafter is all there is."""
+        make = find_method(options.method).make
+        return None if make is None else cls(options, make(options), vocab_size)
+
+    def propose(self, input_batch: Any, sampled: np.ndarray, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
+        """Draft one tree per request.
+
+        Args:
+            input_batch: the host's batch, its bookkeeping of this step done.
+            sampled: bool ``[num_reqs]``; false for requests in the middle of their prefill.
+            draft_by_host: runs the host's drafter (``NoHostDrafter`` gives None); where it raises, it has drafted
+                nothing.
+
+        Returns:
+            The draft, or None where the proposer failed.
+        """
+        num_reqs = input_batch.num_reqs
+        token_ids = torch.from_numpy(input_batch.token_ids_cpu[:num_reqs])
+        num_tokens = torch.from_numpy(input_batch.num_tokens_no_spec[:num_reqs]).long()
+        context = DraftContext(
+            root_token_ids=token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long(),
+            token_ids=token_ids,
+            num_tokens=num_tokens,
+            request_ids=tuple(input_batch.req_ids),
+            wanted=torch.from_numpy(sampled),
+            vocab_size=self._vocab_size,
+            host_draft=self._host_guard.run(draft_by_host),
+        )
+        return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Tell the proposer which requests have ended."""
+        proposer = self._proposer
+        if request_ids and isinstance(proposer, Remembering):
+            self._guard.run(lambda: proposer.finish(request_ids))

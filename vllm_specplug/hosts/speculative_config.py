@@ -9,7 +9,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import CpuArchEnum, current_platform
 
-from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, parse_options, resolve_drafter
+from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
@@ -17,7 +17,7 @@ from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
 
 #: What the host's ``custom_class`` method loads for methods without a draft model.
-FREE_PROPOSER = "vllm_specplug.hosts.free_proposer.HostFreeProposer"
+NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
 
 #: The same for Medusa heads, which see the target's hidden states.
 MEDUSA_PROPOSER = "vllm_specplug.hosts.medusa_proposer.HostMedusaProposer"
@@ -77,8 +77,9 @@ def build(
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     _check_target(options, target_model_config, target_parallel_config, engine_args)
-    if isinstance(options, Eagle2Options):
-        path = resolve_drafter(options.model, options.method)
+    drafter = host_drafter(options)
+    if drafter is not None:
+        path = resolve_drafter(drafter.model, drafter.method)
         info = validate_checkpoint(
             path,
             target_hidden_size=target_model_config.get_hidden_size(),
@@ -89,7 +90,7 @@ def build(
         options = resolve(options, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
         host_method, model = "custom_class", MEDUSA_PROPOSER
     else:
-        host_method, model = "custom_class", FREE_PROPOSER
+        host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
         target_parallel_config.worker_cls = CPU_WORKER
     return TreeSpeculativeConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +15,21 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
-from vllm_specplug.hosts.free_proposer import HostFreeProposer
+from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
+from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
+from vllm_specplug.proposer import as_draft
 from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
-from vllm_specplug.types import PADDING, KvMoves, TokenTree, Walk
+from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree, Walk
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,17 @@ class StagedStep:
 class TreeCPUModelRunner(CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    drafter: TreeEagleProposer | HostFreeProposer | HostMedusaProposer
+    drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
-            self.drafter = TreeEagleProposer(vllm_config, device, self, options)
+            self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
+        self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._trace = TreeTrace.open(options.trace_trees)
-        #: Parents of the trees proposed last, by request: a request that is not scheduled keeps its drafts.
-        self._parents: dict[str, tuple[list[int], list[int]]] = {}
+        #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
+        self._drafts: dict[str, FlatDraft] = {}
         self._step: StagedStep | None = None
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
@@ -76,7 +81,9 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for req_id in scheduler_output.finished_req_ids:
-            self._parents.pop(req_id, None)
+            self._drafts.pop(req_id, None)
+        if self._host_free is not None:
+            self._host_free.finish(scheduler_output.finished_req_ids)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
@@ -106,10 +113,10 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _fill_parents(self, row: np.ndarray, req_id: str, draft_token_ids: list[int]) -> None:
         """Any prefix of a parent-first list is a tree, so a truncated draft keeps its parents."""
-        known = self._parents.get(req_id)
+        known = self._drafts.get(req_id)
         count = len(draft_token_ids)
-        if known is not None and known[0][:count] == list(draft_token_ids):
-            row[1 : count + 1] = known[1][:count]
+        if known is not None and known.token_ids[:count] == list(draft_token_ids):
+            row[1 : count + 1] = known.parents[:count]
 
     def _lay_out(
         self, tree: TokenTree, row_start: np.ndarray, num_rows: np.ndarray, masked: list[int], num_tokens: int
@@ -157,7 +164,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.drafter.path_rows = self._path_rows(step, walk)
         self._last_rows = last_rows(walk, step.row_start)
         if self._trace is not None:
-            self._trace.write(self.input_batch.req_ids, step.tree, walk)
+            self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
         return output
 
@@ -230,36 +237,31 @@ class TreeCPUModelRunner(CPUModelRunner):
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
-        tree = super().propose_draft_token_ids(
-            scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args, **kwargs
+        draft_by_host = functools.partial(
+            super().propose_draft_token_ids,
+            scheduler_output,
+            sampled_token_ids,
+            sampling_metadata,
+            hidden_states,
+            *args,
+            **kwargs,
         )
-        return self._remember(tree)
+        if self._host_free is None:
+            return self._remember(as_draft(draft_by_host()))
+        sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+        return self._remember(self._host_free.propose(self.input_batch, sampled, draft_by_host))
 
-    def _remember(self, tree: TokenTree) -> list[list[int]]:
-        """Keep the parents by request and hand the flat drafts to the scheduler."""
-        drafts = []
-        rows = zip(tree.token_ids.tolist(), tree.parents.tolist(), tree.num_rows.tolist(), strict=True)
-        for req_id, (token_ids, parents, num_rows) in zip(self.input_batch.req_ids, rows, strict=True):
-            flat = (token_ids[1:num_rows], parents[1:num_rows])
+    def _remember(self, draft: Draft | None) -> list[list[int]]:
+        """Keep the drafts by request and hand the flat tokens to the scheduler."""
+        req_ids = self.input_batch.req_ids
+        flat = [FlatDraft([], [])] * len(req_ids) if draft is None else flatten(draft)
+        for index, req_id in enumerate(req_ids):
             params = self.requests[req_id].sampling_params
             if params is not None and params.structured_outputs is not None:
-                flat = _first_chain(*flat)
-            self._parents[req_id] = flat
-            drafts.append(flat[0])
-        return drafts
-
-
-def _first_chain(token_ids: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """The path of first children.
-
-    The host advances its grammar along the flat list of drafts, which is right for a chain only.
-    """
-    chain, row = [], 0
-    for index, parent in enumerate(parents):
-        if parent == row:
-            chain.append(token_ids[index])
-            row = index + 1
-    return chain, list(range(len(chain)))
+                # The host advances its grammar along the flat list of drafts, which is right for a chain only.
+                flat[index] = flat[index].first_chain()
+            self._drafts[req_id] = flat[index]
+        return [one.token_ids for one in flat]
 
 
 __all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]

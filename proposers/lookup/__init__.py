@@ -1,0 +1,14 @@
+"""Lookup: what followed the same words before, in the request itself or in recent traffic, drafted as a tree."""
+
+from vllm_specplug.proposers.lookup.options import LookupOptions
+
+from vllm_specplug.proposer import Method
+
+
+def _make(options: LookupOptions):
+    from vllm_specplug.proposers.lookup.drafting import LookupProposer
+
+    return LookupProposer(options)
+
+
+METHOD = Method("lookup", LookupOptions, make=_make)

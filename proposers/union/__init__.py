@@ -1,0 +1,14 @@
+"""Union: the best nodes of several proposers in one tree, by one scale of belief."""
+
+from vllm_specplug.proposers.union.options import UnionOptions
+
+from vllm_specplug.proposer import Method
+
+
+def _make(options: UnionOptions):
+    from vllm_specplug.proposers.union.drafting import UnionProposer
+
+    return UnionProposer(options)
+
+
+METHOD = Method("union", UnionOptions, make=_make)

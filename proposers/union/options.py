@@ -1,0 +1,62 @@
+"""Options of ``{"method": "union"}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, parse_options, require_number
+
+#: Models of agreement grow with 3 to the power of the sources.
+MAX_SOURCES = 4
+
+_UNION_ONLY = ("trace_trees", "verification")
+
+_EXAMPLE = '"sources": [{"method": "eagle2", "model": ...}, {"method": "lookup"}]'
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnionOptions(TreeOptions):
+    """Options of a union of proposers.
+
+    Attributes:
+        sources: options of each source, given as dictionaries with a ``method`` of their own.  A source drafts up to
+            its own ``num_speculative_tokens``; those of the union are the best of all.
+        min_node_value: nodes whose probability of acceptance is believed to be lower are not verified; the default is
+            about what verifying one more node costs, as a share of a decode step.
+    """
+
+    method: ClassVar[str] = "union"
+
+    sources: tuple[TreeOptions, ...]
+    min_node_value: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        if not isinstance(self.sources, list | tuple) or not 1 <= len(self.sources) <= MAX_SOURCES:
+            raise ConfigError(f"sources must be a list of 1 to {MAX_SOURCES} sources, like {_EXAMPLE}")
+        sources = tuple(map(_parse_source, range(len(self.sources)), self.sources))
+        names = [source.method for source in sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"sources: {twice[0]!r} is given twice; give each method once")
+        if sum(isinstance(source, Eagle2Options) for source in sources) > 1:
+            raise ConfigError("sources: only one of them may have a draft model of the host's; leave the others out")
+        object.__setattr__(self, "sources", sources)
+
+
+def _parse_source(number: int, given: object) -> TreeOptions:
+    if isinstance(given, TreeOptions):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"sources[{number}] must be an object with a method, not {given!r}: {_EXAMPLE}")
+    given = {str(key).replace("-", "_"): value for key, value in given.items()}
+    if given.get("method") == UnionOptions.method:
+        raise ConfigError(f"sources[{number}] is a union itself: list its sources in the outer one")
+    if misplaced := sorted(set(given) & set(_UNION_ONLY)):
+        raise ConfigError(f"sources[{number}]: {misplaced[0]!r} belongs to the union, beside 'sources'")
+    try:
+        return parse_options(given)
+    except ConfigError as error:
+        raise ConfigError(f"sources[{number}]: {error}") from error

@@ -1,0 +1,205 @@
+"""Lookup and union trees in the real engine: the tokens are plain decoding's, whatever the sources do."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
+from vllm_specplug import proposer
+from vllm_specplug.hosts.trace import source_shares
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+def lookup(**changes):
+    return {"method": "lookup", "min_match": 1, **changes}
+
+
+def union(checkpoints, *more, **changes):
+    eagle = {
+        "method": "eagle2", "model": str(checkpoints["eagle"]), "num_speculative_tokens": 12, "draft_depth": 4,
+        "draft_top_k": 4,
+    }  # fmt: skip
+    return {"method": "union", "sources": [eagle, lookup(), *more], "num_speculative_tokens": 20, **changes}
+
+
+@pytest.fixture(scope="module")
+def start(engine, checkpoints):
+    """``start(speculative_config, **engine_options)``: an engine, kept for the module.
+
+    None is dropped while another is in use: the end of one takes the process's parallel state with it.
+    """
+    started = {}
+    engine()  # before the others: the newest engine owns the process's metrics
+
+    def make(speculative, **options):
+        key = json.dumps([speculative, options], sort_keys=True)
+        if key not in started:
+            settings = {**ENGINE, **options}
+            started[key] = LLM(str(checkpoints["target"]), speculative_config=speculative, **settings)
+        return started[key]
+
+    yield make
+    started.clear()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Half of them repeat themselves."""
+    plain = make_prompts(24, seed=9)
+    for prompt in plain[::2]:
+        prompt["prompt_token_ids"] = prompt["prompt_token_ids"][:20] * 3
+    return plain
+
+
+@pytest.fixture(scope="module")
+def expected(engine, prompts):
+    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+
+
+@pytest.fixture(params=["lookup", "union", "lookup alone in a union"])
+def speculative(request, checkpoints):
+    return {
+        "lookup": lookup(),
+        "union": union(checkpoints),
+        "lookup alone in a union": {"method": "union", "sources": [lookup()]},
+    }[request.param]
+
+
+def test_batch_of_8(start, prompts, expected, speculative):
+    llm = start(speculative)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
+    # Once more: now traffic knows the answers.
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+def test_batch_of_1(start, prompts, expected, checkpoints):
+    for speculative in (lookup(), union(checkpoints)):
+        llm = start(speculative, max_num_seqs=1)
+        assert token_ids(llm.generate(prompts[:10], GREEDY, use_tqdm=False)) == expected[:10]
+
+
+def test_seeded_sampling(engine, start, prompts, speculative):
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
+    ]
+    wanted = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    assert token_ids(start(speculative).generate(prompts, params, use_tqdm=False)) == wanted
+
+
+def test_preemption(engine, start, prompts, checkpoints):
+    long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    wanted = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    llm = start(union(checkpoints), block_size=32, num_gpu_blocks_override=14, enable_prefix_caching=False)
+    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == wanted
+    assert sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions") > 0
+
+
+def test_chunked_prefill_and_prefix_cache_hits(engine, start, prompts, checkpoints):
+    """Long prompts in chunks of 48; the second round continues answers whose key/value came from accepted paths."""
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    plain = engine(block_size=32)
+    llm = start(union(checkpoints), block_size=32, max_num_batched_tokens=48, max_num_seqs=2)
+    first = token_ids(plain.generate(prompts[:6], long, use_tqdm=False))
+    assert token_ids(llm.generate(prompts[:6], long, use_tqdm=False)) == first
+    grown = [
+        {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
+        for prompt, answer in zip(prompts[:6], first, strict=True)
+    ]
+    wanted = token_ids(plain.generate(grown, GREEDY, use_tqdm=False))
+    outputs = llm.generate(grown, GREEDY, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in outputs) >= 6 * 32
+    assert token_ids(outputs) == wanted
+
+
+def test_running_into_max_model_len(engine, start, prompts, checkpoints):
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    wanted = token_ids(engine(max_model_len=96).generate(prompts[:8], endless, use_tqdm=False))
+    llm = start(union(checkpoints), max_model_len=96)
+    assert token_ids(llm.generate(prompts[:8], endless, use_tqdm=False)) == wanted
+
+
+# ---- sources that fail
+
+
+@pytest.fixture
+def hostile(monkeypatch):
+    """Register ``tests.hosts.hostile``'s methods, as another distribution would."""
+    ours = proposer._registered()
+    names = ("wrong", "twice", "nothing", "raising", "garbage", "misshapen")
+    entries = {
+        name: EntryPoint(name=name, value=f"tests.hosts.hostile:{name.upper()}", group=proposer.GROUP) for name in names
+    }
+    monkeypatch.setattr(proposer, "_registered", lambda: {**ours, **entries})
+    proposer.find_method.cache_clear()
+    yield names
+    proposer.find_method.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "names", [("wrong", "twice"), ("raising", "garbage"), ("nothing", "misshapen"), "raising", "garbage"]
+)
+def test_hostile_sources(hostile, start, checkpoints, prompts, expected, names, caplog):
+    """Always wrong, duplicated, empty, raising, ids out of range, wrong shapes: two beside ours, and alone."""
+    alone = isinstance(names, str)
+    llm = start({"method": names} if alone else union(checkpoints, *({"method": name} for name in names)))
+    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == expected[:8]
+    if not alone:
+        assert acceptance_length(llm) > 1.2
+    for name in [names] if alone else names:
+        said = [record for record in caplog.records if f"'{name}" in record.getMessage()]
+        assert len(said) == (name in ("raising", "garbage", "misshapen"))
+
+
+def test_a_failing_drafter_of_the_host(start, checkpoints, prompts, expected, monkeypatch, caplog):
+    """Every third draft of the EAGLE source fails: the union goes on with the others."""
+    from vllm_specplug.hosts import eagle_proposer
+
+    honest, calls = eagle_proposer.grow_tree, []
+
+    def sometimes(*args, **kwargs):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise RuntimeError("out of luck")
+        return honest(*args, **kwargs)
+
+    llm = start(union(checkpoints))
+    monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert len(calls) > 9 and sum("out of luck" in record.getMessage() for record in caplog.records) == 1
+
+
+# ---- accounting
+
+
+def test_trace_tells_which_source_earned_what(start, checkpoints, prompts, tmp_path):
+    path = tmp_path / "trees.jsonl"
+    llm = start(union(checkpoints, trace_trees=str(path)))
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+    trees = [json.loads(line) for line in path.read_text().splitlines()]
+    for tree in trees:
+        assert len(tree["sources"]) == len(tree["log_values"]) == len(tree["parents"]) - 1
+        for names in tree["sources"]:
+            assert names and set(names) <= {"eagle2", "lookup"}
+        for value, parent in zip(tree["log_values"], tree["parents"][1:], strict=True):
+            assert value <= (tree["log_values"][parent - 1] if parent else 0.0)
+    tau, shares = source_shares(path)
+    assert tau > 1.2 and set(shares) == {"eagle2", "lookup"}
+    for share in shares.values():
+        assert share.drafted > share.accepted > share.alone > 0
+    accepted = sum(len(tree["accepted_rows"]) - 1 for tree in trees)
+    assert sum(share.alone for share in shares.values()) <= accepted <= sum(s.accepted for s in shares.values())
+    assert tau == pytest.approx(1 + accepted / len(trees))
+
+
+def test_trace_of_one_source_has_no_sources(start, prompts, tmp_path):
+    path = tmp_path / "trees.jsonl"
+    llm = start(lookup(trace_trees=str(path)))
+    llm.generate(prompts[:4], GREEDY, use_tqdm=False)
+    trees = [json.loads(line) for line in path.read_text().splitlines()]
+    assert trees and all("sources" not in tree and "log_values" in tree for tree in trees)

@@ -1,0 +1,79 @@
+"""On-line calibration: it finds the truth, follows a change, and stays finite whatever it is told."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from vllm_specplug.calibration import FLOOR, OnlineLogistic, Reliability, logit, sigmoid
+
+
+def outcomes(rng, weights, count):
+    """Random features and the outcomes of a logistic model."""
+    features = np.concatenate([np.ones((count, 1)), rng.normal(size=(count, len(weights) - 1))], axis=1)
+    return features, rng.random(count) < sigmoid(features @ weights)
+
+
+def feed(model, which, features, accepted, chunk=7):
+    for start in range(0, len(features), chunk):
+        part = slice(start, start + chunk)
+        model.learn(np.full(len(features[part]), which), features[part], accepted[part])
+
+
+def test_logit_and_sigmoid_are_inverse_and_finite():
+    values = np.array([0.0, 0.2, 0.5, 0.99, 1.0])
+    assert sigmoid(logit(values)) == pytest.approx([FLOOR, 0.2, 0.5, 0.99, 1 - FLOOR])
+    assert np.isfinite(np.log(sigmoid(np.array([-np.inf, -1e9, 1e9, np.inf])))).all()
+
+
+def test_it_finds_each_models_weights_and_leaves_the_others():
+    rng = np.random.default_rng(0)
+    model = OnlineLogistic(np.zeros((3, 3)), memory=20000.0)
+    truths = [np.array([-1.0, 2.0, 0.5]), np.array([0.5, -1.0, 0.0])]
+    for which, truth in enumerate(truths):
+        feed(model, which, *outcomes(rng, truth, 6000))
+        assert model.weights[which] == pytest.approx(truth, abs=0.2)
+    assert (model.weights[2] == 0).all() and model.outcomes[2] == 0
+
+
+def test_it_follows_a_change():
+    rng = np.random.default_rng(1)
+    model = OnlineLogistic(np.zeros((1, 2)), memory=500.0)
+    feed(model, 0, *outcomes(rng, np.array([2.0, 1.0]), 5000))
+    feed(model, 0, *outcomes(rng, np.array([-2.0, 1.0]), 2000))
+    assert model.weights[0] == pytest.approx([-2.0, 1.0], abs=0.4)
+
+
+def test_a_few_outcomes_do_not_overturn_the_start():
+    model = OnlineLogistic(np.array([[1.0]]))
+    model.learn(np.zeros(64, dtype=int), np.ones((64, 1)), np.array([True, False] * 32))
+    assert 0.1 < model.weights[0, 0] < 0.9
+
+
+def test_hostile_outcomes_keep_it_finite():
+    """Always wrong, always right, collinear features: predictions are calibrated, weights stay finite."""
+    model = OnlineLogistic(np.zeros((1, 3)))
+    features = np.tile([1.0, 1.0, 9.0], (6400, 1))
+    feed(model, 0, features, np.zeros(6400, dtype=bool), chunk=640)
+    assert np.isfinite(model.weights).all()
+    assert sigmoid(model.log_odds(np.zeros(1, dtype=int), features[:1]))[0] < 0.05
+    feed(model, 0, features, np.ones(6400, dtype=bool), chunk=640)
+    assert sigmoid(model.log_odds(np.zeros(1, dtype=int), features[:1]))[0] > 0.95
+    model.learn(np.zeros(0, dtype=int), np.zeros((0, 3)), np.zeros(0, dtype=bool))
+
+
+def test_reliability_of_a_good_and_of_a_bad_predictor():
+    rng = np.random.default_rng(2)
+    predicted = rng.random(4000)
+    accepted = rng.random(4000) < predicted
+    good, bad = Reliability(), Reliability()
+    good.add(predicted, accepted)
+    bad.add(1 - predicted, accepted)
+    assert good.error() < 0.05 < 0.3 < bad.error()
+    assert [round(p, 1) for _, p, _ in good.curve()] == pytest.approx([0.05 + 0.1 * i for i in range(10)], abs=0.06)
+    assert Reliability().curve() == [] and Reliability().error() == 0.0
+
+
+def test_it_pickles():
+    model = pickle.loads(pickle.dumps(OnlineLogistic(np.ones((2, 3)))))
+    assert model.log_odds(np.array([1]), np.ones((1, 3))).tolist() == [3.0]

@@ -1,0 +1,377 @@
+"""Union trees: merging and selection against dictionaries of paths, learning, failing sources, options."""
+
+import itertools
+import math
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
+from vllm_specplug.proposers.union.merge import ABSENT, DRAFTED, SILENT, merge
+from vllm_specplug.proposers.union.options import UnionOptions
+
+from tests.unit import oracle
+from tests.unit.contexts import context
+from tests.unit.oracle_tensors import to_rows, to_tree
+from vllm_specplug.calibration import LOGIT_LIMIT, logit
+from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parse_options
+from vllm_specplug.guard import Guard
+from vllm_specplug.proposer import as_draft
+from vllm_specplug.tree import from_flat
+from vllm_specplug.types import Draft, TokenTree
+
+quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+ROOTS = (90, 91, 92)
+
+
+def random_draft(rng, num_reqs, max_nodes):
+    """A draft of random trees and falling values: (draft, its rows, its values)."""
+    trees = [[(ROOTS[request], -1), *oracle.random_tree(rng, max_nodes, 3)[1:]] for request in range(num_reqs)]
+    tree = to_tree(trees, max_nodes + 1)
+    values = []
+    for rows in trees:
+        own = [0.0]
+        for _, parent in rows[1:]:
+            own.append(own[parent] + math.log(rng.choice([1.0, 0.9, 0.5, 0.5, 0.1])))
+        values.append(own)
+    padded = [own + [-math.inf] * (max_nodes + 1 - len(own)) for own in values]
+    return Draft(tree, torch.tensor(padded)), trees, values
+
+
+def paths(rows):
+    """Token path of each row, the root left out of the paths."""
+    return [tuple(rows[row][0] for row in oracle.path_to(rows, at)[1:]) for at in range(len(rows))]
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 3))
+def test_merge_equals_dictionaries_of_paths(seed, num_sources, num_reqs):
+    rng = oracle.seeded(seed)
+    drafted = [random_draft(rng, num_reqs, 12) if rng.random() < 0.9 else None for _ in range(num_sources)]
+    merged = merge([one and one[0] for one in drafted], num_reqs)
+    found = {}
+    names = [(request,) for request in range(num_reqs)]
+    for node, (request, token, parent) in enumerate(
+        zip(merged.requests.tolist(), merged.token_ids.tolist(), merged.parents.tolist(), strict=True)
+    ):
+        assert parent < num_reqs + node and names[parent][0] == request
+        names.append((*names[parent], token))
+        assert merged.depths[node] == len(names[-1]) - 1
+        assert names[-1] not in found
+        found[names[-1]] = node
+    expected = {}
+    for source, one in enumerate(drafted):
+        for request in range(num_reqs if one else 0):
+            rows, values = one[1][request], one[2][request]
+            for row, path in enumerate(paths(rows)):
+                if row:
+                    edge = logit(np.exp(values[row] - values[rows[row][1]]))
+                    expected.setdefault((request, *path), {}).setdefault(source, edge)  # of equal siblings the first
+    assert found.keys() == expected.keys()
+    for path, beliefs in expected.items():
+        siblings = [other for other in expected if other[:-1] == path[:-1]]
+        for source in range(num_sources):
+            state = merged.states[source, found[path]]
+            if source in beliefs:
+                assert state == DRAFTED
+                assert merged.log_odds[source, found[path]] == pytest.approx(beliefs[source], abs=2e-3)
+            else:
+                silent = any(source in expected[other] for other in siblings)
+                assert state == (SILENT if silent else ABSENT) and merged.log_odds[source, found[path]] == 0
+    # Ordered by request and depth, as the pool of the selection needs it.
+    assert (np.diff(merged.requests * 100 + merged.depths) >= 0).all()
+    assert sorted(np.concatenate(merged.levels() or [[]]).tolist()) == list(range(len(merged.depths)))
+
+
+class Fixed:
+    """A source that hands over what it is told to."""
+
+    def __init__(self, draft=None):
+        self.draft, self.ended = draft, []
+
+    def propose(self, context):
+        if isinstance(self.draft, Exception):
+            raise self.draft
+        return self.draft
+
+    def finish(self, request_ids):
+        self.ended += request_ids
+
+
+def make(*sources, num_nodes=16, min_node_value=0.0):
+    options = UnionOptions(
+        sources=[{"method": "lookup"}], num_speculative_tokens=num_nodes, min_node_value=min_node_value
+    )
+    union = UnionProposer(options)
+    union.names = tuple("abcd"[: len(sources)])
+    union._sources, union._guards = list(sources), [Guard(name) for name in union.names]
+    union.calibration.__init__(start_weights(len(sources)))
+    return union
+
+
+def rows_context(num_reqs=1, **changes):
+    return context([[1, ROOTS[request]] for request in range(num_reqs)], **changes)
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 20))
+def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
+    """Whatever the values: the tree is the best ancestor-closed set, ties to the shallower, with its sources marked."""
+    rng = oracle.seeded(seed)
+    drafts = [random_draft(rng, 2, 10) for _ in range(num_sources)]
+    union = make(*(Fixed(draft) for draft, _, _ in drafts), num_nodes=num_nodes)
+    draft = union.propose(rows_context(2))
+    opened = union._open
+    for request in range(2):
+        rows = to_rows(draft.tree, request)
+        assert rows[0] == (ROOTS[request], -1) and len(set(rows)) == len(rows)
+        mine = np.flatnonzero(opened.merged.requests == request)
+        assert len(rows) - 1 == min(num_nodes, len(mine))
+        values = draft.log_values[request, : len(rows)].tolist()
+        depths = draft.tree.depths[request, : len(rows)].tolist()
+        assert depths == sorted(depths)
+        by_path = dict(zip(paths(rows), values, strict=True))
+        bits = dict(zip(paths(rows), draft.source_bits[request].tolist(), strict=False))
+        for source, (_, trees, _) in enumerate(drafts):
+            own = set(paths(trees[request])[1:])
+            for path in by_path:
+                assert bits[path] >> source & 1 == (path in own)
+        log_values = opened.merged.along_paths(np.log(1 / (1 + np.exp(-opened.log_odds))), 0.0, np.add)[mine]
+        kept = sorted(by_path.values(), reverse=True)[1:]
+        best = sorted(np.float32(log_values).tolist(), reverse=True)[: len(kept)]
+        assert kept == pytest.approx(best, abs=1e-4)
+
+
+def test_values_of_a_tie_go_to_the_shallower_node():
+    deep = as_draft(to_tree([[(ROOTS[0], -1), (1, 0), (2, 1)]]))
+    wide = as_draft(to_tree([[(ROOTS[0], -1), (3, 0)]]))
+    deep = Draft(deep.tree, torch.tensor([[0.0, math.log(0.5), math.log(0.5)]]))  # certain of the second
+    union = make(Fixed(deep), Fixed(wide), num_nodes=2)
+    union.calibration.weights[:] = 0.0  # everything is as likely as anything
+    union.calibration.weights[:, 0] = 30.0  # and certain, up to the floor
+    rows = to_rows(union.propose(rows_context()).tree, 0)
+    assert rows == [(ROOTS[0], -1), (1, 0), (3, 0)]
+
+
+def test_agreement_is_worth_more_and_silence_less():
+    both = Draft(to_tree([[(ROOTS[0], -1), (5, 0), (6, 0)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.4)]]))
+    one = Draft(to_tree([[(ROOTS[0], -1), (5, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
+    alone = make(Fixed(both)).propose(rows_context()).log_values[0].exp()
+    union = make(Fixed(both), Fixed(one)).propose(rows_context()).log_values[0].exp()
+    assert union[1] > alone[1] == pytest.approx(0.5) and union[2] < alone[2] == pytest.approx(0.4)
+
+
+def test_no_source_has_anything():
+    nothing = as_draft(to_tree([[(ROOTS[0], -1)], [(ROOTS[1], -1)]]))
+    for source in (Fixed(nothing), Fixed(RuntimeError("no")), Fixed(None), None):
+        draft = make(source).propose(rows_context(2))
+        assert draft.tree.num_rows.tolist() == [1, 1]
+        assert draft.tree.token_ids[:, 0].tolist() == list(ROOTS[:2])
+
+
+def test_learning_by_brute_force():
+    """Labels of random trees equal those read off the paths: parent right and the next token known."""
+    rng = oracle.seeded(3)
+    for _ in range(60):
+        drafts = [random_draft(rng, 2, 10) for _ in range(2)]
+        union = make(*(Fixed(draft) for draft, _, _ in drafts))
+        seen = []
+        union.calibration.learn = lambda patterns, features, accepted, seen=seen: seen.append(
+            (patterns.tolist(), accepted.tolist())
+        )
+        union.propose(rows_context(2, ids=["a", "b"]))
+        merged, patterns = union._open.merged, union._open.patterns.tolist()
+        chosen = [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(2)]
+        names = [(0,), (1,)]
+        for token, parent in zip(merged.token_ids.tolist(), merged.parents.tolist(), strict=True):
+            names.append((*names[parent], token))
+        expected = []
+        for name, pattern in zip(names[2:], patterns, strict=True):
+            request, *path = name
+            known = chosen[request][: len(path)]
+            if len(known) == len(path) and path[:-1] == known[:-1]:
+                expected.append((pattern, path[-1] == known[-1]))
+        # The batch places are swapped meanwhile, and another request came.
+        later = [[1, ROOTS[1], *chosen[1]], [8, 8], [1, ROOTS[0], *chosen[0]]]
+        union._sources = [Fixed(None), Fixed(None)]
+        union.propose(context(later, ids=["b", "new", "a"]))
+        assert seen == [([pattern for pattern, _ in expected], [right for _, right in expected])]
+        accepted = sum(right for _, right in expected)
+        assert sum(record[:, 0].sum() for record in union._records.values()) >= accepted
+
+
+def test_a_request_that_was_away_or_ended_teaches_nothing():
+    draft = as_draft(to_tree([[(ROOTS[0], -1), (5, 0)]]))
+    union = make(Fixed(draft))
+    learned = []
+    union.calibration.learn = lambda *outcome: learned.append(len(outcome[0]))
+    union.propose(rows_context(ids=["a"]))
+    union.propose(rows_context(ids=["b"]))
+    assert learned == [0]
+    union.propose(rows_context(ids=["b"]))  # no new token
+    assert learned == [0, 0]
+    union.finish(["b"])
+    assert union._sources[0].ended == ["b"] and not union._records
+
+
+def test_an_overconfident_source_is_found_out():
+    """Source a believes in 0.9 and is right in 1 of 5, b believes in 0.3 and is right in 4 of 5: b's comes first."""
+    rng = oracle.seeded(0)
+    a = Draft(to_tree([[(7, -1), (5, 0)]]), torch.tensor([[0.0, math.log(0.9)]]))
+    b = Draft(to_tree([[(7, -1), (6, 0)]]), torch.tensor([[0.0, math.log(0.3)]]))
+    union = make(Fixed(a), Fixed(b), num_nodes=1)
+    assert to_rows(union.propose(context([[1, 7]])).tree, 0)[1][0] == 5
+    tokens = [1, 7]
+    for step in range(400):
+        if len(tokens) > 60:
+            tokens = [1, 7]
+        tokens = [*tokens, 5 if rng.random() < 0.2 else 6]
+        rows = to_rows(union.propose(context([tokens], ids=[f"r{step // 59}"])).tree, 0)
+    assert rows[1][0] == 6
+    assert union.reliability.error() < 0.2
+
+
+def test_a_wrong_source_loses_its_nodes():
+    """Always wrong and certain of it: with a floor its nodes are no longer verified, the other's are."""
+    wrong = Draft(to_tree([[(7, -1), (5, 0), (5, 1), (5, 2)]]), torch.zeros(1, 4))
+    right = Draft(to_tree([[(7, -1), (6, 0), (6, 1)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
+    union = make(Fixed(wrong), Fixed(right), num_nodes=8, min_node_value=0.05)
+    assert union.propose(context([[1, 7]])).tree.num_rows.tolist() == [6]
+    for count in range(1, 60):
+        draft = union.propose(context([[1, 7] + [6] * count]))
+    assert [token for token, _ in to_rows(draft.tree, 0)[1:]] == [6, 6]
+
+
+# ---- the guard
+
+
+def spoilt(change):
+    """A good tree with something wrong."""
+    token_ids, parents = torch.tensor([[90, 5, 6, 7]]), torch.tensor([[-1, 0, 0, 2]])
+    tree = from_flat(token_ids, parents, torch.tensor([4]))
+    parts = {"token_ids": tree.token_ids, "parents": tree.parents, "depths": tree.depths, "num_rows": tree.num_rows}
+    log_values = torch.tensor([[0.0, -1.0, -1.0, -2.0]])
+    parts, log_values = change({name: part.clone() for name, part in parts.items()}, log_values)
+    return Draft(TokenTree(**parts), log_values)
+
+
+def put(name, index, value):
+    def change(parts, log_values):
+        (log_values if name == "log_values" else parts[name])[index] = value
+        return parts, log_values
+
+    return change
+
+
+def swap(name, convert):
+    return lambda parts, log_values: ({**parts, name: convert(parts[name])}, log_values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("token_ids", (0, 2), 100), "outside of 0 to 99"),
+        (put("token_ids", (0, 2), -1), "outside of 0 to 99"),
+        (put("parents", (0, 3), 3), "must be a row above it"),
+        (put("parents", (0, 1), -1), "must be a row above it"),
+        (put("depths", (0, 3), 1), "depths do not follow"),
+        (put("num_rows", 0, 0), "from 1 to 4"),
+        (put("num_rows", 0, 5), "from 1 to 4"),
+        (put("log_values", (0, 3), -0.5), "never above the parent's"),
+        (put("log_values", (0, 1), math.nan), "never above the parent's"),
+        (put("log_values", (0, 0), -1.0), "0 at the root"),
+        (swap("parents", lambda parents: parents[:, :2]), "must be .num_reqs, num_rows."),
+        (swap("token_ids", lambda tokens: tokens[0]), "must be .num_reqs, num_rows."),
+        (swap("token_ids", lambda tokens: tokens.float()), "must be integers"),
+        (swap("depths", lambda depths: None), "NoneType"),
+    ],
+)
+def test_guard_refuses(change, message, caplog):
+    guard = Guard("x")
+    for _ in range(3):
+        assert guard(lambda: spoilt(change), rows_context()) is None
+    assert guard.failures == 3 and len(caplog.records) == 1
+    assert re.search(message, caplog.records[0].getMessage())
+
+
+def test_guard_passes_cuts_and_roots():
+    def honest(parts, log_values):
+        parts["token_ids"][0, 0] = 55  # a root is what the context says
+        return parts, log_values
+
+    draft = Guard("x")(lambda: spoilt(honest), rows_context(), num_nodes=2)
+    assert to_rows(draft.tree, 0) == [(90, -1), (5, 0), (6, 0)]
+    assert draft.log_values.tolist() == [[0.0, -1.0, -1.0, -math.inf]]
+    draft = Guard("x")(lambda: spoilt(honest).tree, rows_context(wanted=[False]))
+    assert to_rows(draft.tree, 0) == [(90, -1)]
+
+
+def test_as_draft_halves_along_each_edge():
+    tree = to_tree([[(9, -1), (1, 0), (2, 1)], [(9, -1)]])
+    assert as_draft(tree).log_values.exp().tolist() == [[1.0, 0.5, 0.25], [1.0, 0.0, 0.0]]
+
+
+# ---- patterns and options
+
+
+def test_each_pattern_has_its_model():
+    rng = oracle.seeded(1)
+    drafts = [random_draft(rng, 1, 6)[0] for _ in range(3)]
+    merged = merge(drafts, 1)
+    numbers = dict(zip(map(tuple, merged.states.T.tolist()), pattern_of(merged).tolist(), strict=True))
+    assert len(set(numbers.values())) == len(numbers)
+    weights = start_weights(3)
+    for states, number in zip(itertools.product(range(3), repeat=3), range(27), strict=True):
+        states = states[::-1]
+        used = weights[number, 2:5] > 0
+        assert used.tolist() == [state == DRAFTED for state in states]
+    assert np.abs(merged.log_odds).max() <= LOGIT_LIMIT
+
+
+def parse(*sources, **changes):
+    return parse_options({"method": "union", "sources": list(sources), **changes})
+
+
+EAGLE, LOOKUP = {"method": "eagle2", "model": "m", "draft-depth": 3}, {"method": "lookup"}
+
+
+def test_sources_are_typed():
+    options = parse(EAGLE, LOOKUP)
+    assert [source.method for source in options.sources] == ["eagle2", "lookup"]
+    assert isinstance(options.sources[0], Eagle2Options) and options.sources[0].draft_depth == 3
+    assert all(isinstance(source, TreeOptions) for source in options.sources)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert host_drafter(options) is options.sources[0] and host_drafter(parse(LOOKUP)) is None
+    assert host_drafter(options.sources[0]) is options.sources[0]
+
+
+@pytest.mark.parametrize(
+    ("sources", "changes", "message"),
+    [
+        ([], {}, "sources must be a list of 1 to 4 sources, like"),
+        ([LOOKUP] * 5, {}, "sources must be a list of 1 to 4"),
+        ([LOOKUP, LOOKUP], {}, "'lookup' is given twice"),
+        (["lookup"], {}, r"sources\[0\] must be an object with a method, not 'lookup'"),
+        ([LOOKUP, {"method": "nonsense"}], {}, r"sources\[1\]: method='nonsense' is unknown; .*eagle2, lookup, union"),
+        ([{"method": "union", "sources": [LOOKUP]}], {}, r"sources\[0\] is a union itself"),
+        ([{"method": "eagle2"}], {}, r"sources\[0\]: method 'eagle2' needs 'model'"),
+        ([{**LOOKUP, "min_match": 0}], {}, r"sources\[0\]: min_match=0 is out of range"),
+        ([{**LOOKUP, "trace_trees": "x"}], {}, r"sources\[0\]: 'trace_trees' belongs to the union"),
+        ([LOOKUP], {"min_node_value": 1}, "min_node_value=1 is out of range"),
+        ([LOOKUP], {"model": "x"}, "unknown key 'model' for method 'union'; valid keys: .*sources"),
+    ],
+)
+def test_bad_sources(sources, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(*sources, **changes)
+
+
+def test_sources_are_needed():
+    with pytest.raises(ConfigError, match="method 'union' needs 'sources'"):
+        parse_options({"method": "union"})
+    with pytest.raises(ConfigError, match="sources must be a list"):
+        parse_options({"method": "union", "sources": {"method": "lookup"}})
