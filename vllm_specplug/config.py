@@ -120,10 +120,10 @@ def check_typical_limits(typical_epsilon: Any, typical_delta: Any) -> None:
     require_number("typical_delta", typical_delta, 0.0, 1e6)
 
 
-def host_drafter(options: TreeOptions) -> Eagle2Options | None:
-    """Options of the drafter that is a model of the host's: the method itself or one of a union's sources."""
+def host_drafter(options: TreeOptions) -> TreeOptions | None:
+    """Options of the drafter that the host runs (EAGLE, Medusa): the method itself or one of a union's sources."""
     candidates = (options, *getattr(options, "sources", ()))
-    return next((found for found in candidates if isinstance(found, Eagle2Options)), None)
+    return next((found for found in candidates if find_method(found.method).make is None), None)
 
 
 def is_our_method(method: Any) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.tree import expand, new_pool, next_beam, rerank, static_tree
-from vllm_specplug.types import TokenTree
+from vllm_specplug.tree import expand, new_pool, next_beam, rerank_draft, static_tree
+from vllm_specplug.types import Draft
 
 from .sparse_tree import Paths, parents_of
 
 
 def fill_tree(
     root_token_ids: torch.Tensor, logits: torch.Tensor, draft_ids: torch.Tensor | None, paths: Paths
-) -> TokenTree:
+) -> Draft:
     """Fill a fixed shape: the node ``(..., i)`` at depth ``k`` holds the ``i``-th best token of head ``k``.
 
     Args:
@@ -22,10 +22,15 @@ def fill_tree(
         paths: the shape, no deeper than there are heads.
     """
     ranks = max(max(path) for path in paths) + 1
-    token_ids = _to_target(logits.topk(ranks, dim=-1).indices, draft_ids)
+    log_probs, best = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(ranks, dim=-1)
     heads = torch.tensor([len(path) - 1 for path in paths])
     last = torch.tensor([path[-1] for path in paths])
-    return static_tree(root_token_ids, token_ids[:, heads, last], parents_of(paths))
+    parents = parents_of(paths)
+    tree = static_tree(root_token_ids, _to_target(best, draft_ids)[:, heads, last], parents)
+    log_values = [log_probs.new_zeros(log_probs.shape[0])]
+    for parent, own in zip(parents, log_probs[:, heads, last].unbind(1), strict=True):
+        log_values.append(log_values[parent] + own)
+    return Draft(tree, torch.stack(log_values, dim=1))
 
 
 def choose_tree(
@@ -35,7 +40,7 @@ def choose_tree(
     *,
     num_nodes: int,
     draft_top_k: int,
-) -> TokenTree:
+) -> Draft:
     """Keep the ``num_nodes`` combinations with the largest product of head probabilities.
 
     Args:
@@ -53,7 +58,7 @@ def choose_tree(
         beam = next_beam(pool, draft_top_k)
         shape = (num_reqs, beam.shape[1], draft_top_k)
         expand(pool, beam, token_ids[:, head : head + 1].expand(shape), log_probs[:, head : head + 1].expand(shape))
-    return rerank(pool, root_token_ids, num_nodes)
+    return rerank_draft(pool, root_token_ids, num_nodes)[0]
 
 
 def _to_target(token_ids: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, parse_options, require_number
+from vllm_specplug.config import ConfigError, TreeOptions, parse_options, require_number
+from vllm_specplug.proposer import find_method
 
 #: Models of agreement grow with 3 to the power of the sources.
 MAX_SOURCES = 4
@@ -41,7 +42,7 @@ class UnionOptions(TreeOptions):
         names = [source.method for source in sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"sources: {twice[0]!r} is given twice; give each method once")
-        if sum(isinstance(source, Eagle2Options) for source in sources) > 1:
+        if sum(find_method(name).make is None for name in names) > 1:
             raise ConfigError("sources: only one of them may have a draft model of the host's; leave the others out")
         object.__setattr__(self, "sources", sources)
 

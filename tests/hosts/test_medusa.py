@@ -124,6 +124,13 @@ def test_seeded_sampling(engine, prompts, heads):
     assert token_ids(engine("medusa", MEDUSA).generate(prompts[:24], params, use_tqdm=False)) == expected
 
 
+def test_union_with_lookup(engine, prompts, plain, heads):
+    sources = [{**MEDUSA, "model": str(heads)}, {"method": "lookup"}]
+    llm = engine(speculative_config={"method": "union", "sources": sources})
+    assert token_ids(llm.generate(prompts[:24], GREEDY, use_tqdm=False)) == plain[:24]
+    assert acceptance_length(llm) > 1.5
+
+
 def test_prefix_cache_hits_on_blocks_written_by_trees(engine, prompts, heads):
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     plain_llm, llm = engine(block_size=32), engine("medusa", MEDUSA, block_size=32)

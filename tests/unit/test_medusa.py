@@ -197,7 +197,9 @@ def test_a_fixed_shape_is_filled_by_rank():
     logits = torch.randn(2, 3, DRAFT, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(DRAFT) + 7
     paths = ((1,), (0,), (1, 0), (1, 0, 4))
-    tree = fill_tree(torch.tensor([40, 41]), logits, ids, paths)
+    draft = fill_tree(torch.tensor([40, 41]), logits, ids, paths)
+    tree, log_probs = draft.tree, logits.log_softmax(-1).sort(dim=-1, descending=True).values
+    torch.testing.assert_close(draft.log_values[:, 4], log_probs[:, 0, 1] + log_probs[:, 1, 0] + log_probs[:, 2, 4])
     order = logits.argsort(dim=-1, descending=True) + 7
     for r in range(2):
         expected = [40 + r, order[r, 0, 1], order[r, 0, 0], order[r, 1, 0], order[r, 2, 4]]
@@ -207,7 +209,7 @@ def test_a_fixed_shape_is_filled_by_rank():
 
 def test_chosen_nodes_are_the_likeliest_products():
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(2)) * 2
-    tree = choose_tree(torch.tensor([0, 0]), logits, None, num_nodes=12, draft_top_k=6)
+    tree = choose_tree(torch.tensor([0, 0]), logits, None, num_nodes=12, draft_top_k=6).tree
     log_probs = logits.log_softmax(-1)
     for r in range(2):
         worth = {

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
 from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
-from vllm_specplug.types import TokenTree
+from vllm_specplug.types import Draft
 
 
 class HostMedusaProposer:
@@ -22,7 +23,7 @@ class HostMedusaProposer:
     """
 
     def __init__(self, vllm_config: Any):
-        self.options = vllm_config.speculative_config.specplug
+        self.options = host_drafter(vllm_config.speculative_config.specplug)
         self.dtype = vllm_config.model_config.dtype
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         #: Attention layers of a draft model: there is none.
@@ -55,7 +56,7 @@ class HostMedusaProposer:
         num_tokens_no_spec: np.ndarray,
         token_ids_cpu: np.ndarray,
         **_: Any,
-    ) -> TokenTree:
+    ) -> Draft:
         """Draft one tree per request."""
         requests = np.arange(len(sampled_token_ids))
         last = np.maximum(num_tokens_no_spec[requests] - 1, 0)

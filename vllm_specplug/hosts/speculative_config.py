@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,7 +79,11 @@ def build(
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     _check_target(options, target_model_config, target_parallel_config, engine_args)
     drafter = host_drafter(options)
-    if drafter is not None:
+    if isinstance(drafter, MedusaOptions):
+        resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
+        options = _with_drafter(options, drafter, resolved)
+        host_method, model = "custom_class", MEDUSA_PROPOSER
+    elif drafter is not None:
         path = resolve_drafter(drafter.model, drafter.method)
         info = validate_checkpoint(
             path,
@@ -86,9 +91,6 @@ def build(
             target_vocab_size=target_model_config.get_vocab_size(),
         )
         host_method, model = info.kind, str(path)
-    elif isinstance(options, MedusaOptions):
-        options = resolve(options, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
-        host_method, model = "custom_class", MEDUSA_PROPOSER
     else:
         host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
@@ -103,6 +105,13 @@ def build(
         target_parallel_config=target_parallel_config,
         specplug=options,
     )
+
+
+def _with_drafter(options: TreeOptions, drafter: TreeOptions, resolved: TreeOptions) -> TreeOptions:
+    """Options with ``resolved`` in the drafter's place, which is the method itself or one of a union's sources."""
+    if options is drafter:
+        return resolved
+    return replace(options, sources=tuple(resolved if source is drafter else source for source in options.sources))
 
 
 def _check_target(options: TreeOptions, model_config: Any, parallel_config: Any, engine_args: Any) -> None:

@@ -26,7 +26,6 @@ from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
-from vllm_specplug.proposer import as_draft
 from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree, Walk
@@ -247,7 +246,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             **kwargs,
         )
         if self._host_free is None:
-            return self._remember(as_draft(draft_by_host()))
+            return self._remember(draft_by_host())
         sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
         return self._remember(self._host_free.propose(self.input_batch, sampled, draft_by_host))
 
