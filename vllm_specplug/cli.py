@@ -29,6 +29,8 @@ COMMANDS = (
     Command(("doctor",), "say what host was found and whether the plugin would be active", "vllm_specplug.doctor"),
     Command(("bench",), "measure methods against each other on a file of questions", "vllm_specplug.bench"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.cli"),
+    Command(("inspect",), "say what a draft checkpoint is, and for which target", "vllm_specplug.inspection"),
+    Command(("convert",), "make a speculators checkpoint plain", "vllm_specplug.proposers.eagle3.speculators"),
     Command(("data",), "let a target answer prompts, and keep what its drafter learns from", f"{_TRAINING}.data"),
     Command(("train", "eagle"), "train an EAGLE head for a target model", f"{_TRAINING}.eagle"),
     Command(("train", "hass"), "train an EAGLE head the HASS way", "vllm_specplug.proposers.hass.train"),

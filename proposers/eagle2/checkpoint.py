@@ -35,6 +35,7 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 #: Pickled weights, read with tensors only; the second is Medusa's.
 PICKLE_NAMES = ("pytorch_model.bin", "medusa_lm_head.pt")
+SPECULATORS_KEY = "speculators_model_type"  # only configs of that format have it
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -69,6 +70,10 @@ def validate_checkpoint(
     """Check that the head at `path` fits the target; raise `CheckpointError` with one message if it does not."""
     path = Path(path)
     config = read_config(path)
+    if SPECULATORS_KEY in config:
+        raise CheckpointError(
+            f"{path} is in the speculators format: `specplug convert {path} --out DIR` makes a plain checkpoint of it."
+        )
     shapes = read_shapes(path)
     kind = "eagle3" if any(name.startswith("midlayer.") for name in shapes) else "eagle"
     if expected_kind is not None and kind != expected_kind:
@@ -99,7 +104,7 @@ def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
     config = read_config(path)
     state: dict[str, torch.Tensor] = {}
     for file in _weight_files(path):
-        if file.name in PICKLE_NAMES:
+        if file.suffix != ".safetensors":
             state.update((_plain(name), tensor) for name, tensor in _load_pickle(file).items())
             continue
         _read_safetensors_header(file)
@@ -140,7 +145,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape, without reading the tensors of a safetensors file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(path):
-        if file.name in PICKLE_NAMES:
+        if file.suffix != ".safetensors":
             shapes.update((_plain(name), tuple(tensor.shape)) for name, tensor in _load_pickle(file).items())
         else:
             header = _read_safetensors_header(file)
@@ -219,7 +224,7 @@ def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
 
 def _read_tensor(path: Path, name: str) -> torch.Tensor:
     for file in _weight_files(path):
-        if file.name in PICKLE_NAMES:
+        if file.suffix != ".safetensors":
             state = {_plain(key): value for key, value in _load_pickle(file).items()}
             if name in state:
                 return state[name]

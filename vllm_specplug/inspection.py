@@ -1,0 +1,182 @@
+"""``specplug inspect``: what a draft checkpoint is, for which target, and how much of it is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vllm_specplug.config import resolve_drafter
+from vllm_specplug.proposers.eagle2.checkpoint import (
+    SPECULATORS_KEY,
+    CheckpointError,
+    read_config,
+    read_shapes,
+    validate_checkpoint,
+)
+
+_MEDUSA_TENSOR = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint's config and tensor headers say; None: not recorded.
+
+    Attributes:
+        layout: the format of the files.
+        kind: ``eagle``, ``eagle3``, ``speculators`` or ``medusa``.
+        trained_as: how it was trained.
+        draft_vocab_size: target ids that the head can propose.
+        alpha: share accepted at draft levels 0, 1, ..., each given that all before were.
+        tau: tokens per step of greedy chains, the bonus token counted.
+    """
+
+    path: str
+    layout: str
+    kind: str
+    target: str | None
+    hidden_size: int | None
+    vocab_size: int | None
+    draft_vocab_size: int | None
+    num_tensors: int
+    num_parameters: int
+    trained_as: str | None
+    alpha: list[float] | None
+    tau: float | None
+    provenance: dict
+
+
+def inspect(path: str) -> Inspection:
+    """Look at the checkpoint in the folder ``path``.
+
+    Raises:
+        CheckpointError: it is unreadable, or not a draft checkpoint.
+    """
+    folder = Path(path)
+    config, shapes = read_config(folder), read_shapes(folder)
+    kind, layout = _kind(folder, config, shapes)
+    geometry = config.get("transformer_layer_config", config) if kind == "speculators" else config
+    vocab_size = geometry.get("vocab_size")
+    if kind == "medusa":
+        draft_vocab_size = vocab_size
+    else:
+        draft_vocab_size = shapes["d2t"][0] if "d2t" in shapes else config.get("draft_vocab_size") or vocab_size
+    source = config.get("specplug") or {}
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    return Inspection(
+        path=str(folder),
+        layout=layout,
+        kind=kind,
+        target=source.get("target") or verifier.get("name_or_path") or config.get("base_model_name_or_path"),
+        hidden_size=config.get("target_hidden_size") or geometry.get("hidden_size"),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        num_tensors=len(shapes),
+        num_parameters=sum(math.prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d")),
+        trained_as=_trained_as(kind, source.get("options") or {}),
+        alpha=source.get("dev_alpha"),
+        tau=source.get("dev_chain_tau"),
+        provenance=source,
+    )
+
+
+def render(found: Inspection) -> str:
+    """Lines of text for people."""
+    hidden = found.hidden_size or "not recorded"
+    vocab = found.vocab_size or "not recorded"
+    lines = {
+        "layout": found.layout,
+        "trained as": found.trained_as or "not recorded",
+        "target": f"{found.target or 'not recorded'} (hidden size {hidden}, vocabulary {vocab})",
+        "drafts": _drafts(found),
+        "weights": f"{found.num_tensors} tensors, {found.num_parameters / 1e6:.1f} M parameters",
+        "tau": "not recorded" if found.tau is None else f"{found.tau:.2f} (greedy chains on dev answers)",
+        "alpha": "not recorded" if found.alpha is None else _levels(found.alpha),
+        "trained on": _data(found.provenance),
+        "made by": _made_by(found.provenance),
+    }
+    return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
+
+
+def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
+    if SPECULATORS_KEY in config:
+        return "speculators", f"speculators format, {config[SPECULATORS_KEY]!r} (`specplug convert` makes it plain)"
+    if any(name.startswith("midlayer.") for name in shapes):
+        return "eagle3", "EAGLE-3"
+    if "fc.weight" in shapes and any(name.startswith("layers.0.") for name in shapes):
+        return "eagle", "EAGLE-1/2 (HASS's too)"
+    if "medusa_num_heads" in config or shapes and all(_MEDUSA_TENSOR.match(name) for name in shapes):
+        heads = config.get("medusa_num_heads", "some")
+        return "medusa", f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
+    raise CheckpointError(
+        f"{path} is no draft checkpoint of a known layout (EAGLE-1/2, HASS, EAGLE-3, speculators, Medusa): its tensors "
+        f"are {', '.join(sorted(shapes)[:3])}, ...; is this the target's own folder?"
+    )
+
+
+def _trained_as(kind: str, options: dict) -> str | None:
+    if not options:
+        return None
+    steps = options.get("align_steps", 1)
+    if kind == "eagle3":
+        return f"EAGLE-3, {steps} passes of the training-time test"
+    weight = options.get("distill_weight") or options.get("topk_weight")
+    harmony = f", {weight} x {options.get('distill_loss', 'topk')} loss" if weight else ""
+    return f"{'HASS' if steps > 1 or harmony else 'EAGLE'}, align-{steps}{harmony}"
+
+
+def _drafts(found: Inspection) -> str:
+    if not found.draft_vocab_size or not found.vocab_size:
+        return "not recorded"
+    if found.draft_vocab_size == found.vocab_size:
+        return "the whole vocabulary"
+    share = found.draft_vocab_size / found.vocab_size
+    return f"{found.draft_vocab_size} of {found.vocab_size} ids ({share:.0%})"
+
+
+def _levels(alpha: list[float]) -> str:
+    return ", ".join(f"{level}-alpha {value:.2f}" for level, value in enumerate(alpha))
+
+
+def _data(source: dict) -> str:
+    if "answer_tokens" not in source:
+        return "not recorded"
+    steps = f" in {source['steps']} steps" if "steps" in source else ""
+    return f"{source['answer_tokens']} answer tokens of {source.get('prompts', '?')} prompts{steps}"
+
+
+def _made_by(source: dict) -> str:
+    if "command" not in source:
+        return "not recorded"
+    return f"{source['command']} (commit {(source.get('commit') or 'unknown')[:12]})"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``specplug inspect``."""
+    parser.add_argument("checkpoint", help="folder, Hugging Face repository, or short name of a shipped drafter")
+    parser.add_argument("--target", metavar="DIR", help="check that it fits this target, too")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> None:
+    """``specplug inspect``: prints what was found.
+
+    Raises:
+        CheckpointError: not a draft checkpoint, or one for another target.
+    """
+    found = inspect(str(resolve_drafter(args.checkpoint, "hass")))
+    print(json.dumps(asdict(found), indent=2) if args.json else render(found))
+    if args.target:
+        from vllm_specplug.proposers.training.features import read_target_config
+
+        config = read_target_config(args.target)
+        if found.kind not in ("eagle", "eagle3"):
+            raise CheckpointError(
+                f"only EAGLE checkpoints in a plain layout are checked against a target: {found.layout}"
+            )
+        validate_checkpoint(found.path, config["hidden_size"], config["vocab_size"])
+        if not args.json:
+            print(f"{'fits':<12}{args.target}")
