@@ -125,6 +125,21 @@ def test_rerank_with_a_floor_equals_the_oracle_without_the_nodes_below():
     assert cut > 100
 
 
+def test_rerank_hands_out_values_and_pool_indices():
+    rng = oracle.seeded(7)
+    for _ in range(60):
+        pool, _ = grow(rng, rng.randint(1, 4), rng.randint(1, 4), num_reqs=3)
+        draft, nodes = T.rerank_draft(pool, torch.tensor([7] * 3), rng.randint(1, 30))
+        assert torch.equal(draft.tree.parents, T.rerank(pool, torch.tensor([7] * 3), nodes.shape[1] - 1).parents)
+        is_node = T.valid_rows(draft.tree.num_rows, nodes.shape[1]) & (torch.arange(nodes.shape[1]) > 0)
+        assert torch.equal(nodes >= 0, is_node)
+        index = nodes.clamp(min=0)
+        assert torch.equal(draft.log_values[is_node], pool.log_values.gather(1, index)[is_node])
+        assert torch.equal(draft.tree.token_ids[is_node], pool.token_ids.gather(1, index)[is_node])
+        assert (draft.log_values[:, 0] == 0).all()
+        assert (draft.log_values[:, 1:][~is_node[:, 1:]] == -INF).all()
+
+
 def test_level_value_is_the_belief_in_the_beam():
     pool = T.new_pool(1, 2, 2, "cpu")
     T.expand(pool, None, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.25]]]).log())

@@ -59,6 +59,8 @@ MANIFEST = (
         ("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states"),
     ),
     HostSymbol(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
+    HostSymbol(f"{_RUNNER}.propose_draft_token_ids", ("self", "scheduler_output", "sampled_token_ids")),
+    HostSymbol("vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer", ("vllm_config",)),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
     HostSymbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__", ("self", "vllm_config", "device")),
