@@ -86,7 +86,7 @@ class Method:
         name: the ``method`` of the speculative config.
         options: frozen dataclass of its options, with the fields of ``config.TreeOptions``.
         make: makes the proposer from its options; None where the drafter is a model of the host
-            (EAGLE), whose adapter is part of this package.  Both may be: a union reads the host's draft.
+            (EAGLE), whose adapter is part of this package.
     """
 
     name: str

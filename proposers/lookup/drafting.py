@@ -97,11 +97,6 @@ class LookupProposer:
         #: By request: where its answer starts, and how its matches have done (accepted, expected), with decay.
         self._prompt_lens: OrderedDict[str, int] = OrderedDict()
         self._records: dict[str, tuple[float, float]] = {}
-        if self._traffic is not None:
-            logger.info(
-                "vllm-specplug: lookup keeps the last %d answer tokens of finished requests (%.1f MiB), and 12 bytes "
-                "per token of each running one", options.traffic_tokens, self._traffic.used_bytes() / 2**20,
-            )  # fmt: skip
 
     def propose(self, context: DraftContext) -> Draft:
         """Draft one tree per request; a request without a believable match gets a root alone."""
@@ -142,6 +137,11 @@ class LookupProposer:
         if self._index is None:
             anchors = (LONG_ANCHOR, 1) if self.options.min_match < LONG_ANCHOR else (LONG_ANCHOR,)
             self._index = RequestIndex(token_ids.shape[1], anchors)
+            logger.info(
+                "vllm-specplug: lookup keeps %.1f MiB of finished requests' answers, and at most %.2f MiB per request",
+                (self._traffic.used_bytes() if self._traffic is not None else 0) / 2**20,
+                self._index.row_bytes() / 2**20,
+            )
         for request_id, count in zip(request_ids, num_tokens.tolist(), strict=True):
             if request_id not in self._prompt_lens:
                 self._prompt_lens[request_id] = count - 1

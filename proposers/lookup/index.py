@@ -24,15 +24,15 @@ class Chain:
     def __init__(self, n: int, num_places: int, num_heads: int, num_rows: int = 1):
         self.n = n
         self._shift = np.uint32(32 - (num_heads - 1).bit_length())
-        self._heads_per_row = 1 << (num_heads - 1).bit_length()
-        self.heads = np.zeros(num_rows * self._heads_per_row, dtype=np.int32)
+        self.heads_per_row = 1 << (num_heads - 1).bit_length()
+        self.heads = np.zeros(num_rows * self.heads_per_row, dtype=np.int32)
         self.previous = np.zeros(num_places + 1, dtype=np.int32)
 
     def buckets(self, grams: np.ndarray, rows: np.ndarray | int) -> np.ndarray:
         """Index into ``heads`` for int32 ``[..., n]`` tokens of the store's ``rows`` ``[...]``."""
         mixed = (grams.astype(np.uint32) * _MULTIPLIERS[: self.n]).sum(axis=-1, dtype=np.uint32)
         mixed = (mixed ^ (mixed >> np.uint32(15))) * _MULTIPLIERS[3]
-        return (mixed >> self._shift).astype(np.int64) + np.asarray(rows, dtype=np.int64) * self._heads_per_row
+        return (mixed >> self._shift).astype(np.int64) + np.asarray(rows, dtype=np.int64) * self.heads_per_row
 
     def link(self, tokens: np.ndarray, places: np.ndarray, rows: np.ndarray | int) -> None:
         """Add places (int64 ``[count]``, oldest first within a row; their ``n`` tokens must be stored)."""
@@ -66,12 +66,12 @@ class Chain:
 
     def clear_row(self, row: int) -> None:
         """Forget a row's places."""
-        self.heads[row * self._heads_per_row : (row + 1) * self._heads_per_row] = 0
+        self.heads[row * self.heads_per_row : (row + 1) * self.heads_per_row] = 0
 
     def grow(self, num_places: int, num_rows: int, used: list[slice]) -> None:
         """Room for more rows of places; of the old places, those ``used`` are kept."""
         self.previous = _grown(self.previous, num_places + 1, used)
-        self.heads = _grown(self.heads, num_rows * self._heads_per_row, [slice(len(self.heads))])
+        self.heads = _grown(self.heads, num_rows * self.heads_per_row, [slice(len(self.heads))])
 
 
 def match_lengths(tokens: np.ndarray, places: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
@@ -180,6 +180,10 @@ class RequestIndex:
         """Memory in use: 4 bytes per stored token and chain, and the chains' heads."""
         num_tokens = int(self.lens[list(self._rows.values())].sum()) if self._rows else 0
         return 4 * num_tokens * (1 + len(self.chains)) + sum(chain.heads.nbytes for chain in self.chains)
+
+    def row_bytes(self) -> int:
+        """Memory of one request that fills its row."""
+        return 4 * self.max_len * (1 + len(self.chains)) + sum(4 * chain.heads_per_row for chain in self.chains)
 
     def _new_row(self) -> int:
         if not self._free and len(self.lens) >= self.MAX_ROWS:

@@ -20,20 +20,20 @@ class FlatDraft:
 
     token_ids: list[int]
     parents: list[int]
-    log_values: list[float] = field(default_factory=list)
+    log_values: list[float]
     sources: list[list[str]] = field(default_factory=list)
 
-    def first_chain(self) -> FlatDraft:
-        """The path of first children."""
-        nodes, row = [], 0
-        for index, parent in enumerate(self.parents):
-            if parent == row:
-                nodes.append(index)
-                row = index + 1
+    def best_chain(self) -> FlatDraft:
+        """The path of best children, the first on a tie."""
+        nodes: list[int] = []
+        row = 0
+        while children := [node for node, parent in enumerate(self.parents) if parent == row]:
+            nodes.append(max(children, key=self.log_values.__getitem__))
+            row = nodes[-1] + 1
         return FlatDraft(
             [self.token_ids[node] for node in nodes],
             list(range(len(nodes))),
-            [self.log_values[node] for node in nodes] if self.log_values else [],
+            [self.log_values[node] for node in nodes],
             [self.sources[node] for node in nodes] if self.sources else [],
         )
 

@@ -253,14 +253,14 @@ class TreeCPUModelRunner(CPUModelRunner):
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""
         req_ids = self.input_batch.req_ids
-        flat = [FlatDraft([], [])] * len(req_ids) if draft is None else flatten(draft)
+        flat = [FlatDraft([], [], []) for _ in req_ids] if draft is None else flatten(draft)
         for index, req_id in enumerate(req_ids):
             params = self.requests[req_id].sampling_params
             if params is not None and params.structured_outputs is not None:
                 # The host advances its grammar along the flat list of drafts, which is right for a chain only.
-                flat[index] = flat[index].first_chain()
+                flat[index] = flat[index].best_chain()
             self._drafts[req_id] = flat[index]
-        return [one.token_ids for one in flat]
+        return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
 
 
 __all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]
