@@ -128,9 +128,7 @@ def level_value(pool: DraftPool, beam: torch.Tensor) -> torch.Tensor:
     return pool.log_values.gather(1, beam).exp().sum(dim=1)
 
 
-def rerank(
-    pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0
-) -> TokenTree:
+def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0) -> TokenTree:
     """Keep the best ``num_nodes`` drafted nodes as a tree (EAGLE-2, reranking).
 
     Ties go to the lower pool index, hence to the shallower node: a child that ties its parent is never kept without
