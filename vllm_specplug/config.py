@@ -81,10 +81,11 @@ class Eagle2Options(TreeOptions):
     drafter_packages: ClassVar[tuple[str, ...]] = ("hass", "eagle2")
 
     model: str
-    draft_depth: int = 4
-    draft_top_k: int = 6
-    min_node_value: float = 0.0
-    min_level_value: float = 0.0
+    num_speculative_tokens: int = 8
+    draft_depth: int = 6
+    draft_top_k: int = 3
+    min_node_value: float = 0.06
+    min_level_value: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,9 @@ import pytest
 
 from tests import tiny
 
-TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4}
+#: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
+WHOLE = {"min_node_value": 0.0, "min_level_value": 0.0}
+TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4, **WHOLE}
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 256,
