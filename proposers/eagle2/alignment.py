@@ -78,8 +78,10 @@ class FlexAlignedAttention:
         )
 
 
-def choose_attention(name: str, device: torch.device) -> AlignedAttention:
+def choose_attention(name: str, device: torch.device, head_size: int = 64) -> AlignedAttention:
     """The form called `name`; "auto" takes flex on CUDA devices where it compiles and agrees with the plain one.
+
+    head_size: D of the head that is to use it, since not every size compiles everywhere.
 
     Raises:
         ValueError: unknown name, or "flex" where it does not work.
@@ -89,7 +91,7 @@ def choose_attention(name: str, device: torch.device) -> AlignedAttention:
     if name == "plain" or (name == "auto" and device.type != "cuda"):
         return aligned_attention
     form = FlexAlignedAttention()
-    reason = _failure(form, device)
+    reason = _failure(form, device, head_size)
     if reason is None:
         return form
     if name == "flex":
@@ -98,11 +100,11 @@ def choose_attention(name: str, device: torch.device) -> AlignedAttention:
     return aligned_attention
 
 
-def _failure(form: AlignedAttention, device: torch.device) -> str | None:
+def _failure(form: AlignedAttention, device: torch.device, head_size: int = 64) -> str | None:
     """Why `form` cannot stand in for the plain one in training, tried on small cases; None if it can."""
     for passes, rows in ((2, 40), (3, 130)):
         generator = torch.Generator().manual_seed(0)
-        shapes = [(1, 4, rows, 64)] + [(1, 2, rows, 64)] * 2 * passes
+        shapes = [(1, 4, rows, head_size)] + [(1, 2, rows, head_size)] * 2 * passes
         leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
         results = []
         for attend in (aligned_attention, form):

@@ -90,7 +90,7 @@ class Eagle3Task:
             if not torch.equal(load_trained(init_from)[1], draft_ids):
                 raise ValueError(f"the head at {init_from} has another draft vocabulary: its LM head cannot be kept")
         self.head = Eagle3Head(HeadConfig.from_dict(self.target_config, bias=False), draft_ids.numel())
-        self.head.attend = choose_attention(attention, self.device)
+        self.head.attend = choose_attention(attention, self.device, self.head.config.head_dim)
         self.embedding = embedding.to(self.device)
         self.target_rows = lm_head[draft_ids].to(self.device, torch.bfloat16).contiguous()  # [draft_vocab, h]
         self.in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool, device=self.device)  # [vocab]

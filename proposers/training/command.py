@@ -93,6 +93,8 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     target_config = read_target_config(args.target)
     folder = Path(args.data) if args.data else out
     answers_file = Path(args.answers or folder / ANSWERS_NAME)
+    if args.prompts and args.data:
+        raise ValueError("--data has its answers already: give either --data or --prompts")
     if args.prompts:
         from vllm_specplug.hosts.offline import answer_prompts
 

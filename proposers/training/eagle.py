@@ -109,7 +109,7 @@ class EagleTask:
         if init_from:
             self._check_start()
         self.head = EagleHead(HeadConfig.from_dict(self.target_config, bias=options.bias))
-        self.head.attend = choose_attention(attention, device)
+        self.head.attend = choose_attention(attention, device, self.head.config.head_dim)
         self.objective = Objective(self.embedding.to(device), lm_head.to(device), draft_ids.to(device), options)
 
     def prepare(self, data: FeatureSet, fresh: bool) -> None:

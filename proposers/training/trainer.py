@@ -114,7 +114,6 @@ def train(
     meter = _Meter()
     started = saved = time.monotonic()
     stop = len(groups) if max_steps is None else min(max_steps, len(groups))
-    head.train()
     steps = range(state["step"], stop)
     with tqdm(
         steps, initial=state["step"], total=len(groups), desc="train", disable=not (progress and team.leads)
@@ -124,14 +123,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
-            for place in range(team.rank, len(groups[step]), team.size):
-                # noise and draws belong to the micro-batch, whichever process works on it
-                generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step * micro_batches + place)
-                batch = make_batch(data, groups[step][place])
-                losses = task.losses(batch.to(team.device), step, len(groups), generator)
-                (sum(losses.values()) / len(groups[step])).backward()
-                meter.add(losses, int((batch.label_ids >= 0).sum()))
-            team.add_gradients(head)
+            _add_gradients(task, data, groups[step], step, len(groups), micro_batches, options.seed, team, meter)
             if options.clip_value:
                 torch.nn.utils.clip_grad_value_(head.parameters(), options.clip_value)
             if options.clip:
@@ -148,11 +140,12 @@ def train(
                 _save(state_file, plan_id, head, optimizer, step + 1, seconds)
     head.eval()
     if stop == len(groups) and team.leads:
+        seconds = round(state["seconds"] + time.monotonic() - started)
         facts = (facts or {}) | {
             "options": asdict(options),
             "devices": f"{team.size} x {team.device.type}",
             "steps": stop,
-            "train_seconds": round(state["seconds"] + time.monotonic() - started),
+            "train_seconds": seconds,
         }
         if dev is not None:
             result = _measure(task, dev, log, stop)
@@ -161,6 +154,28 @@ def train(
         task.export(out_dir, facts)
         plot_log(out_dir)
     team.barrier()
+
+
+def _add_gradients(
+    task: Task,
+    data: FeatureSet,
+    group: list[list[int]],
+    step: int,
+    steps: int,
+    micro_batches: int,
+    seed: int,
+    team: Team,
+    meter: _Meter,
+) -> None:
+    """The gradient of the mean loss of a step's micro-batches, those of the other processes included."""
+    for place in range(team.rank, len(group), team.size):
+        # noise and draws belong to the micro-batch, whichever process works on it
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step * micro_batches + place)
+        batch = make_batch(data, group[place])
+        losses = task.losses(batch.to(team.device), step, steps, generator)
+        (sum(losses.values()) / len(group)).backward()
+        meter.add(losses, int((batch.label_ids >= 0).sum()))
+    team.add_gradients(task.head)
 
 
 class _Meter:
@@ -203,9 +218,7 @@ class _Meter:
 
 
 def _measure(task: Task, dev: FeatureSet, log: TrainingLog, step: int) -> Acceptance:
-    task.head.eval()
     result = task.measure(dev)
-    task.head.train()
     log.add(step=step, alpha=[round(alpha, 4) for alpha in result.alphas], tau=round(result.tau, 4))
     return result
 

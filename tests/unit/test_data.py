@@ -232,6 +232,10 @@ def test_from_prompts_to_features_and_into_training(target, engine, tmp_path, ca
         assert cli.main(["train", method, "--target", target, "--out", str(tmp_path / method), *flags]) == 0
         assert (tmp_path / method / "model.safetensors").exists()
     assert not (tmp_path / "eagle" / "features").exists()
+    capsys.readouterr()
+    argv = ["train", "eagle", "--target", target, "--out", str(tmp_path / "x"), "--data", str(out)]
+    assert cli.main([*argv, "--prompts", str(prompts)]) == 2
+    fails(capsys, "give either --data or --prompts")
 
 
 def test_layer_features_are_the_inputs_of_the_layers(target, tmp_path):

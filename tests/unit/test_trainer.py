@@ -112,7 +112,7 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(target, data, tmp_
     )
     other.start()
     _train_in_a_team({}, *work)  # rank 0
-    other.join(60)
+    other.join(300)
     assert other.exitcode == 0
     alone = weights(target, data, tmp_path / "alone", accumulate=2, max_steps=3)
     state = torch.load(tmp_path / "both" / trainer.STATE_NAME, weights_only=True)
