@@ -22,7 +22,7 @@ def lookup(**changes):
 def union(checkpoints, *more, **changes):
     eagle = {
         "method": "eagle2", "model": str(checkpoints["eagle"]), "num_speculative_tokens": 12, "draft_depth": 4,
-        "draft_top_k": 4,
+        "draft_top_k": 4, "min_node_value": 0.0, "min_level_value": 0.0,
     }  # fmt: skip
     return {"method": "union", "sources": [eagle, lookup(), *more], "num_speculative_tokens": 20, **changes}
 
