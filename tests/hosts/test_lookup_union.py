@@ -27,9 +27,9 @@ def union(checkpoints, *more, **changes):
     return {"method": "union", "sources": [eagle, lookup(), *more], "num_speculative_tokens": 20, **changes}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def start(engine, checkpoints):
-    """``start(speculative_config, **engine_options)``: an engine, kept for the module.
+    """``start(speculative_config, **engine_options)``: an engine, kept for the session.
 
     None is dropped while another is in use: the end of one takes the process's parallel state with it.
     """
