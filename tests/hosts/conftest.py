@@ -64,7 +64,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
-    """``engine(drafter=None, tree=None, **engine_options)``: a started LLM, kept for the session."""
+    """``engine(drafter=None, tree=None, **engine_options)``: a started LLM, kept for the session.
+
+    ``engine.kept`` takes engines made elsewhere: the end of one takes the process's parallel state with it.
+    """
     from vllm import LLM
 
     started: dict[str, Any] = {}
@@ -80,5 +83,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
             started[key] = LLM(str(checkpoints["target"]), **settings)
         return started[key]
 
+    start.kept = []
     yield start
+    start.kept.clear()
     started.clear()

@@ -13,9 +13,9 @@ from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
 
 from tests import tiny
-from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 
-CHAIN = {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4}
+CHAIN = {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4, **WHOLE}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 IDS = torch.arange(tiny.VOCAB)
 SMALL = {"epochs": 60, "batch_tokens": 1024, "lr": 5e-3, "draft_vocab_size": tiny.VOCAB, "align_steps": 2}

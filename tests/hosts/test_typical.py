@@ -8,10 +8,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 from tests.unit.test_typical import expected_path
 
-TYPICAL = {"method": "eagle2", "num_speculative_tokens": 16, "verification": "typical"}
+TYPICAL = {"method": "eagle2", "num_speculative_tokens": 16, "verification": "typical", **WHOLE}
 #: Limits that no probability exceeds.
 NEVER = {"typical_epsilon": 1.0, "typical_delta": 1e6}
 
