@@ -8,6 +8,7 @@ KV_GIB = 1
 
 def peak_mib(method, smollm2, tmp_path) -> int:
     engine = {"model": smollm2, "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8}
+    engine["disable_log_stats"] = False  # the worker reads the draft counters
     worker = Worker(Method(method, METHODS[method]), engine, KV_GIB, tmp_path / f"{method}.log")
     try:
         worker.receive()
