@@ -82,7 +82,13 @@ def validate_checkpoint(
             f"or choose the method that reads {kind!r} heads."
         )
     _check_model_fields(path, config, kind, target_hidden_size, target_vocab_size)
-    _check_tensors(path, shapes, _expected_shapes(config, kind, shapes, target_hidden_size, target_vocab_size))
+    check_tensors(
+        path,
+        shapes,
+        _expected_shapes(config, kind, shapes, target_hidden_size, target_vocab_size),
+        incomplete="it is not a complete EAGLE head: export or download it again.",
+        mismatch="config.json and the weights do not belong together, or the head was trained for another target.",
+    )
     draft_vocab_size = check_draft_vocabulary(path, shapes, target_vocab_size)
     return CheckpointInfo(
         path=path,
@@ -297,23 +303,17 @@ def _expected_shapes(
     return shapes
 
 
-def _check_tensors(path: Path, found: dict, expected: dict) -> None:
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; it is not a complete EAGLE head: "
-            f"export or download it again."
-        )
+def check_tensors(path: Path, found: dict, expected: dict, incomplete: str, mismatch: str) -> None:
+    """Raise `CheckpointError` unless `found` has all `expected` names with their shapes; the words say what to do."""
+    if missing := sorted(expected.keys() - found.keys()):
+        raise CheckpointError(f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; {incomplete}")
     wrong = [
         f"{name} expected {list(shape)}, found {list(found[name])}"
         for name, shape in sorted(expected.items())
         if found[name] != shape
     ]
     if wrong:
-        raise CheckpointError(
-            f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; config.json and the weights do not belong "
-            f"together, or the head was trained for another target."
-        )
+        raise CheckpointError(f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; {mismatch}")
 
 
 def check_draft_vocabulary(path: Path, shapes: dict[str, tuple[int, ...]], target_vocab_size: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from ..eagle2.head import HeadConfig
 from ..training import command
 from ..training.eagle import base_config
 from ..training.evaluate import Acceptance, chain_acceptance
-from ..training.features import FeatureSet, check_features, read_target_config, target_head
+from ..training.features import FeatureSet, read_target_config, target_head
 from ..training.initialise import column_scale, small_layer
 from ..training.loop import Batch
 from ..training.losses import distillation_loss
@@ -60,10 +59,8 @@ def train_eagle3(
     """
     team = team or Team()
     task = Eagle3Task(target_dir, draft_ids, options, init_from, team.device, attention)
-    check_features(data, task.target_config)
     if data.layer_features is None:
         raise ValueError("EAGLE-3 reads the features of three layers, and the data has none: extract them first")
-    facts = (facts or {}) | {"init_from": Path(init_from).name if init_from else None}
     train(task, data, out_dir, options, draft_ids, dev, facts, save_every_s, eval_every, max_steps, progress, team)
     return task.head
 

@@ -21,7 +21,14 @@ from pathlib import Path
 
 import torch
 
-from ..eagle2.checkpoint import CheckpointError, check_draft_vocabulary, load_head, read_config, read_shapes
+from ..eagle2.checkpoint import (
+    CheckpointError,
+    check_draft_vocabulary,
+    check_tensors,
+    load_head,
+    read_config,
+    read_shapes,
+)
 
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.weight$")
@@ -68,7 +75,14 @@ def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_voc
             expected[f"{head}.{layer}.linear.bias"] = (target_hidden_size,)
         if any(own):
             expected[f"{head}.{num_layers}.weight"] = (draft_vocab_size, target_hidden_size)
-    _check_tensors(path, shapes, expected)
+    check_tensors(
+        path,
+        shapes,
+        expected,
+        incomplete="the heads are incomplete: export or download them again.",
+        mismatch="a head's own LM head has one row for each token it can propose: the heads were trained for another "
+        "target, or d2t is missing.",
+    )
     return MedusaInfo(
         path=path,
         num_heads=num_heads,
@@ -118,22 +132,3 @@ def _check_base(
         f"The heads at {path} have {difference}: they were trained on {base}{legacy}; serve that model, or use heads "
         f"trained for this target."
     )
-
-
-def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    missing = sorted(expected.keys() - found.keys())
-    if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; the heads are incomplete: export or "
-            f"download them again."
-        )
-    wrong = [
-        f"{name} expected {list(shape)}, found {list(found[name])}"
-        for name, shape in sorted(expected.items())
-        if found[name] != shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; a head's own LM head has one row for each "
-            f"token it can propose: the heads were trained for another target, or d2t is missing."
-        )

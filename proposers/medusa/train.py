@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..eagle2.checkpoint import offsets, save_head
 from ..training import command
 from ..training.evaluate import Acceptance
-from ..training.features import FeatureSet, check_features, target_head
+from ..training.features import FeatureSet, target_head
 from ..training.loop import Batch
 from ..training.losses import distillation_loss
 from ..training.provenance import provenance
@@ -69,8 +68,6 @@ def train_medusa(
     """
     team = team or Team()
     task = MedusaTask(target_dir, draft_ids, options, init_from, team.device)
-    check_features(data, task.target_config)
-    facts = (facts or {}) | {"init_from": Path(init_from).name if init_from else None}
     train(task, data, out_dir, options, draft_ids, dev, facts, save_every_s, eval_every, max_steps, progress, team)
     return task.head
 

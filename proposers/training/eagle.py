@@ -14,7 +14,7 @@ from ..eagle2.head import EagleHead, HeadConfig
 from ..hass.losses import LOSSES
 from . import command
 from .evaluate import Acceptance, chain_acceptance
-from .features import FeatureSet, check_features, target_head
+from .features import FeatureSet, target_head
 from .initialise import initialise, input_scale
 from .loop import Batch
 from .losses import distillation_loss, feature_loss
@@ -85,8 +85,6 @@ def train_eagle(
     """
     team = team or Team()
     task = EagleTask(target_dir, draft_ids, options, init_from, team.device, attention)
-    check_features(data, task.target_config)
-    facts = (facts or {}) | {"init_from": Path(init_from).name if init_from else None}
     train(task, data, out_dir, options, draft_ids, dev, facts, save_every_s, eval_every, max_steps, progress, team)
     return task.head
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from .evaluate import Acceptance
-from .features import FeatureSet
+from .features import FeatureSet, check_features
 from .log import TrainingLog, plot_log
 from .loop import SCHEDULES, Batch, learning_rate, load_state, make_batch, plan, save_state
 from .team import Team
@@ -52,6 +52,8 @@ class Task(Protocol):
     """A method's part of a training run; everything is on the team's device after `prepare`."""
 
     head: torch.nn.Module
+    target_config: dict
+    init_from: str | None  # checkpoint to start from
 
     def prepare(self, data: FeatureSet, fresh: bool) -> None:
         """Set what is derived from the data; where `fresh`, the weights to begin with too."""
@@ -86,9 +88,10 @@ def train(
     resume. eval_every: steps between two measurements on `dev` (0: only at the end).
 
     Raises:
-        ValueError: `out_dir` holds the state of a run with other settings or data.
+        ValueError: features of another target; `out_dir` holds the state of a run with other settings or data.
         OSError: a file could not be written.
     """
+    check_features(data, task.target_config)
     team = team or Team()
     micro_batches = options.accumulate * team.size
     batches = list(plan(data.lengths.tolist(), options.batch_tokens, options.seed, options.epochs))
@@ -142,6 +145,7 @@ def train(
     if stop == len(groups) and team.leads:
         seconds = round(state["seconds"] + time.monotonic() - started)
         facts = (facts or {}) | {
+            "init_from": Path(task.init_from).name if task.init_from else None,
             "options": asdict(options),
             "devices": f"{team.size} x {team.device.type}",
             "steps": stop,

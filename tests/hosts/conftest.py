@@ -17,6 +17,7 @@ os.environ.update(
 )
 
 import pytest
+from vllm import SamplingParams
 
 from tests import tiny
 
@@ -49,6 +50,22 @@ def acceptance_length(llm: Any) -> float:
     """tau, the bonus token counted, from the host's own counters."""
     values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return 1 + values["vllm:spec_decode_num_accepted_tokens"] / values["vllm:spec_decode_num_drafts"]
+
+
+def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[int]]]) -> None:
+    """The second round continues the first one's answers, whose key/value came from accepted paths; blocks of 32."""
+    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    first = token_ids(plain.generate(prompts, long, use_tqdm=False))
+    assert token_ids(llm.generate(prompts, long, use_tqdm=False)) == first
+    grown = [
+        {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
+        for prompt, answer in zip(prompts, first, strict=True)
+    ]
+    again = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = token_ids(plain.generate(grown, again, use_tqdm=False))
+    outputs = llm.generate(grown, again, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in outputs) >= len(prompts) * 32
+    assert token_ids(outputs) == expected
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, acceptance_length, check_prefix_cache_hits, make_prompts, token_ids
 from vllm_specplug import proposer
 from vllm_specplug.hosts.trace import source_shares
 
@@ -101,20 +101,9 @@ def test_preemption(engine, start, prompts, checkpoints):
 
 
 def test_chunked_prefill_and_prefix_cache_hits(engine, start, prompts, checkpoints):
-    """Long prompts in chunks of 48; the second round continues answers whose key/value came from accepted paths."""
-    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    plain = engine(block_size=32)
+    """Long prompts in chunks of 48."""
     llm = start(union(checkpoints), block_size=32, max_num_batched_tokens=48, max_num_seqs=2)
-    first = token_ids(plain.generate(prompts[:6], long, use_tqdm=False))
-    assert token_ids(llm.generate(prompts[:6], long, use_tqdm=False)) == first
-    grown = [
-        {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
-        for prompt, answer in zip(prompts[:6], first, strict=True)
-    ]
-    wanted = token_ids(plain.generate(grown, GREEDY, use_tqdm=False))
-    outputs = llm.generate(grown, GREEDY, use_tqdm=False)
-    assert sum(output.num_cached_tokens for output in outputs) >= 6 * 32
-    assert token_ids(outputs) == wanted
+    check_prefix_cache_hits(engine(block_size=32), llm, prompts[:6])
 
 
 def test_running_into_max_model_len(engine, start, prompts, checkpoints):

@@ -16,7 +16,7 @@ from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
 
 from tests import tiny
-from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, acceptance_length, check_prefix_cache_hits, make_prompts, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 HEADS = 3
@@ -132,18 +132,7 @@ def test_union_with_lookup(engine, prompts, plain, heads):
 
 
 def test_prefix_cache_hits_on_blocks_written_by_trees(engine, prompts, heads):
-    long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    plain_llm, llm = engine(block_size=32), engine("medusa", MEDUSA, block_size=32)
-    first = token_ids(plain_llm.generate(prompts[:8], long, use_tqdm=False))
-    assert token_ids(llm.generate(prompts[:8], long, use_tqdm=False)) == first
-    grown = [
-        {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
-        for prompt, answer in zip(prompts[:8], first, strict=True)
-    ]
-    expected = token_ids(plain_llm.generate(grown, GREEDY, use_tqdm=False))
-    outputs = llm.generate(grown, GREEDY, use_tqdm=False)
-    assert sum(output.num_cached_tokens for output in outputs) >= 8 * 32
-    assert token_ids(outputs) == expected
+    check_prefix_cache_hits(engine(block_size=32), engine("medusa", MEDUSA, block_size=32), prompts[:8])
 
 
 def test_forced_preemption_and_chunked_prefill(engine, prompts, heads):
