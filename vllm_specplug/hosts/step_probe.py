@@ -60,8 +60,8 @@ def main() -> None:
     draw = random.Random(0)
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     if arguments["speculative_config"]["method"] == "ngram":
-        runner.drafter.propose = lambda sampled, *_args, **_kwargs: [
-            [draw.randrange(vocab_size) for _ in range(num_drafts)] for _ in sampled
+        runner.drafter.propose = lambda _num_speculative_tokens, sampled_token_ids, *_args, **_kwargs: [
+            [draw.randrange(vocab_size) for _ in range(num_drafts)] for _ in sampled_token_ids
         ]
     clock = _StepClock(runner, num_drafts)
     print(json.dumps({"ready": True}), file=replies, flush=True)
