@@ -15,7 +15,7 @@ demo: install
 	$(RUN) -m vllm_specplug.cli demo
 
 test: install
-	$(RUN) -m pytest -q tests
+	$(RUN) -m pytest -q tests/unit tests/hosts tests/e2e
 
 bench: install
 	$(RUN) -m pytest -q benchmarks
