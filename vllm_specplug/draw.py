@@ -146,13 +146,16 @@ def tree_svg(
     # Accepted edges last, so that they lie on top.
     edges.sort(key=lambda edge: 'class="a"' in edge)
     style = (
-        "text{font:12px ui-monospace,monospace;fill:#555;white-space:pre}path{fill:none;stroke:#bbb}"
-        "text.a{fill:#0a7d33;font-weight:bold}path.a{stroke:#0a7d33;stroke-width:2.5}"
+        ".tree text{font:12px ui-monospace,monospace;fill:var(--tree-text,#555);white-space:pre}"
+        ".tree path{fill:none;stroke:var(--tree-edge,#bbb)}"
+        ".tree text.a{fill:var(--tree-accepted,#0a7d33);font-weight:bold}"
+        ".tree path.a{stroke:var(--tree-accepted,#0a7d33);stroke-width:2.5}"
     )
     width, height = lefts[-1] - gap + 10, (num_lines + 0.5) * line_height
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width:.0f} {height:.0f}" '
+            f'width="{width:.0f}">',
             f"<style>{style}</style>",
             *edges,
             *texts,

@@ -1,6 +1,6 @@
 """One engine of ``specplug bench``: JSON lines in on stdin, JSON lines out on what was stdout.
 
-The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens"}`` asks for greedy answers, and
+The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens", "temperature"}`` asks for answers, and
 ``{"close"}`` for the peak memory and the end.
 """
 
@@ -13,32 +13,52 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-_COUNTERS = {"drafts": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+_DRAFTS = "vllm:spec_decode_num_drafts"
+_BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
-def _read_counters(llm: Any) -> dict[str, int]:
-    values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in _COUNTERS.values()}
-    return {name: values.get(metric, 0) for name, metric in _COUNTERS.items()}
+def _read_counters(llm: Any) -> tuple[int, list[int]]:
+    """Drafts so far, and those of which at least 1, 2, ... tokens were accepted."""
+    drafts, by_depth = 0, []
+    for metric in llm.get_metrics():
+        if metric.name == _DRAFTS:
+            drafts = metric.value
+        elif metric.name == _BY_DEPTH:
+            by_depth = metric.values
+    return drafts, by_depth
 
 
-def answer(llm: Any, texts: list[str], max_tokens: int) -> dict[str, Any]:
-    """Greedy answers to chat messages, the seconds they took and the draft counters they moved."""
+def answer(llm: Any, texts: list[str], max_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    """Answers to chat messages (sampled ones seeded), the seconds they took and the draft counters they moved."""
     from vllm import SamplingParams
 
-    tokenizer = llm.get_tokenizer()
+    tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
     prompts = []
     for text in texts:
         messages = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        prompts.append({"prompt_token_ids": ids[: 2048 - max_tokens]})
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    before = _read_counters(llm)
+        prompts.append({"prompt_token_ids": ids[:room]})
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0 if temperature else None)
+    drafts, by_depth = _read_counters(llm)
     start = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
-    after = _read_counters(llm)
-    token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"seconds": seconds, "token_ids": token_ids, **{name: after[name] - before[name] for name in after}}
+    new_drafts, new_by_depth = _read_counters(llm)
+    accepted = [new - old for new, old in zip(new_by_depth, by_depth or [0] * len(new_by_depth), strict=True)]
+    stats = [output.metrics for output in outputs]
+    return {
+        "seconds": seconds,
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "drafts": new_drafts - drafts,
+        "accepted": sum(accepted),
+        "accepted_by_depth": accepted,
+        "first_token_s": [s.first_token_latency for s in stats],
+        "inter_token_s": [
+            (s.last_token_ts - s.first_token_ts) / (s.num_generation_tokens - 1)
+            for s in stats
+            if s.num_generation_tokens > 1
+        ],
+    }
 
 
 def peak_rss_mib(pid: int) -> int:
@@ -74,7 +94,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         if "close" in request:
             reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
             return
-        reply(answer(llm, request["texts"], request["max_tokens"]))
+        reply(answer(llm, request["texts"], request["max_tokens"], request.get("temperature", 0.0)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""``specplug bench``: methods against each other on the same questions, in one run.
+
+Every method has an engine of its own in a worker process (``python -m vllm_specplug.hosts.bench_worker``), all alive at
+once; each batch of questions goes to one method after the other, so that drift of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.bench.methods import BASELINE, METHODS, Method, full_vocabulary_copy, parse_methods
+from vllm_specplug.bench.questions import Question, make_batches, read_questions
+from vllm_specplug.bench.results import MARKS, build_report, render, write_table
+from vllm_specplug.bench.server import Server
+from vllm_specplug.bench.workers import Measurement, Part, Worker, measure, started
+
+__all__ = [
+    "METHODS",
+    "Measurement",
+    "Method",
+    "Question",
+    "Worker",
+    "build_report",
+    "full_vocabulary_copy",
+    "make_batches",
+    "parse_methods",
+    "read_questions",
+    "render",
+]
+
+_STEP_NODES = (1, 2, 4, 8, 16, 32)
+_NUM_TREES = 6
+
+
+def parse_levels(text: str) -> list[int]:
+    """``1,4,16`` -> numbers, each at least 1 and named once."""
+    try:
+        levels = [int(word) for word in text.split(",")]
+    except ValueError:
+        levels = [0]
+    if min(levels) < 1 or len(set(levels)) != len(levels):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers from 1, each once, like 1,4,16")
+    return levels
+
+
+def parse_server(text: str) -> tuple[str, str]:
+    """``LABEL=URL`` or ``URL``."""
+    label, separator, url = text.partition("=")
+    label, url = (label, url) if separator and not label.startswith("http") else (BASELINE, text)
+    if not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected URL or LABEL=URL, with http:// or https://")
+    return label, url
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``specplug bench``."""
+    parser.add_argument("--model", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared here)")
+    parser.add_argument("--methods", default="plain,ngram,eagle-chain,eagle2", metavar="A,B:LABEL", help="%(default)s")
+    parser.add_argument(
+        "--method-config", action="append", default=[], metavar="NAME=JSON", help="change a method's configuration"
+    )
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
+    parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0: seeded sampling")
+    parser.add_argument(
+        "--concurrency",
+        type=parse_levels,
+        default=[1],
+        metavar="C,..",
+        help="questions at once; categories at the first",
+    )
+    parser.add_argument("--repeats", type=int, default=1, metavar="R", help="passes over the questions")
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        type=parse_server,
+        metavar="LABEL=URL",
+        help="measure running servers instead of own engines; one must be labelled 'plain', as a URL alone is",
+    )
+    parser.add_argument(
+        "--look-inside",
+        action="store_true",
+        help="then start each engine once more, in one process: time by stage, trees, calibration, step costs",
+    )
+    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of each engine")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
+    parser.add_argument("--into", type=Path, metavar="README", help=f"with --table: write it behind {MARKS[0]}")
+
+
+def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the arguments ask for and return the report."""
+    if args.questions is None:
+        raise ValueError("--questions FILE is needed (or --table FILE to print earlier results)")
+    for name in ("max_tokens", "kv_gib", "limit", "repeats"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.temperature <= 2:
+        raise ValueError("--temperature must be from 0 to 2")
+    labels = [label for label, _ in args.server]
+    if labels and (BASELINE not in labels or len(set(labels)) != len(labels)):
+        raise ValueError("--server: one must be labelled 'plain' (the baseline), and every label be given once")
+    if labels and args.look_inside:
+        raise ValueError("--look-inside needs engines of its own: leave out --server")
+    methods = [] if labels else parse_methods(args.methods, args.method_config)
+    questions = read_questions(args.questions, args.limit)
+    first, *more = args.concurrency
+    parts = [Part(first, repeat, make_batches(questions, first)) for repeat in range(args.repeats)]
+    parts += [Part(c, repeat, make_batches(questions, c, mixed=True)) for c in more for repeat in range(args.repeats)]
+    settings = {"questions": args.questions.name, "num_questions": len(questions), "max_tokens": args.max_tokens}
+    settings |= {"concurrency": ",".join(map(str, args.concurrency)), "repeats": args.repeats}
+    settings |= {"temperature": args.temperature}
+    if labels:
+        servers = [Server(label, url) for label, url in args.server]
+        settings |= {"dtype": "dtype of the server", "model": servers[0].model}
+        results, peaks = measure(servers, parts, args.max_tokens, args.temperature)
+        return build_report([server.method for server in servers], results, peaks, settings)
+    from vllm_specplug.smollm2 import prepare
+
+    engine = {
+        "model": str(args.model or prepare()),
+        "dtype": args.dtype,
+        "max_model_len": 2048,
+        "max_num_seqs": max(8, *args.concurrency),
+        "enable_prefix_caching": False,  # every answer pays for its own prompt
+        "disable_log_stats": False,
+    }
+    settings |= {key: engine[key] for key in ("dtype", "max_model_len", "max_num_seqs", "enable_prefix_caching")}
+    settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name}
+    with started(methods, engine, args.kv_gib) as workers:
+        results, peaks = measure(workers, parts, args.max_tokens, args.temperature)
+    report = build_report(methods, results, peaks, settings)
+    if args.look_inside:
+        look_inside(report, methods, engine, args.kv_gib, questions, args.max_tokens)
+    return report
+
+
+def look_inside(
+    report: dict[str, Any],
+    methods: list[Method],
+    engine: dict[str, Any],
+    kv_gib: int,
+    questions: list[Question],
+    max_tokens: int,
+) -> None:
+    """Add time by stage, and for tree methods trees and calibration, to the report; one engine at a time."""
+    texts = [questions[i * len(questions) // 6].text for i in range(min(6, len(questions)))]
+    request = {"texts": texts, "max_tokens": max_tokens}
+
+    def ask(worker: Worker, message: dict) -> dict:
+        worker.send(message)
+        return worker.receive()
+
+    for method in methods:
+        with started([method], engine, kv_gib, "round_probe") as [worker]:
+            entry = report["methods"][method.label]
+            entry["stages"] = ask(worker, request)
+            if not method.stock:
+                entry |= ask(worker, request | {"count": _NUM_TREES})
+            worker.close()
+    if tree := next((m for m in methods if m.config and m.config["method"] in ("eagle2", "hass")), None):
+        wide = Method(tree.label, tree.config | {"num_speculative_tokens": max(_STEP_NODES)})
+        with started([wide], engine, kv_gib, "round_probe") as [worker]:
+            steps = {"nodes": list(_STEP_NODES), "context": 256, "max_tokens": 24}
+            ask(worker, steps)  # a warm-up
+            report["step_cost"] = ask(worker, steps) | worker.machine
+            worker.close()
+
+
+def run(args: argparse.Namespace) -> None:
+    """``specplug bench``."""
+    if args.table is not None:
+        table = render(json.loads(args.table.read_text()), markdown=True)
+        print(table) if args.into is None else write_table(table, args.into)
+        return
+    report = run_benchmark(args)
+    print(render(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")

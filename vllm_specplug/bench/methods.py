@@ -1,0 +1,93 @@
+"""Methods: what ``--methods`` and ``--method-config`` mean to the host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DRAFTER = "smollm2-135m-instruct"
+_STOCK_EAGLE = "eagle-chain"
+BASELINE = "plain"
+
+#: Speculative configurations by method name; ``None`` is plain decoding.
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    _STOCK_EAGLE: {"method": "eagle", "model": _DRAFTER, "num_speculative_tokens": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 16},  # needs the package arctic-inference
+    "eagle2": {"method": "eagle2", "model": _DRAFTER},
+    "lookup": {"method": "lookup"},
+    "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, {"method": "lookup"}]},
+}
+_STOCK = ("plain", "ngram", "suffix", _STOCK_EAGLE)  # these run without any plugin loaded
+
+
+@dataclass(frozen=True)
+class Method:
+    """A column of the result: ``name`` or ``name:label``, and the host's speculative configuration."""
+
+    label: str
+    config: dict[str, Any] | None
+
+    @property
+    def stock(self) -> bool:
+        return self.label.partition(":")[0] in _STOCK
+
+
+def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:
+    """Methods from ``a,b:label`` and ``NAME=JSON`` overrides; a null value removes a key.
+
+    Raises:
+        ValueError: an unknown method without a configuration, a malformed override, or no plain baseline.
+    """
+    labels = [name.strip() for name in names.split(",") if name.strip()]
+    changes: dict[str, dict] = {}
+    for override in overrides:
+        label, separator, text = override.partition("=")
+        try:
+            changes[label] = json.loads(text)
+        except json.JSONDecodeError:
+            separator = ""
+        if not separator or not isinstance(changes[label], dict):
+            raise ValueError(f"--method-config {override!r}: expected NAME='{{\"key\": value}}'")
+        if label not in labels:
+            raise ValueError(f"--method-config {label}: not one of --methods {','.join(labels)}")
+    if BASELINE not in labels or len(set(labels)) != len(labels):
+        raise ValueError("--methods must name 'plain', the baseline, and every method once (variants: NAME:LABEL)")
+    methods = []
+    for label in labels:
+        name = label.partition(":")[0]
+        if name not in METHODS and label not in changes:
+            raise ValueError(f"unknown method {name!r}: known are {', '.join(METHODS)}; others need --method-config")
+        base = METHODS.get(name, {"method": name})
+        config = None if base is None else {k: v for k, v in (base | changes.get(label, {})).items() if v is not None}
+        methods.append(Method(label, config))
+    return methods
+
+
+def full_vocabulary_copy(drafter: Path, out: Path) -> Path:
+    """A copy of an EAGLE checkpoint without its draft vocabulary, for the stock host, which then shares the
+    target's whole LM head: same weights, larger head."""
+    from safetensors.torch import load_file, save_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    config = json.loads((drafter / "config.json").read_text())
+    config.pop("draft_vocab_size", None)
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = {name: t for file in drafter.glob("*.safetensors") for name, t in load_file(file).items()}
+    kept = {name: t for name, t in tensors.items() if name.split(".")[-1] not in ("d2t", "t2d")}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def for_stock_host(method: Method, scratch: Path) -> Method:
+    """The method as the stock host can load it; files that this takes go to ``scratch``."""
+    if method.config is None or method.config.get("method") != "eagle":
+        return method
+    from vllm_specplug.config import resolve_drafter
+
+    drafter = full_vocabulary_copy(resolve_drafter(method.config["model"]), scratch / method.label.replace(":", "-"))
+    return Method(method.label, method.config | {"model": str(drafter)})

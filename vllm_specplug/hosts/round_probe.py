@@ -1,0 +1,208 @@
+"""A look inside decode rounds: where their time goes, what trees are drafted, what more nodes cost.
+
+JSON lines as in ``bench_worker``, but the engine runs in this process, so that its runner is within reach.  The first
+line holds the arguments of ``LLM`` and is answered by facts about the machine; then come requests by key:
+
+``stages``   ``{"texts", "max_tokens"}``: milliseconds of a decode round by stage.
+``trees``    the same, with ``"count"``: drafted trees with their tokens' text, and predicted against real acceptance.
+``nodes``    ``{"nodes": [..], "context", "max_tokens"}``: milliseconds of a step, drafting left out, by verified nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_specplug.calibration import Reliability
+from vllm_specplug.hosts.trace import TreeTrace
+
+_STAGES = ("verify", "draft", "draft_forward")
+
+
+class RoundClock:
+    """Wraps an engine in this process: seconds of every decode round (no prompt in it), in all and by stage."""
+
+    def __init__(self, llm: Any):
+        self.rounds: list[dict[str, float]] = []
+        self._spent = dict.fromkeys(_STAGES, 0.0)
+        self._decoding = False
+        engine = llm.llm_engine
+        self.runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        drafter = getattr(self.runner, "drafter", None)
+        self._wrap(self.runner, "_model_forward", "verify")
+        self._wrap(self.runner.model, "compute_logits", "verify")
+        if hasattr(self.runner, "propose_draft_token_ids"):
+            self._wrap(self.runner, "propose_draft_token_ids", "draft")
+        if hasattr(drafter, "model") and hasattr(drafter.model, "forward"):
+            self._wrap(drafter.model, "forward", "draft_forward")
+            self._wrap(*((drafter, "_score") if hasattr(drafter, "_score") else (drafter.model, "compute_logits")))
+        execute, step = self.runner.execute_model, engine.step
+
+        def noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            tokens = scheduler_output.num_scheduled_tokens
+            self._decoding = all(count == 1 + len(drafts.get(request, ())) for request, count in tokens.items())
+            return execute(scheduler_output, *args, **kwargs)
+
+        def timed() -> Any:
+            self._spent, self._decoding = dict.fromkeys(_STAGES, 0.0), False
+            start = time.perf_counter()
+            result = step()
+            if self._decoding:
+                self.rounds.append(self._spent | {"round": time.perf_counter() - start})
+            return result
+
+        self.runner.execute_model, engine.step = noted, timed
+
+    def _wrap(self, owner: Any, name: str, stage: str = "draft_forward") -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._spent[stage] += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+    def stages(self) -> dict[str, float]:
+        """Means in milliseconds over the rounds between the quartiles of their time, so that the stages add up."""
+        if not self.rounds:
+            raise RuntimeError("no round without a prompt was seen: ask for more tokens")
+        ordered = sorted(self.rounds, key=lambda spent: spent["round"])
+        middle = ordered[len(ordered) // 4 : max(3 * len(ordered) // 4, len(ordered) // 4 + 1)]
+        mean = {name: statistics.fmean(spent[name] for spent in middle) * 1e3 for name in ("round", *_STAGES)}
+        return {
+            "rounds": len(self.rounds),
+            "round_ms": round(mean["round"], 3),
+            "verify_ms": round(mean["verify"], 3),
+            "draft_forward_ms": round(mean["draft_forward"], 3),
+            "draft_other_ms": round(mean["draft"] - mean["draft_forward"], 3),
+            "host_ms": round(mean["round"] - mean["verify"] - mean["draft"], 3),
+        }
+
+
+def read_bandwidth_gb_s(mib: int = 256, repeats: int = 5) -> float:
+    """Bytes per second that this process reads from memory with the engine's threads: the best of some passes."""
+    import torch
+
+    values = torch.ones(mib * 2**18)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - start)
+    return round(values.numel() * values.element_size() / best / 1e9, 2)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the weights that a decode step reads: all, shared ones once, an untied embedding left out."""
+    tensors = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+    return sum(parameter.numel() * parameter.element_size() for parameter in tensors.values())
+
+
+def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict]:
+    """Chat messages as token ids, cut so that the answer fits."""
+    tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    return [
+        {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)[:room]}
+        for chat in chats
+    ]
+
+
+def decode(llm: Any, prompts: list[dict], max_tokens: int, ignore_eos: bool = False) -> None:
+    """Greedy answers, one prompt at a time."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    for prompt in prompts:
+        llm.generate([prompt], sampling, use_tqdm=False)
+
+
+def traced_trees(llm: Any, clock: RoundClock, prompts: list[dict], max_tokens: int, count: int) -> dict[str, Any]:
+    """``trees``: ``count`` trees of branching drafts, evenly spaced over all; ``calibration``: the reliability bins."""
+    with tempfile.TemporaryDirectory() as folder:
+        clock.runner._trace = TreeTrace.open(str(Path(folder) / "trees"))
+        try:
+            decode(llm, prompts, max_tokens)
+            lines = [json.loads(line) for line in clock.runner._trace.path.read_text().splitlines()]
+        finally:
+            clock.runner._trace = None
+    reliability = Reliability(memory=float("inf"))
+    for line in lines:
+        if values := line.get("log_values"):
+            accepted = set(line["accepted_rows"])
+            reliability.add(np.exp(values), np.array([row in accepted for row in range(1, len(values) + 1)]))
+    tokenizer = llm.get_tokenizer()
+    shown = [line for line in lines if len(line["token_ids"]) > 2] or lines
+    trees = [shown[i * len(shown) // count] for i in range(min(count, len(shown)))]
+    for tree in trees:
+        tree["tokens"] = [tokenizer.decode([token]) for token in tree.pop("token_ids")]
+    bins = [{"outcomes": int(n), "predicted": round(p, 4), "accepted": round(y, 4)} for n, p, y in reliability.curve()]
+    return {"trees": trees, "calibration": {"error": round(reliability.error(), 4), "bins": bins}}
+
+
+def step_costs(llm: Any, clock: RoundClock, nodes: list[int], context: int, max_tokens: int) -> list[dict[str, float]]:
+    """Median milliseconds of a step that verifies exactly so many nodes, its drafting left out."""
+    draw, vocab_size = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
+    prompt = {"prompt_token_ids": [draw.randrange(vocab_size) for _ in range(context)]}
+    drafter, results = clock.runner.drafter, []
+    options = drafter.options
+    for count in nodes:
+        drafter.options = replace(options, num_speculative_tokens=count, min_node_value=0.0, min_level_value=0.0)
+        clock.rounds.clear()
+        decode(llm, [prompt], max_tokens, ignore_eos=True)
+        seconds = [spent["round"] - spent["draft"] for spent in clock.rounds]
+        results.append({"nodes": count, "step_ms": round(statistics.median(seconds) * 1e3, 3)})
+    drafter.options = options
+    return results
+
+
+def serve(requests: Any, replies: Any) -> None:
+    """Answer requests until the pipe closes."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the runner must be within reach
+    import torch
+    from vllm import LLM
+
+    def reply(message: dict) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    llm = LLM(**json.loads(requests.readline()))
+    clock = RoundClock(llm)
+    machine = {"weight_bytes": weight_bytes(clock.runner.model), "read_gb_s": read_bandwidth_gb_s()}
+    reply(machine | {"threads": torch.get_num_threads()})
+    for line in requests:
+        request = json.loads(line)
+        if "close" in request:
+            reply({"peak_rss_mib": None})
+            return
+        if "nodes" in request:
+            reply({"steps": step_costs(llm, clock, request["nodes"], request["context"], request["max_tokens"])})
+            continue
+        prompts = prompts_of(llm, request["texts"], request["max_tokens"])
+        if "count" in request:
+            reply(traced_trees(llm, clock, prompts, request["max_tokens"], request["count"]))
+        else:
+            decode(llm, prompts[:1], request["max_tokens"])
+            clock.rounds.clear()
+            decode(llm, prompts, request["max_tokens"])
+            reply(clock.stages())
+
+
+if __name__ == "__main__":
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the host prints goes to the log
+    serve(sys.stdin, channel)
