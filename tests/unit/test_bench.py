@@ -1,0 +1,137 @@
+"""The parts of ``specplug bench`` that need no engine."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.unit.test_cli import fails_with
+from vllm_specplug import bench, cli
+from vllm_specplug.bench import workers
+from vllm_specplug.bench.server import Server
+
+
+def test_mixed_batches_are_full():
+    questions = [bench.Question(str(i), "abc"[i % 3], "?") for i in range(7)]
+    batches = bench.make_batches(questions, 4, mixed=True)
+    assert [len(batch) for batch in batches] == [4, 3]
+    assert sorted(question.name for batch in batches for question in batch) == [str(i) for i in range(7)]
+
+
+class FakeEngine:
+    """Answers at once; remembers the order of calls over all engines."""
+
+    calls: list[str] = []
+
+    def __init__(self, label):
+        self.method = bench.Method(label, None)
+
+    def generate(self, questions, max_tokens, temperature=0.0):
+        self.calls.append(self.method.label)
+        names = [question.name for question in questions]
+        return bench.Measurement(names, questions[0].category, 1.0, [[1]] * len(names), 0, 0)
+
+    def close(self):
+        return 7
+
+
+def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "calls", [])
+    questions = [bench.Question(str(i), "ab"[i % 2], "?") for i in range(4)]
+    parts = [workers.Part(1, repeat, bench.make_batches(questions, 1)) for repeat in range(2)]
+    parts.append(workers.Part(4, 0, bench.make_batches(questions, 4, mixed=True)))
+    results, peaks = workers.measure([FakeEngine("x"), FakeEngine("y")], parts, 8)
+    assert peaks == {"x": 7, "y": 7}
+    warm_ups, calls = FakeEngine.calls[:6], FakeEngine.calls[6:]
+    assert sorted(warm_ups) == ["x"] * 3 + ["y"] * 3
+    assert [calls[i : i + 2] for i in range(0, len(calls), 2)] == [["x", "y"], ["y", "x"]] * 4 + [["x", "y"]]
+    assert [m.questions for m in results["x"]] == [m.questions for m in results["y"]]
+    assert [(m.concurrency, m.repeat) for m in results["x"]] == [(1, 0)] * 4 + [(1, 1)] * 4 + [(4, 0)]
+    assert results["x"][-1].category == "mixed"
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    """Two tokens a chunk; every answer moves the counters by 5 drafts, of which 3 and 1 reach depths 1 and 2."""
+
+    protocol_version = "HTTP/1.0"
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            return self.reply(json.dumps({"data": [{"id": "tiny"}]}))
+        n, at = self.server.answers, 'engine="0",model_name="tiny"'
+        prefix = "vllm:spec_decode_num_"
+        lines = [f"# TYPE {prefix}drafts counter", f"{prefix}drafts_total{{{at}}} {5.0 * n}"]
+        for position, count in ((1, 1.0), (0, 3.0)):
+            lines.append(f'{prefix}accepted_tokens_per_pos_total{{{at},position="{position}"}} {count * n}')
+        return self.reply("\n".join(lines) + "\n")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        self.server.bodies.append(body)
+        if text == "bad":
+            return self.reply('{"error": "too long"}', 400)
+        self.server.answers += 1
+        chunks = [{"choices": [{"delta": {"role": "assistant"}}]}]
+        chunks += [{"choices": [{"token_ids": [i, len(text)]}]} for i in range(3 if text != "mute" else 0)]
+        self.reply("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n")
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm) as fake:
+        fake.answers, fake.bodies = 4, []
+        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        yield fake, f"http://127.0.0.1:{fake.server_port}"
+        fake.shutdown()
+
+
+def test_a_server_is_measured(server):
+    fake, url = server
+    found = Server("plain", url + "/v1/").generate([bench.Question(str(i), "c", "?" * i) for i in (1, 2)], 6, 0.5)
+    assert found.token_ids == [[0, 1, 1, 1, 2, 1], [0, 2, 1, 2, 2, 2]]
+    assert (found.drafts, found.accepted, found.accepted_by_depth) == (10, 8, [6, 2])
+    assert len(found.first_token_s) == len(found.inter_token_s) == 2 and min(found.first_token_s) > 0
+    assert {body["temperature"] for body in fake.bodies} == {0.5} and all("seed" in body for body in fake.bodies)
+
+
+@pytest.mark.parametrize(("text", "said"), [("bad", "too long"), ("mute", "no token ids")])
+def test_a_server_that_refuses_is_quoted(server, text, said):
+    with pytest.raises(RuntimeError, match=said):
+        Server("plain", server[1]).generate([bench.Question("7", "c", text)], 6)
+
+
+def test_bench_of_servers(server, tmp_path, capsys):
+    _, url = server
+    questions, out = tmp_path / "q.jsonl", tmp_path / "out.json"
+    questions.write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
+    command = ["bench", "--questions", str(questions), "--max-tokens", "6", "--concurrency", "1,2", "--repeats", "2"]
+    assert cli.main([*command, "--server", url, "--server", f"ours={url}", "--output", str(out)]) == 0
+    report = json.loads(out.read_text())
+    ours = report["methods"]["ours"]
+    assert ours["overall"]["agree"] == 4 and ours["overall"]["tau"] == 1.8
+    assert ours["overall"]["acceptance_by_depth"] == [0.6, 0.2]
+    assert list(ours["concurrency"]) == ["1", "2"] and len(ours["overall"]["speedup_by_repeat"]) == 2
+    assert ours["peak_rss_mib"] is None and "| ours" not in capsys.readouterr().err
+    fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
+    fails_with(capsys, [*command, "--server", url, "--look-inside"], "--look-inside")
+    fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
+    fails_with(capsys, [*command, "--temperature", "3"], "--temperature")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--concurrency", "0"], ["--concurrency", "1,1"], ["--concurrency", "a"], ["--server", "ours=host:1"]]
+)
+def test_bad_numbers_and_addresses(argv, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", *argv])
+    assert "expected" in capsys.readouterr().err
