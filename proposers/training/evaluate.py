@@ -9,6 +9,7 @@ tau counts the target's own token: plain decoding is 1.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,39 @@ class Acceptance:
 
     def __str__(self) -> str:
         return f"tau {self.tau:.3f}, alpha " + " ".join(f"{alpha:.3f}" for alpha in self.alphas)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A drafted node. `parent` is a pool index, -1 for the root; `ranks` are the child ranks from the root to it."""
+
+    value: float  # log, from the root
+    confidence: float  # log, of this token behind its parent
+    parent: int
+    token: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TreePolicy:
+    """Which nodes of a growing pool are fed to the drafter, and which are verified in the end.
+
+    `feed(pool, first)` gives pool indices from the newest level, which starts at `first`; `keep(pool)` gives any,
+    parents included.
+    """
+
+    feed: Callable[[list[Drafted], int], list[int]]
+    keep: Callable[[list[Drafted]], list[int]]
+
+
+def eagle2_policy(nodes: int, beam: int) -> TreePolicy:
+    """Feed the best `beam` of a level by value, keep the best `nodes` of all (EAGLE-2, section 4)."""
+
+    # sorted() is stable: ties keep the lower pool index, so a parent is never left behind its child
+    def best(pool: list[Drafted], count: int, first: int = 0) -> list[int]:
+        return sorted(range(first, len(pool)), key=lambda n: -pool[n].value)[:count]
+
+    return TreePolicy(lambda pool, first: best(pool, beam, first), lambda pool: best(pool, nodes))
 
 
 @torch.no_grad()
@@ -67,9 +101,14 @@ def tree_tau(
     nodes: int = 16,
     depth: int = 4,
     beam: int = 6,
+    policy: TreePolicy | None = None,
 ) -> list[tuple[int, int]]:
-    """(tokens, cycles) of every sequence with EAGLE-2 trees of `nodes` drafted nodes; tau is their quotient."""
-    return [_tree_run(head, data, i, embedding, lm_head, ids, nodes, depth, beam) for i in range(len(data))]
+    """(tokens, cycles) of every sequence with EAGLE-2 trees of `nodes` drafted nodes; tau is their quotient.
+
+    Every fed node gets `beam` children; another `policy` may feed and keep others than EAGLE-2 does.
+    """
+    policy = policy or eagle2_policy(nodes, beam)
+    return [_tree_run(head, data, i, embedding, lm_head, ids, depth, beam, policy) for i in range(len(data))]
 
 
 def _chain_hits(head, data, i, embedding, lm_head, ids, depth) -> torch.Tensor:
@@ -81,7 +120,7 @@ def _chain_hits(head, data, i, embedding, lm_head, ids, depth) -> torch.Tensor:
     ).cpu()
 
 
-def _tree_run(head, data, i, embedding, lm_head, ids, nodes, depth, beam) -> tuple[int, int]:
+def _tree_run(head, data, i, embedding, lm_head, ids, depth, beam, policy) -> tuple[int, int]:
     """Decode one known answer with trees."""
     batch = make_batch(data, [i], dtype=lm_head.dtype)
     layer = head.layers[0]
@@ -96,7 +135,7 @@ def _tree_run(head, data, i, embedding, lm_head, ids, nodes, depth, beam) -> tup
     tokens = cycles = 0
     while start < rows:
         stable = (key[:, :, : start + 1], value[:, :, : start + 1])
-        tree = _grow(head, stable, output[start], start + 1, cos, sin, embedding, lm_head, ids, nodes, depth, beam)
+        tree = _grow(head, stable, output[start], start + 1, cos, sin, embedding, lm_head, ids, depth, beam, policy)
         accepted, node = 0, -1
         while start + accepted < rows:
             truth = int(batch.label_ids[0, start + accepted])
@@ -110,34 +149,33 @@ def _tree_run(head, data, i, embedding, lm_head, ids, nodes, depth, beam) -> tup
     return tokens, cycles
 
 
-def _grow(head, stable, feature, position, cos, sin, embedding, lm_head, ids, nodes, depth, beam):
-    """The best `nodes` of an EAGLE-2 pool: {pool index: (parent pool index, token)}; -1 is the root."""
+def _grow(head, stable, feature, position, cos, sin, embedding, lm_head, ids, depth, beam, policy):
+    """The kept nodes of a pool: {pool index: (parent pool index, token)}; -1 is the root."""
     layer = head.layers[0]
-    pool: list[tuple[float, int, int]] = []  # (cumulative log-prob, parent, token)
+    pool: list[Drafted] = []
     keys, values = stable
     context = keys.shape[2]
-    paths: list[list[int]] = [[]]  # per beam row: cache rows of its drafted ancestors
-    parents, scores, features = [-1], torch.zeros(1), feature[None]
+    paths: list[list[int]] = [[]]  # per fed row: cache rows of its drafted ancestors
+    fed, features = [-1], feature[None]
     for level in range(depth):
-        log_probs = (features @ lm_head.T).float().log_softmax(-1)
-        best, draft = log_probs.topk(beam)
+        best, draft = (features @ lm_head.T).float().log_softmax(-1).topk(beam)
         first = len(pool)
-        for row, parent in enumerate(parents):
-            child_scores = (scores[row] + best[row]).tolist()
-            pool += zip(child_scores, [parent] * beam, ids[draft[row]].tolist(), strict=True)
-        if level == depth - 1:
+        for row, parent in enumerate(fed):
+            value, ranks = (pool[parent].value, pool[parent].ranks) if parent >= 0 else (0.0, ())
+            for rank, (log_prob, token) in enumerate(zip(best[row].tolist(), ids[draft[row]].tolist(), strict=True)):
+                pool.append(Drafted(value + log_prob, log_prob, parent, token, (*ranks, rank)))
+        chosen = policy.feed(pool, first) if level < depth - 1 else []
+        if not chosen:
             break
-        scores, chosen = torch.tensor([entry[0] for entry in pool[first:]]).topk(beam)
-        rows = (chosen // beam).tolist()
-        parents = (chosen + first).tolist()
-        next_tokens = torch.tensor([pool[p][2] for p in parents])
-        x = head.combine(embedding[next_tokens].to(lm_head.dtype), features[rows])[None]
+        rows = [fed.index(pool[node].parent) for node in chosen]
+        fed = chosen
+        x = head.combine(embedding[[pool[node].token for node in fed]].to(lm_head.dtype), features[rows])[None]
         at = slice(position + level, position + level + 1)
         query, key, value = layer.self_attn.project(x, cos[at], sin[at])
         offset = keys.shape[2]
         keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
         paths = [paths[row] + [offset + i] for i, row in enumerate(rows)]
-        mask = torch.zeros(beam, keys.shape[2], dtype=torch.bool)
+        mask = torch.zeros(len(fed), keys.shape[2], dtype=torch.bool)
         mask[:, :context] = True
         for i, path in enumerate(paths):
             mask[i, path] = True
@@ -145,6 +183,4 @@ def _grow(head, stable, feature, position, cos, sin, embedding, lm_head, ids, no
             query, keys, values, attn_mask=mask[None, None], enable_gqa=True
         )
         features = layer.finish(x, attended)[0]
-    # sorted() is stable: ties keep the lower pool index, so a parent is never left behind its child
-    kept = sorted(range(len(pool)), key=lambda n: -pool[n][0])[:nodes]
-    return {n: (pool[n][1], pool[n][2]) for n in sorted(kept)}
+    return {n: (pool[n].parent, pool[n].token) for n in sorted(policy.keep(pool))}
