@@ -39,7 +39,8 @@ def plan_moves(walk: Walk, row_start: torch.Tensor, compact: bool | None = None)
     if compact is None:
         compact = walk.path_rows.device.type == "cpu"
     if compact:
-        return KvMoves(sources[moved], targets[moved])
+        places = moved.flatten().nonzero().squeeze(1)
+        return KvMoves(sources.flatten()[places], targets.flatten()[places])
     # No move ever writes a root's row, so copying it onto itself cannot undo another move.
     return KvMoves(torch.where(moved, sources, first).flatten(), torch.where(moved, targets, first).flatten())
 

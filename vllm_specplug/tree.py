@@ -97,6 +97,9 @@ def next_beam(pool: DraftPool, draft_top_k: int) -> torch.Tensor:
         int64 ``[num_reqs, beam_width]``, ``beam_width = min(draft_top_k, level width)``; pool indices of the best
         nodes by value (ties to the lower index), in ascending order.
     """
+    if pool.size - pool.level_start <= draft_top_k:
+        everything = torch.arange(pool.level_start, pool.size, device=pool.log_values.device)
+        return everything.expand(pool.log_values.shape[0], -1)
     order = _best_first(pool.log_values[:, pool.level_start : pool.size])[:, :draft_top_k]
     return order.sort(dim=1).values + pool.level_start
 
@@ -111,6 +114,8 @@ def growth_can_pay(pool: DraftPool, num_nodes: int) -> torch.Tensor:
     """
     drafted = pool.log_values[:, : pool.size]
     bound = drafted[:, pool.level_start :].amax(dim=1, keepdim=True)
+    if pool.size < num_nodes:
+        return bound.squeeze(1) > NEVER
     at_least_as_good = (drafted >= bound).sum(dim=1)
     return (at_least_as_good < num_nodes) & (bound.squeeze(1) > NEVER)
 
@@ -264,7 +269,10 @@ def depths_from_parents(parents: torch.Tensor) -> torch.Tensor:
     """
     depths = (parents >= 0).long()
     ancestor = parents.clamp(min=0)  # The root is its own ancestor, at distance 0.
+    may_ask = parents.device.type == "cpu"  # trees are much shallower than wide
     for _ in range((parents.shape[1] - 1).bit_length()):  # Each round doubles the distance covered.
+        if may_ask and not ancestor.any():
+            break
         depths = depths + depths.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)
     return depths

@@ -63,9 +63,7 @@ def grow_tree(
     pool = new_pool(num_reqs, draft_top_k, draft_depth, device)
     token_ids, log_probs = score(root.score, draft_top_k)
     expand(pool, None, token_ids.unsqueeze(1), log_probs.unsqueeze(1))
-    features = root.feed.unsqueeze(1)
-    ancestors = torch.zeros(num_reqs, 1, 0, dtype=torch.bool, device=device)
-    itself = torch.eye(draft_top_k, dtype=torch.bool, device=device).expand(num_reqs, -1, -1)
+    features, ancestors = root.feed.unsqueeze(1), None
     may_ask = device.type == "cpu"  # reading a flag back stalls other devices
     for level in range(draft_depth - 1):
         if may_ask and not growth_can_pay(pool, num_nodes).any():
@@ -75,7 +73,9 @@ def grow_tree(
             break
         # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
         parent = (beam - pool.level_start) // draft_top_k
-        mask = torch.cat([_pick(ancestors, parent), itself], dim=2)
+        mask = torch.eye(draft_top_k, dtype=torch.bool, device=device).expand(num_reqs, -1, -1)
+        if ancestors is not None:
+            mask = torch.cat([_pick(ancestors, parent), mask], dim=2)
         fed = forward(level, pool.token_ids.gather(1, beam), _pick(features, parent), mask)
         token_ids, log_probs = score(fed.score.flatten(0, 1), draft_top_k)
         shape = (num_reqs, draft_top_k, draft_top_k)

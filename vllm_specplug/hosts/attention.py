@@ -102,7 +102,8 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             key, value = scratch.key, scratch.value
         elif tree.commit_rows is not None:
             # A copy: compiled graphs reuse the buffers of key and value.
-            tree.kept[name] = (key[tree.commit_rows], value[tree.commit_rows])
+            rows = tree.commit_rows
+            tree.kept[name] = (key.clone(), value.clone()) if tree.all_rows else (key[rows], value[rows])
         tree_attention(
             query,
             output,

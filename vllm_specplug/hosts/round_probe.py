@@ -11,6 +11,7 @@ line holds the arguments of ``LLM`` and is answered by facts about the machine; 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import statistics
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from vllm_specplug.calibration import Reliability
 from vllm_specplug.hosts.trace import TreeTrace
@@ -106,10 +108,20 @@ def read_bandwidth_gb_s(mib: int = 256, repeats: int = 5) -> float:
     return round(values.numel() * values.element_size() / best / 1e9, 2)
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a decode step reads: all, shared ones once, an untied embedding left out."""
-    tensors = {parameter.data_ptr(): parameter for parameter in model.parameters()}
-    return sum(parameter.numel() * parameter.element_size() for parameter in tensors.values())
+def weight_bytes(model: str, element_size: int) -> int:
+    """Bytes of the weights that a decode step reads, from the checkpoint (the host may drop tensors that it packed).
+
+    Args:
+        model: directory of ``.safetensors`` files.
+        element_size: bytes of one weight in the engine.
+    """
+    sizes: dict[str, int] = {}
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(str(file), framework="pt") as shard:
+            sizes |= {name: math.prod(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+    if "lm_head.weight" in sizes:  # of an embedding that is no head as well, a step reads single rows
+        sizes = {name: size for name, size in sizes.items() if "embed_tokens" not in name}
+    return sum(sizes.values()) * element_size
 
 
 def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict]:
@@ -182,7 +194,8 @@ def serve(requests: Any, replies: Any) -> None:
 
     llm = LLM(**json.loads(requests.readline()))
     clock = RoundClock(llm)
-    machine = {"weight_bytes": weight_bytes(clock.runner.model), "read_gb_s": read_bandwidth_gb_s()}
+    config = llm.llm_engine.model_config
+    machine = {"weight_bytes": weight_bytes(config.model, config.dtype.itemsize), "read_gb_s": read_bandwidth_gb_s()}
     reply(machine | {"threads": torch.get_num_threads()})
     for line in requests:
         request = json.loads(line)

@@ -28,7 +28,7 @@ from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
 from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
-from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree, Walk
+from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree
 
 
 @dataclass(frozen=True)
@@ -121,23 +121,30 @@ class TreeCPUModelRunner(CPUModelRunner):
         self, tree: TokenTree, row_start: np.ndarray, num_rows: np.ndarray, masked: list[int], num_tokens: int
     ) -> TreeRows:
         """Rewrite the positions of tree rows (their slots were derived from the flat ones) and build the mask."""
-        context_lens = self.input_batch.num_computed_tokens_cpu_tensor[: len(row_start)]
-        layout = lay_out(tree, context_lens)
-        index = torch.tensor(masked)
-        flat = torch.from_numpy(row_start)[index].unsqueeze(1) + torch.arange(tree.parents.shape[1])
-        valid = torch.arange(flat.shape[1]) < tree.num_rows[index].unsqueeze(1)
-        flat_rows = flat[valid]
-        self.positions[flat_rows] = layout.positions[index][valid]
-        all_rows = flat_rows.numel() == num_tokens
+        num_reqs, width = tree.parents.shape
+        context_lens = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs]
+        layout = lay_out(tree, context_lens, int(tree.depths.max()))
+        block_table = self.input_batch.block_table[0].get_device_tensor(num_reqs)
+        positions, mask = layout.positions, layout.mask
+        if len(masked) < num_reqs:
+            index = torch.tensor(masked)
+            context_lens, block_table, positions, mask = (
+                t[index] for t in (context_lens, block_table, positions, mask)
+            )
+            row_start, num_rows = row_start[masked], num_rows[masked]
+        valid = torch.from_numpy(np.arange(width) < num_rows[:, None])
+        flat_rows = torch.from_numpy(row_start[:, None] + np.arange(width))[valid]
+        self.positions[flat_rows] = positions[valid]
+        start, lens = torch.from_numpy(row_start.astype(np.int32)), torch.from_numpy(num_rows.astype(np.int32))
         return TreeRows(
-            block_table=self.input_batch.block_table[0].get_device_tensor(len(row_start))[index],
-            context_lens=context_lens[index].to(torch.int32),
-            query_start=torch.from_numpy(row_start[masked].astype(np.int32)),
-            query_lens=torch.from_numpy(num_rows[masked].astype(np.int32)),
-            tree_start=torch.from_numpy(row_start[masked].astype(np.int32)),
-            tree_lens=torch.from_numpy(num_rows[masked].astype(np.int32)),
-            mask=layout.mask[index],
-            all_rows=all_rows,
+            block_table=block_table,
+            context_lens=context_lens.to(torch.int32),
+            query_start=start,
+            query_lens=lens,
+            tree_start=start,
+            tree_lens=lens,
+            mask=mask,
+            all_rows=flat_rows.numel() == num_tokens,
             commit_rows=flat_rows,
         )
 
@@ -159,9 +166,12 @@ class TreeCPUModelRunner(CPUModelRunner):
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
         walk_trees = self._walker(num_reqs)
         walk, output = walk_trees(step.tree, logits, step.logits_start, active)
-        self._commit(step, plan_moves(walk, step.row_start))
-        self.drafter.path_rows = self._path_rows(step, walk)
-        self._last_rows = last_rows(walk, step.row_start)
+        moves = plan_moves(walk, step.row_start)
+        self._commit(step, moves)
+        self.drafter.path_rows = torch.arange(self.max_num_tokens)
+        self.drafter.path_rows[moves.target_rows] = moves.source_rows
+        if isinstance(self.drafter, HostMedusaProposer):
+            self._last_rows = last_rows(walk, step.row_start)
         if self._trace is not None:
             self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
@@ -193,15 +203,6 @@ class TreeCPUModelRunner(CPUModelRunner):
                 name: (layer.impl, layer) for name, layer in layers.items() if name not in self.drafter.draft_layers
             }
         return self._commit_impls
-
-    def _path_rows(self, step: StagedStep, walk: Walk) -> torch.Tensor:
-        """For every flat row, the row that holds its accepted token: itself, but along accepted paths."""
-        path_rows = torch.arange(self.max_num_tokens)
-        depths = torch.arange(walk.path_rows.shape[1])
-        first = step.row_start.unsqueeze(1)
-        accepted = depths < walk.num_emitted.unsqueeze(1)
-        path_rows[(first + depths)[accepted]] = (first + walk.path_rows)[accepted]
-        return path_rows
 
     def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # The host winds back the generators of requests whose sample it discards (and a CPU generator

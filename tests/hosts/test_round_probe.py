@@ -1,0 +1,74 @@
+"""A look inside rounds of the real engine on a tiny model."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import tiny
+from vllm_specplug.hosts import round_probe
+
+
+@pytest.fixture
+def probed(engine):
+    llm = engine("eagle")
+    engine = llm.llm_engine
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    named = {
+        runner: ["_model_forward", "propose_draft_token_ids", "execute_model"],
+        runner.model: ["compute_logits"],
+        runner.drafter.model: ["forward"],
+        runner.drafter: ["_score"],
+        engine: ["step"],
+    }
+    clock = round_probe.RoundClock(llm)
+    yield llm, clock
+    for owner, names in named.items():
+        for name in names:
+            delattr(owner, name)  # the class's own again: other tests use this engine
+
+
+def prompts(count):
+    rng = random.Random(3)
+    return [{"prompt_token_ids": [rng.randrange(3, tiny.VOCAB) for _ in range(12)]} for _ in range(count)]
+
+
+def test_stages_trees_and_steps(probed, monkeypatch):
+    llm, clock = probed
+    round_probe.decode(llm, prompts(2), 12, ignore_eos=True)
+    stages = clock.stages()
+    parts = ("verify_ms", "draft_forward_ms", "draft_other_ms", "host_ms")
+    assert stages["rounds"] >= 2 and min(stages[part] for part in parts) > 0
+    assert sum(stages[part] for part in parts) == pytest.approx(stages["round_ms"], abs=0.01)
+
+    monkeypatch.setattr(type(llm), "get_tokenizer", lambda self: SimpleNamespace(decode=lambda ids: f"<{ids[0]}>"))
+    found = round_probe.traced_trees(llm, clock, prompts(2), 12, 3)
+    assert clock.runner._trace is None and len(found["trees"]) == 3
+    for tree in found["trees"]:
+        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["log_values"]) + 1
+        assert tree["tokens"][0].startswith("<") and tree["accepted_rows"][0] == 0
+    bins = found["calibration"]["bins"]
+    assert sum(one["outcomes"] for one in bins) > 20 and all(0 <= one["accepted"] <= 1 for one in bins)
+
+    options = clock.runner.drafter.options
+    seen = []
+    forward = clock.runner._model_forward
+
+    def counted(*args, **kwargs):
+        seen.append(clock.runner._step.tree.token_ids.shape[1])
+        return forward(*args, **kwargs)
+
+    clock.runner._model_forward = counted
+    steps = round_probe.step_costs(llm, clock, [1, 6], 16, 10)
+    clock.runner._model_forward = forward
+    assert [step["nodes"] for step in steps] == [1, 6] and min(step["step_ms"] for step in steps) > 0
+    assert {2, 7} <= set(seen) and clock.runner.drafter.options is options
+
+
+def test_machine_facts(checkpoints):
+    weights = load_file(checkpoints["target"] / "model.safetensors")
+    read = [name for name in weights if "lm_head.weight" not in weights or "embed_tokens" not in name]
+    expected = sum(weights[name].numel() for name in read) * 2
+    assert round_probe.weight_bytes(str(checkpoints["target"]), 2) == expected > 0
+    assert round_probe.read_bandwidth_gb_s(mib=16, repeats=2) > 0.1
