@@ -303,8 +303,9 @@ def fit(target, data, out, **changes) -> MedusaHeads:
     )
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_every_head(target, data):
-    options = train.MedusaTraining(num_heads=3, draft_vocab_size=DRAFT, decay=0.5)
+@pytest.mark.parametrize("label_topk", [0, 5])
+def test_the_loss_is_the_weighted_cross_entropy_of_every_head(target, data, label_topk):
+    options = train.MedusaTraining(num_heads=3, draft_vocab_size=DRAFT, decay=0.5, label_topk=label_topk)
     task = train.MedusaTask(target, torch.arange(DRAFT), options)
     nn.init.normal_(task.head.weight, std=0.05)
     chosen = [0, 3, 5]
@@ -318,7 +319,10 @@ def test_the_loss_is_the_weighted_cross_entropy_of_every_head(target, data):
             for t in range(length - k - 1):
                 # label: token t + k + 1, in the answer and in the draft vocabulary
                 if t + k + 1 >= prompt and data.ids[start + t + k + 1] < DRAFT:
-                    probs = (data.features[start + t + k].float() @ lm_head.T).softmax(-1)
+                    logits = data.features[start + t + k].float() @ lm_head.T
+                    if label_topk:
+                        logits[logits < logits.topk(label_topk).values[-1]] = -torch.inf
+                    probs = logits.softmax(-1)
                     head = task.head(data.features[start + t].float().unsqueeze(0))[0, k - 1]
                     terms.append(-(probs * (head @ lm_head.T).log_softmax(-1)).sum())
         assert found[f"head {k}"].item() == pytest.approx(0.5**k * torch.stack(terms).mean().item(), rel=0.02)
