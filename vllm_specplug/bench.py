@@ -34,6 +34,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     _STOCK_EAGLE: {"method": "eagle", "model": _DRAFTER, "num_speculative_tokens": 3},
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
+    "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
+    "medusa": {"method": "medusa", "model": _DRAFTER},
     "lookup": {"method": "lookup"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, {"method": "lookup"}]},
 }

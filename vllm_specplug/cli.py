@@ -41,8 +41,18 @@ COMMANDS = (
         "measure Medusa heads and grow their sparse tree",
         "vllm_specplug.proposers.medusa.calibrate",
     ),
+    Command(("steps",), "measure what a step costs by tree size and batch", "vllm_specplug.proposers.medusa.steps"),
+    Command(
+        ("simulate", "medusa"),
+        "the speedup to expect from a calibrated tree and measured steps",
+        "vllm_specplug.proposers.medusa.simulate",
+    ),
 )
-_GROUPS = {"train": "train a drafter", "calibrate": "fit a drafter's tree to what it was measured to know"}
+_GROUPS = {
+    "train": "train a drafter",
+    "calibrate": "fit a drafter's tree to what it was measured to know",
+    "simulate": "what to expect of a drafter",
+}
 
 #: Mistakes of the user or of the machine: one line, exit code 2.  Anything else is a defect of ours: exit code 1.
 EXPECTED_ERRORS = (ValueError, OSError, RuntimeError, ImportError)

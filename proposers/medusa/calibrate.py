@@ -23,6 +23,7 @@ from ..training.provenance import provenance
 from ..training.trainer import LoopOptions
 from .ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_tau
 from .sparse_tree import MAX_RANKS, TREE_KEY, grow
+from .steps import interpolate, read_steps
 
 #: Budgets whose tau is measured on the held-out half.
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
@@ -52,7 +53,7 @@ def calibrate(ranks: list[torch.Tensor], budget: int, prior: float, step_ms: dic
         "accuracies": [[round(value, 4) for value in row[:10]] for row in chances.accuracies],
     }
     if step_ms:
-        speeds = {n: 1000 * tau / _interpolate(step_ms, n + 1) for n, tau in taus.items()}
+        speeds = {n: 1000 * tau / interpolate(step_ms, n + 1) for n, tau in taus.items()}
         best = max(speeds, key=speeds.__getitem__)
         result["tokens_per_s"] = {str(n): round(speed, 2) for n, speed in speeds.items()}
         result[TREE_KEY] = result[TREE_KEY][:best]
@@ -74,8 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms",
         type=parse_step_ms,
-        metavar="ROWS=MS,...",
-        help="measured time of a verification step by rows; cuts the tree to the budget of the most tokens per second",
+        metavar="FILE|ROWS=MS,...",
+        help="measured time of a step by rows, drafting included, or the file of `specplug steps`; cuts the tree to "
+        "the budget of the most tokens per second",
     )
     parser.add_argument("--into-model", action="store_true", help="also write the tree into the heads' config.json")
 
@@ -103,7 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_step_ms(text: str) -> dict[int, float]:
-    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}."""
+    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}; of a file of `specplug steps`, its smallest batch with the drafting."""
+    if "=" not in text:
+        steps = read_steps(Path(text))
+        batch = min(steps["step_ms"])
+        return {rows: ms + steps["draft_ms"][batch] for rows, ms in steps["step_ms"][batch].items()}
     table = {int(rows): float(ms) for rows, _, ms in (entry.partition("=") for entry in text.split(","))}
     if min(table) < 1 or min(table.values()) <= 0:
         raise ValueError("rows and milliseconds are positive")
@@ -151,14 +157,3 @@ def write_json(file: Path, value: dict) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
     with replacing(file) as temporary:
         temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _interpolate(table: dict[int, float], rows: int) -> float:
-    """Piecewise linear; beyond the ends the nearest segment goes on."""
-    points = sorted(table.items())
-    if len(points) == 1:
-        return points[0][1]
-    (x0, y0), (x1, y1) = next(
-        (pair for pair in zip(points, points[1:], strict=False) if rows <= pair[1][0]), points[-2:]
-    )
-    return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
