@@ -37,6 +37,11 @@ COMMANDS = (
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
     Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
     Command(
+        ("train", "medusa2"),
+        "train Medusa heads and their target together",
+        "vllm_specplug.proposers.medusa.joint",
+    ),
+    Command(
         ("calibrate", "medusa"),
         "measure Medusa heads and grow their sparse tree",
         "vllm_specplug.proposers.medusa.calibrate",

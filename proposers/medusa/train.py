@@ -114,7 +114,10 @@ class MedusaTask:
         return heads_from_state(load_medusa(path), *shape)
 
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The cross-entropy of each head, averaged over its rows, times decay ** k."""
+        return self.head_losses(self.head, batch, batch.features)
+
+    def head_losses(self, heads: MedusaHeads, batch: Batch, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The cross-entropy of each head reading `features` [B, T, h], averaged over its rows, times decay ** k."""
         num_heads, width = self.options.num_heads, batch.label_ids.shape[1]
         usable = batch.in_answer & (batch.label_ids >= 0) & self.in_draft[batch.label_ids.clamp(min=0)]
         # Row t of the batch has its label at token t + 2, which is head 1's: head k's stands k - 1 rows later.
@@ -123,7 +126,7 @@ class MedusaTask:
             taken[k, :, : width - k] = usable[:, k:]
         read = taken.any(0)
         with torch.autocast(batch.features.device.type, dtype=torch.bfloat16):
-            predicted = self.head(batch.features[read])  # [rows read, heads, h]
+            predicted = heads(features[read])  # [rows read, heads, h]
         targets = batch.target_features[usable]  # one row for every label; the heads share them
         label = (usable.flatten().cumsum(0) - 1).view_as(usable)
         labels = likeliest(targets, self.draft_head, self.options.label_topk) if self.options.label_topk else None
@@ -131,7 +134,7 @@ class MedusaTask:
         for k in range(num_heads):
             at = label[:, k:][usable[:, k:]]
             weights = torch.full((at.shape[0],), self.options.decay ** (k + 1) / max(at.shape[0], 1), device=at.device)
-            own = None if self.head.lm_heads is None else self.head.lm_heads[k]
+            own = None if heads.lm_heads is None else heads.lm_heads[k]
             head, rows = self.draft_head if own is None else own, predicted[taken[k][read], k]
             if labels is not None:
                 loss = sparse_distillation_loss(rows, labels[0][at], labels[1][at], head, weights)
