@@ -27,6 +27,8 @@ from vllm_specplug.proposers.medusa.ranks import (
 from vllm_specplug.proposers.medusa.sparse_tree import (
     check_paths,
     default_tree,
+    dense_paths,
+    dense_widths,
     grow,
     grow_from_accuracies,
     parents_of,
@@ -172,6 +174,15 @@ def test_parents_and_default_tree():
     assert max(map(len, default_tree(2, 5, 63))) == 2
 
 
+def test_dense_trees():
+    assert dense_paths((2, 1)) == ((0,), (1,), (0, 0), (1, 0))
+    widths = dense_widths(3, 14)
+    assert (2, 2, 2) in widths and (1, 1, 12) in widths and (14,) in widths and (3, 2, 1) not in widths
+    for width in widths:
+        paths = dense_paths(width)
+        assert len(paths) <= 14 and check_paths(paths, "tree") == paths
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -274,6 +285,8 @@ def test_expected_tau_is_the_served_one_on_independent_hits():
     result = calibrate.calibrate(answers, budget=6, prior=30.0)
     assert result["medusa_choices"][:2] == [[0], [0, 0]]
     assert result["held_out_tau"]["6"] == pytest.approx(result["expected_tau"][5], rel=0.05)
+    dense = result["dense"][0]  # 3 guesses of each head are all that is ever right
+    assert dense["widths"][0] >= 3 and dense["held_out_tau"] == pytest.approx(1 + 0.8 + 0.8**2, rel=0.05)
     timed = calibrate.calibrate(answers, 6, 30.0, {1: 10.0, 2: 10.1, 3: 30.0})
     assert len(timed["medusa_choices"]) == 1  # a second node would cost a third step
     with pytest.raises(ValueError, match="at least 2 answers"):
