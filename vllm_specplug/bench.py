@@ -222,9 +222,10 @@ class Worker:
     def _obituary(self) -> str:
         return f"the engine of {self.method.label!r} has ended (code {self.process.wait()}); {end_of_log(self.log)}"
 
-    def generate(self, questions: list[Question], max_tokens: int) -> Measurement:
-        """Answer a batch greedily; tokenisation is not timed."""
-        self.send({"texts": [question.text for question in questions], "max_tokens": max_tokens})
+    def generate(self, questions: list[Question], max_tokens: int, sampling: dict | None = None) -> Measurement:
+        """Answer a batch, greedily or as ``SamplingParams`` of ``sampling`` say; tokenisation is not timed."""
+        request = {"texts": [question.text for question in questions], "max_tokens": max_tokens}
+        self.send(request | ({"sampling": sampling} if sampling else {}))
         reply = self.receive()
         return Measurement([question.name for question in questions], questions[0].category, **reply)
 

@@ -167,6 +167,8 @@ def plot(result: dict, file: Path) -> None:
     expected, held_out = result["expected_tau"], result["held_out_tau"]
     left.plot(range(1, len(expected) + 1), expected, label="expected")
     left.plot([int(n) for n in held_out], list(held_out.values()), "o", label="held-out answers")
+    dense = result["dense"]
+    left.plot([tree["nodes"] for tree in dense], [tree["held_out_tau"] for tree in dense], "x", label="dense trees")
     if "tokens_per_s" in result:
         speed = left.twinx()
         speed.plot([int(n) for n in result["tokens_per_s"]], list(result["tokens_per_s"].values()), "k:")

@@ -1,7 +1,7 @@
 """One engine of ``specplug bench``: JSON lines in on stdin, JSON lines out on what was stdout.
 
-The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens"}`` asks for greedy answers, and
-``{"close"}`` for the peak memory and the end.
+The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens"}`` asks for greedy answers, or for sampled
+ones with ``"sampling"`` (arguments of ``SamplingParams``), and ``{"close"}`` for the peak memory and the end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _read_counters(llm: Any) -> dict[str, int]:
     return {name: values.get(metric, 0) for name, metric in _COUNTERS.items()}
 
 
-def answer(llm: Any, texts: list[str], max_tokens: int) -> dict[str, Any]:
-    """Greedy answers to chat messages, the seconds they took and the draft counters they moved."""
+def answer(llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Answers to chat messages, greedy by default, the seconds they took and the draft counters they moved."""
     from vllm import SamplingParams
 
     tokenizer = llm.get_tokenizer()
@@ -31,10 +31,10 @@ def answer(llm: Any, texts: list[str], max_tokens: int) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompts.append({"prompt_token_ids": ids[: 2048 - max_tokens]})
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **(sampling or {})})
     before = _read_counters(llm)
     start = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     after = _read_counters(llm)
     token_ids = [list(output.outputs[0].token_ids) for output in outputs]
@@ -74,7 +74,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         if "close" in request:
             reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
             return
-        reply(answer(llm, request["texts"], request["max_tokens"]))
+        reply(answer(llm, request["texts"], request["max_tokens"], request.get("sampling")))
 
 
 if __name__ == "__main__":
