@@ -15,7 +15,7 @@ from .environment import end_of_log, engine_environment
 class StepProbe:
     """An engine in a process of its own that times its steps (``vllm_specplug.hosts.step_probe``)."""
 
-    def __init__(self, model: str, speculative_config: dict[str, Any] | None, max_num_seqs: int = 4):
+    def __init__(self, model: str, speculative_config: dict[str, Any] | None, **engine: Any):
         self._log = tempfile.NamedTemporaryFile(prefix="specplug-step-", suffix=".log")  # noqa: SIM115
         stock = speculative_config is None or speculative_config["method"] == "ngram"
         self._process = subprocess.Popen(
@@ -26,9 +26,9 @@ class StepProbe:
             text=True,
             env=engine_environment(kv_gib=1, plugins=not stock),
         )
-        engine = {"model": model, "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": max_num_seqs}
-        engine |= {"enable_prefix_caching": False}
-        self.ask(engine | ({} if speculative_config is None else {"speculative_config": speculative_config}))
+        arguments = {"model": model, "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 4}
+        arguments |= {"enable_prefix_caching": False, **engine}
+        self.ask(arguments | ({} if speculative_config is None else {"speculative_config": speculative_config}))
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for the answer.

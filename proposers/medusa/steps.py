@@ -26,14 +26,28 @@ _BASELINE = "plain vLLM (no plugin, no speculation), same run, taking turns"
 
 
 def measure(
-    target: str, heads: str, nodes: list[int], batches: list[int], context: int, max_tokens: int, turns: int
+    target: str,
+    heads: str,
+    nodes: list[int],
+    batches: list[int],
+    context: int,
+    max_tokens: int,
+    turns: int,
+    **engine: Any,
 ) -> dict[str, Any]:
-    """Medians in milliseconds, by batch: `plain_ms`, `draft_ms` (all heads) and `step_ms` (by rows)."""
+    """Medians in milliseconds, by batch: `plain_ms`, `draft_ms` (all heads) and `step_ms` (by rows).
+
+    engine: more arguments of the host's `LLM`.
+
+    Raises:
+        RuntimeError: an engine has ended, or a case had no step to measure.
+    """
     # A step's cost depends on the number of its rows, not on the shape; a first path of full depth runs all heads.
     depth = read_config(resolve_drafter(heads, "medusa")).get("medusa_num_heads", 1)
     tree = [[0] * level for level in range(1, depth + 1)] + [[rank] for rank in range(1, max(nodes))]
     medusa = {"method": "medusa", "model": heads, "tree": tree[: max(nodes)], "num_speculative_tokens": max(nodes)}
-    probes = {"plain": StepProbe(target, None, max(batches)), "medusa": StepProbe(target, medusa, max(batches))}
+    engine = {"max_num_seqs": max(batches)} | engine
+    probes = {"plain": StepProbe(target, None, **engine), "medusa": StepProbe(target, medusa, **engine)}
     cases = [("plain", batch, 0) for batch in batches] + [("medusa", batch, n) for batch in batches for n in nodes]
     seconds: dict[tuple, list[float]] = {case: [] for case in cases}
     drafting: dict[int, list[float]] = {batch: [] for batch in batches}
@@ -51,6 +65,9 @@ def measure(
     finally:
         for probe in probes.values():
             probe.close()
+
+    if empty := [case for case, values in seconds.items() if not values]:
+        raise RuntimeError(f"no full step was seen of (engine, batch, nodes) {empty}: raise --max-tokens or --turns")
 
     def ms(values: list[float]) -> float:
         return round(1000 * statistics.median(values), 3)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm_specplug.proposers.medusa import steps
 from vllm_specplug.proposers.medusa.joint import JointTraining, train_joint
 from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
 from vllm_specplug.proposers.training.answers import Answer
@@ -165,6 +166,18 @@ def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypa
     llm = engine("medusa", {**MEDUSA, "num_speculative_tokens": 19})
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) < 0.9 * tau
+
+
+# ---- what a step costs
+
+
+def test_steps_are_timed_by_rows_and_batch(checkpoints, heads):
+    engine = {"enforce_eager": True, "skip_tokenizer_init": True, "dtype": "float32"}
+    found = steps.measure(str(checkpoints["target"]), str(heads), [1, 4], [1, 2], 20, 12, 1, **engine)
+    assert found["step_ms"].keys() == found["plain_ms"].keys() == found["draft_ms"].keys() == {1, 2}
+    for batch, table in found["step_ms"].items():
+        assert table.keys() == {2, 5}
+        assert min(*table.values(), found["draft_ms"][batch], found["plain_ms"][batch]) > 0
 
 
 # ---- MEDUSA-2

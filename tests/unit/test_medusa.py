@@ -37,7 +37,8 @@ from vllm_specplug.proposers.training import loop
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
 
 from tests.unit import trained
-from vllm_specplug.config import ConfigError
+from vllm_specplug.bench import METHODS
+from vllm_specplug.config import ConfigError, parse_options
 
 HIDDEN, VOCAB, DRAFT = trained.HIDDEN, trained.VOCAB, trained.DRAFT
 
@@ -143,6 +144,16 @@ def test_resolution_settles_tree_depth_and_nodes(tmp_path):
         resolve(MedusaOptions(model=path, draft_depth=4), HIDDEN, VOCAB)
     with pytest.raises(ConfigError, match="dynamic must be true or false"):
         MedusaOptions(model=path, dynamic="yes")
+
+
+def test_shipped_heads_need_no_more_than_their_name():
+    options = resolve(MedusaOptions(model="smollm2-135m-instruct"), 576, 49152)
+    assert options.num_speculative_tokens == len(options.tree) > 1 and options.tree != default_tree(3, 4096, 16)
+    info = validate_medusa(options.model, 576, 49152)
+    assert not info.has_lm_heads and (info.path / "model.safetensors").stat().st_size < 12e6
+    assert {"command", "commit", "data_sha256", "dev_accuracies"} <= info.config["specplug"].keys()
+    for config in (METHODS["medusa"], METHODS["medusa-chain"]):
+        assert resolve(parse_options(config), 576, 49152).draft_depth <= info.num_heads
 
 
 # ---- sparse trees
