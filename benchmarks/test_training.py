@@ -45,7 +45,7 @@ def serve() -> None:
     features, targets = (torch.randn(*shape, HIDDEN).bfloat16() for _ in range(2))
     in_answer = (torch.arange(ROWS) >= ROWS // 2).expand(shape)
     ids = torch.randint(0, DRAFT, shape)
-    batch = Batch(ids, features, targets, ids, in_answer)
+    batch = Batch(ids, features, targets, ids, in_answer, ids[:, 0])
     before = peak_mib()
     for line in sys.stdin:
         started = time.perf_counter()

@@ -6,59 +6,26 @@ SmolLM2-135M-Instruct in bf16, batch 1, both engines alive, taking turns.  A ste
 inputs, forward, logits, walk and key/value commit.  Read ``extra_info.ratio_to_chain``: median over median.
 """
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from vllm_specplug.environment import end_of_log, engine_environment, provenance
+from vllm_specplug.environment import provenance
 from vllm_specplug.smollm2 import prepare
+from vllm_specplug.steps import StepProbe
 
 BAR = 1.10
 TURNS = 6
-
-
-class Engine:
-    """One process of ``vllm_specplug.hosts.step_probe``."""
-
-    def __init__(self, speculative_config, plugins):
-        self.log = tempfile.NamedTemporaryFile(prefix="specplug-step-", suffix=".log")  # noqa: SIM115
-        environment = engine_environment(kv_gib=1, plugins=plugins)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_specplug.hosts.step_probe"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=environment,
-        )
-        arguments = {"model": str(prepare()), "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 4}
-        arguments |= {"enable_prefix_caching": False, "speculative_config": speculative_config}
-        self.ask(arguments)
-
-    def ask(self, message):
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, end_of_log(Path(self.log.name))
-        return json.loads(line)
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(30)
 
 
 @pytest.fixture(scope="module", params=[16, 32, 60])
 def engines(request):
     tree = {"method": "eagle2", "model": "smollm2-135m-instruct", "num_speculative_tokens": request.param}
     chain = {"method": "ngram", "num_speculative_tokens": request.param, "prompt_lookup_max": 2}
+    model = str(prepare())
     pair = (
-        Engine(tree | {"draft_depth": 4, "draft_top_k": 8, "min_node_value": 0.0, "min_level_value": 0.0}, True),
-        Engine(chain, False),
+        StepProbe(model, tree | {"draft_depth": 4, "draft_top_k": 8, "min_node_value": 0.0, "min_level_value": 0.0}),
+        StepProbe(model, chain),
     )
     yield request.param, *pair
     for engine in pair:

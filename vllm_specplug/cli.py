@@ -38,12 +38,27 @@ COMMANDS = (
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
     Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
     Command(
+        ("train", "medusa2"),
+        "train Medusa heads and their target together",
+        "vllm_specplug.proposers.medusa.joint",
+    ),
+    Command(
         ("calibrate", "medusa"),
         "measure Medusa heads and grow their sparse tree",
         "vllm_specplug.proposers.medusa.calibrate",
     ),
+    Command(("steps",), "measure what a step costs by tree size and batch", "vllm_specplug.proposers.medusa.steps"),
+    Command(
+        ("simulate", "medusa"),
+        "the speedup to expect from a calibrated tree and measured steps",
+        "vllm_specplug.proposers.medusa.simulate",
+    ),
 )
-_GROUPS = {"train": "train a drafter", "calibrate": "fit a drafter's tree to what it was measured to know"}
+_GROUPS = {
+    "train": "train a drafter",
+    "calibrate": "fit a drafter's tree to what it was measured to know",
+    "simulate": "what to expect of a drafter",
+}
 
 #: Mistakes of the user or of the machine: one line, exit code 2.  Anything else is a defect of ours: exit code 1.
 EXPECTED_ERRORS = (ValueError, OSError, RuntimeError, ImportError)

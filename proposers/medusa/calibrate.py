@@ -22,7 +22,11 @@ from ..training.features import target_head
 from ..training.provenance import provenance
 from ..training.trainer import LoopOptions
 from .ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_tau
-from .sparse_tree import MAX_RANKS, TREE_KEY, grow
+from .sparse_tree import MAX_RANKS, TREE_KEY, dense_paths, dense_widths, grow
+from .steps import interpolate, read_steps
+
+#: Sizes of the dense trees that the sparse one is compared with (Medusa, figure 6).
+DENSE = (64, 256)
 
 #: Budgets whose tau is measured on the held-out half.
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
@@ -35,7 +39,8 @@ def calibrate(ranks: list[torch.Tensor], budget: int, prior: float, step_ms: dic
     is cut to the budget with the most tokens per second on the held-out half.
 
     Returns `medusa_choices` (the paths in order of growth), `expected_tau` (of the first n nodes, n = 1..),
-    `held_out_tau` and `tokens_per_s` (by budget), `accuracies` (the first ten a_k(i) of each head).
+    `held_out_tau` and `tokens_per_s` (by budget), `dense` (the best dense trees of `DENSE` nodes and their
+    held-out tau), `accuracies` (the first ten a_k(i) of each head).
     """
     if len(ranks) < 2:
         raise ValueError(f"calibration needs at least 2 answers to grow a tree and to measure it, got {len(ranks)}")
@@ -49,14 +54,28 @@ def calibrate(ranks: list[torch.Tensor], budget: int, prior: float, step_ms: dic
         TREE_KEY: [list(path) for path in paths],
         "expected_tau": [round(tau, 4) for tau in expected],
         "held_out_tau": {str(n): round(tau, 4) for n, tau in taus.items()},
+        "dense": [best_dense(growing, held_out, nodes) for nodes in DENSE],
         "accuracies": [[round(value, 4) for value in row[:10]] for row in chances.accuracies],
     }
     if step_ms:
-        speeds = {n: 1000 * tau / _interpolate(step_ms, n + 1) for n, tau in taus.items()}
+        speeds = {n: 1000 * tau / interpolate(step_ms, n + 1) for n, tau in taus.items()}
         best = max(speeds, key=speeds.__getitem__)
         result["tokens_per_s"] = {str(n): round(speed, 2) for n, speed in speeds.items()}
         result[TREE_KEY] = result[TREE_KEY][:best]
     return result
+
+
+def best_dense(growing: list[torch.Tensor], held_out: list[torch.Tensor], max_nodes: int) -> dict:
+    """The dense tree that the growing half would choose: its widths by level, its nodes and its held-out tau."""
+    rows = torch.cat(growing)
+
+    def accepted(widths: tuple[int, ...]) -> int:
+        right = (rows[:, : len(widths)] >= 0) & (rows[:, : len(widths)] < torch.tensor(widths))
+        return int(right.cumprod(dim=1).sum())
+
+    widths = max(dense_widths(rows.shape[1], max_nodes), key=accepted)
+    paths = dense_paths(widths)
+    return {"widths": list(widths), "nodes": len(paths), "held_out_tau": round(simulate_tau(held_out, paths), 4)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms",
         type=parse_step_ms,
-        metavar="ROWS=MS,...",
-        help="measured time of a verification step by rows; cuts the tree to the budget of the most tokens per second",
+        metavar="FILE|ROWS=MS,...",
+        help="measured time of a step by rows, drafting included, or the file of `specplug steps`; cuts the tree to "
+        "the budget of the most tokens per second",
     )
     parser.add_argument("--into-model", action="store_true", help="also write the tree into the heads' config.json")
 
@@ -103,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_step_ms(text: str) -> dict[int, float]:
-    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}."""
+    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}; of a file of `specplug steps`, its smallest batch with the drafting."""
+    if "=" not in text:
+        steps = read_steps(Path(text))
+        batch = min(steps["step_ms"])
+        return {rows: ms + steps["draft_ms"][batch] for rows, ms in steps["step_ms"][batch].items()}
     table = {int(rows): float(ms) for rows, _, ms in (entry.partition("=") for entry in text.split(","))}
     if min(table) < 1 or min(table.values()) <= 0:
         raise ValueError("rows and milliseconds are positive")
@@ -111,14 +135,26 @@ def parse_step_ms(text: str) -> dict[int, float]:
 
 
 def report(result: dict) -> str:
-    """The budgets as a table."""
+    """Tables: the budgets, with the dense trees, and the accuracies by rank."""
     speeds = result.get("tokens_per_s", {})
     rows = [
         [budget, f"{result['expected_tau'][int(budget) - 1]:.3f}", f"{tau:.3f}"]
         + ([f"{speeds[budget]:.1f}"] if speeds else [])
         for budget, tau in result["held_out_tau"].items()
     ]
-    return format_table(["nodes", "expected tau", "held-out tau"] + (["tokens/s"] if speeds else []), rows)
+    rows += [
+        [f"{dense['nodes']} dense ({' x '.join(map(str, dense['widths']))})", "-", f"{dense['held_out_tau']:.3f}"]
+        + (["-"] if speeds else [])
+        for dense in result["dense"]
+    ]
+    ranks = range(1, 1 + len(result["accuracies"][0]))
+    by_rank = [[f"head {k}", *(f"{a:.3f}" for a in row)] for k, row in enumerate(result["accuracies"], start=1)]
+    return "\n\n".join(
+        [
+            format_table(["nodes", "expected tau", "held-out tau"] + (["tokens/s"] if speeds else []), rows),
+            format_table(["accuracy by rank", *map(str, ranks)], by_rank),
+        ]
+    )
 
 
 def plot(result: dict, file: Path) -> None:
@@ -131,6 +167,8 @@ def plot(result: dict, file: Path) -> None:
     expected, held_out = result["expected_tau"], result["held_out_tau"]
     left.plot(range(1, len(expected) + 1), expected, label="expected")
     left.plot([int(n) for n in held_out], list(held_out.values()), "o", label="held-out answers")
+    dense = result["dense"]
+    left.plot([tree["nodes"] for tree in dense], [tree["held_out_tau"] for tree in dense], "x", label="dense trees")
     if "tokens_per_s" in result:
         speed = left.twinx()
         speed.plot([int(n) for n in result["tokens_per_s"]], list(result["tokens_per_s"].values()), "k:")
@@ -151,14 +189,3 @@ def write_json(file: Path, value: dict) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
     with replacing(file) as temporary:
         temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _interpolate(table: dict[int, float], rows: int) -> float:
-    """Piecewise linear; beyond the ends the nearest segment goes on."""
-    points = sorted(table.items())
-    if len(points) == 1:
-        return points[0][1]
-    (x0, y0), (x1, y1) = next(
-        (pair for pair in zip(points, points[1:], strict=False) if rows <= pair[1][0]), points[-2:]
-    )
-    return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)

@@ -17,7 +17,7 @@ from ..training import command
 from ..training.evaluate import Acceptance
 from ..training.features import FeatureSet, target_head
 from ..training.loop import Batch
-from ..training.losses import distillation_loss
+from ..training.losses import distillation_loss, likeliest, sparse_distillation_loss
 from ..training.provenance import provenance
 from ..training.team import Team
 from ..training.trainer import LoopOptions, train
@@ -34,12 +34,15 @@ class MedusaTraining(LoopOptions):
     num_heads: int = 4
     num_layers: int = 1  # residual blocks per head
     decay: float = 0.8  # head k's loss weighs decay ** k
+    label_topk: int = 32  # a label is the target's distribution over its likeliest tokens; 0: over all
     own_lm_heads: bool = False  # train an LM head for each head, starting from the target's; large checkpoints
 
     def __post_init__(self):
         super().__post_init__()
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(f"num_heads and num_layers must be at least 1, got {self.num_heads}, {self.num_layers}")
+        if self.label_topk < 0:
+            raise ValueError(f"label_topk must not be negative, got {self.label_topk}")
 
 
 def train_medusa(
@@ -111,7 +114,10 @@ class MedusaTask:
         return heads_from_state(load_medusa(path), *shape)
 
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The cross-entropy of each head, averaged over its rows, times decay ** k."""
+        return self.head_losses(self.head, batch, batch.features)
+
+    def head_losses(self, heads: MedusaHeads, batch: Batch, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The cross-entropy of each head reading `features` [B, T, h], averaged over its rows, times decay ** k."""
         num_heads, width = self.options.num_heads, batch.label_ids.shape[1]
         usable = batch.in_answer & (batch.label_ids >= 0) & self.in_draft[batch.label_ids.clamp(min=0)]
         # Row t of the batch has its label at token t + 2, which is head 1's: head k's stands k - 1 rows later.
@@ -120,18 +126,22 @@ class MedusaTask:
             taken[k, :, : width - k] = usable[:, k:]
         read = taken.any(0)
         with torch.autocast(batch.features.device.type, dtype=torch.bfloat16):
-            predicted = self.head(batch.features[read])  # [rows read, heads, h]
+            predicted = heads(features[read])  # [rows read, heads, h]
+        targets = batch.target_features[usable]  # one row for every label; the heads share them
+        label = (usable.flatten().cumsum(0) - 1).view_as(usable)
+        labels = likeliest(targets, self.draft_head, self.options.label_topk) if self.options.label_topk else None
         losses = {}
         for k in range(num_heads):
-            targets = batch.target_features[:, k:][usable[:, k:]]
-            scale = self.options.decay ** (k + 1) / max(targets.shape[0], 1)
-            weights = torch.full((targets.shape[0],), scale, device=targets.device)
-            heads = (self.draft_head, None)
-            if self.head.lm_heads is not None:
-                heads = (self.head.lm_heads[k], self.draft_head)
-            losses[f"head {k + 1}"] = distillation_loss(
-                predicted[taken[k][read], k], targets, heads[0], weights, target_head=heads[1]
-            )
+            at = label[:, k:][usable[:, k:]]
+            weights = torch.full((at.shape[0],), self.options.decay ** (k + 1) / max(at.shape[0], 1), device=at.device)
+            own = None if heads.lm_heads is None else heads.lm_heads[k]
+            head, rows = self.draft_head if own is None else own, predicted[taken[k][read], k]
+            if labels is not None:
+                loss = sparse_distillation_loss(rows, labels[0][at], labels[1][at], head, weights)
+            else:
+                target_head = None if own is None else self.draft_head
+                loss = distillation_loss(rows, targets[at], head, weights, target_head=target_head)
+            losses[f"head {k + 1}"] = loss
         return losses
 
     def measure(self, dev: FeatureSet) -> Acceptance:

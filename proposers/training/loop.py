@@ -31,6 +31,7 @@ class Batch:
     target_features: torch.Tensor  # [B, T, h], feature t+1
     label_ids: torch.Tensor  # int64 [B, T], token t+2: what the target says after feature t+1; -1 padding
     in_answer: torch.Tensor  # bool [B, T], token t+2 belongs to the answer
+    first_ids: torch.Tensor  # int64 [B], token 0
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
@@ -53,7 +54,8 @@ def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torc
         features[row, :count] = inputs[start : start + count]
         target_features[row, :count] = data.features[start + 1 : start + 1 + count]
         in_answer[row, max(int(data.prompt_lengths[i]) - 2, 0) : count] = True
-    return Batch(next_ids, features, target_features, label_ids, in_answer)
+    first_ids = data.ids[data.starts[sequences]]
+    return Batch(next_ids, features, target_features, label_ids, in_answer, first_ids)
 
 
 def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

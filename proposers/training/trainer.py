@@ -55,6 +55,9 @@ class Task(Protocol):
     target_config: dict
     init_from: str | None  # checkpoint to start from
 
+    # Optional: `parameter_groups()`, the optimizer's groups of the head's parameters; their learning rate is the
+    # schedule's times the group's `lr_scale`.
+
     def prepare(self, data: FeatureSet, fresh: bool) -> None:
         """Set what is derived from the data; where `fresh`, the weights to begin with too."""
 
@@ -108,9 +111,8 @@ def train(
         head.load_state_dict(state["head"])
     head.to(team.device)
     team.share_weights(head)
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
-    )
+    groups_of = task.parameter_groups() if hasattr(task, "parameter_groups") else [{"params": head.parameters()}]
+    optimizer = torch.optim.AdamW(groups_of, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     if "optimizer" in state:
         optimizer.load_state_dict(state["optimizer"])
     log = TrainingLog(out_dir, state["step"]) if team.leads else None
@@ -124,7 +126,7 @@ def train(
         for step in bar:
             rate = learning_rate(step, len(groups), options.lr, options.warmup, schedule=options.schedule)
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_scale", 1.0)
             optimizer.zero_grad(set_to_none=True)
             _add_gradients(task, data, groups[step], step, len(groups), micro_batches, options.seed, team, meter)
             if options.clip_value:

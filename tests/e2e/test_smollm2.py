@@ -9,6 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm_specplug.proposers.medusa.calibrate import calibrate
+from vllm_specplug.proposers.medusa.ranks import load_for_ranking, rank_answers
+from vllm_specplug.proposers.training.answers import Answer
+from vllm_specplug.proposers.training.features import extract, load_features, target_head
+
+from vllm_specplug.config import resolve_drafter
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = {
@@ -17,6 +23,7 @@ SAMPLING = {
     "temperature 1.0, top_p, top_k": {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24},
 }
 EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
+MEDUSA = {"method": "medusa", "model": "smollm2-135m-instruct"}
 
 pytestmark = pytest.mark.smollm2
 
@@ -64,3 +71,20 @@ def test_batch_of_1(smollm2, conversations, plain):
     greedy = {"greedy": SAMPLING["greedy"]}
     found = answer(smollm2, conversations, greedy, max_num_seqs=1, speculative_config=EAGLE2)
     assert found["greedy"] == plain["greedy"]
+
+
+def test_medusa_accepts_what_calibration_expects(smollm2, conversations, plain, tmp_path):
+    """A tree calibrated on half of the answers is served for the other half: the same tokens, and the tau foretold."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in conversations]
+    answers = [Answer("test", p, a) for p, a in zip(prompts, plain["greedy"], strict=True)]
+    data = load_features(extract(smollm2, answers[::2], tmp_path, progress=False))
+    heads, lm_head, ids = load_for_ranking(resolve_drafter(MEDUSA["model"], "medusa"), target_head(smollm2)[2])
+    result = calibrate(rank_answers(heads, data, lm_head, ids), budget=16, prior=30.0)
+    tree = {"tree": result["medusa_choices"], "num_speculative_tokens": 16}
+    greedy = {"greedy": SAMPLING["greedy"]}
+    served = answer(smollm2, conversations[1::2], greedy, max_num_seqs=8, speculative_config=MEDUSA | tree)
+    assert served["greedy"] == plain["greedy"][1::2]
+    tau = 1 + served["accepted"] / served["drafts"]
+    assert tau == pytest.approx(result["expected_tau"][-1], rel=0.1) and tau > 1.2

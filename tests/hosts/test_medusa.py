@@ -9,8 +9,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm_specplug.proposers.medusa import steps
+from vllm_specplug.proposers.medusa.joint import JointTraining, train_joint
 from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
@@ -37,11 +39,17 @@ def plain(engine, prompts):
 
 
 @pytest.fixture(scope="module")
-def heads(checkpoints, prompts, plain, tmp_path_factory):
-    """Heads fitted to the target's answers to these very prompts, so that trees are accepted often."""
-    root = tmp_path_factory.mktemp("medusa")
+def data(checkpoints, prompts, plain, tmp_path_factory):
+    """Features of the target's answers to these very prompts."""
     rows = [Answer("tiny", p["prompt_token_ids"], a[0]) for p, a in zip(prompts, plain, strict=True)]
-    data = load_features(extract(checkpoints["target"], rows, root / "features", progress=False))
+    folder = tmp_path_factory.mktemp("features")
+    return load_features(extract(checkpoints["target"], rows, folder, progress=False))
+
+
+@pytest.fixture(scope="module")
+def heads(checkpoints, data, tmp_path_factory):
+    """Heads fitted to the answers that they will draft, so that trees are accepted often."""
+    root = tmp_path_factory.mktemp("medusa")
     train_medusa(
         str(checkpoints["target"]), data, str(root / "heads"), torch.arange(tiny.VOCAB), TRAINING, progress=False
     )
@@ -158,6 +166,40 @@ def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypa
     llm = engine("medusa", {**MEDUSA, "num_speculative_tokens": 19})
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) < 0.9 * tau
+
+
+# ---- what a step costs
+
+
+def test_steps_are_timed_by_rows_and_batch(checkpoints, heads):
+    engine = {"enforce_eager": True, "skip_tokenizer_init": True, "dtype": "float32"}
+    found = steps.measure(str(checkpoints["target"]), str(heads), [1, 4], [1, 2], 20, 12, 1, **engine)
+    assert found["step_ms"].keys() == found["plain_ms"].keys() == found["draft_ms"].keys() == {1, 2}
+    for batch, table in found["step_ms"].items():
+        assert table.keys() == {2, 5}
+        assert min(*table.values(), found["draft_ms"][batch], found["plain_ms"][batch]) > 0
+
+
+# ---- MEDUSA-2
+
+
+def test_merged_backbone_and_its_heads_are_served(engine, checkpoints, prompts, plain, data, heads):
+    """What joint training exports is a model of its own: other answers than the target's, drafted by its heads."""
+    pytest.importorskip("peft")
+    out = heads.parent / "joint"
+    settings = {"num_heads": HEADS, "num_layers": 2, "draft_vocab_size": tiny.VOCAB, "batch_tokens": 4096}
+    options = JointTraining(**settings, lr=5e-3, epochs=20, heads_first=0.0, heads_weight=1.0)
+    ids = torch.arange(tiny.VOCAB)
+    train_joint(str(checkpoints["target"]), data, str(out), ids, options, init_from=str(heads), progress=False)
+    backbone = str(out / "backbone")
+    alone = LLM(backbone, **ENGINE)
+    engine.kept.append(alone)
+    expected = token_ids(alone.generate(prompts[:24], GREEDY, use_tqdm=False))
+    assert expected != plain[:24]
+    drafted = LLM(backbone, speculative_config={**MEDUSA, "model": str(out)}, **ENGINE)
+    engine.kept.append(drafted)
+    assert token_ids(drafted.generate(prompts[:24], GREEDY, use_tqdm=False)) == expected
+    assert acceptance_length(drafted) > 1.3
 
 
 # ---- refused before the engine starts

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, offsets, save_head
-from vllm_specplug.proposers.medusa import calibrate, train
+from vllm_specplug.proposers.medusa import calibrate, simulate, train
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
 from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
@@ -27,6 +27,8 @@ from vllm_specplug.proposers.medusa.ranks import (
 from vllm_specplug.proposers.medusa.sparse_tree import (
     check_paths,
     default_tree,
+    dense_paths,
+    dense_widths,
     grow,
     grow_from_accuracies,
     parents_of,
@@ -35,7 +37,8 @@ from vllm_specplug.proposers.training import loop
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
 
 from tests.unit import trained
-from vllm_specplug.config import ConfigError
+from vllm_specplug.bench import METHODS
+from vllm_specplug.config import ConfigError, parse_options
 
 HIDDEN, VOCAB, DRAFT = trained.HIDDEN, trained.VOCAB, trained.DRAFT
 
@@ -143,6 +146,16 @@ def test_resolution_settles_tree_depth_and_nodes(tmp_path):
         MedusaOptions(model=path, dynamic="yes")
 
 
+def test_shipped_heads_need_no_more_than_their_name():
+    options = resolve(MedusaOptions(model="smollm2-135m-instruct"), 576, 49152)
+    assert options.num_speculative_tokens == len(options.tree) > 1 and options.tree != default_tree(3, 4096, 16)
+    info = validate_medusa(options.model, 576, 49152)
+    assert not info.has_lm_heads and (info.path / "model.safetensors").stat().st_size < 12e6
+    assert {"command", "commit", "data_sha256", "dev_accuracies"} <= info.config["specplug"].keys()
+    for config in (METHODS["medusa"], METHODS["medusa-chain"]):
+        assert resolve(parse_options(config), 576, 49152).draft_depth <= info.num_heads
+
+
 # ---- sparse trees
 
 
@@ -170,6 +183,15 @@ def test_parents_and_default_tree():
     assert len(tree) == 63 and check_paths(tree, "tree") == tree
     assert max(map(len, tree)) == 4 and (0, 0, 0) in tree[:16]
     assert max(map(len, default_tree(2, 5, 63))) == 2
+
+
+def test_dense_trees():
+    assert dense_paths((2, 1)) == ((0,), (1,), (0, 0), (1, 0))
+    widths = dense_widths(3, 14)
+    assert (2, 2, 2) in widths and (1, 1, 12) in widths and (14,) in widths and (3, 2, 1) not in widths
+    for width in widths:
+        paths = dense_paths(width)
+        assert len(paths) <= 14 and check_paths(paths, "tree") == paths
 
 
 @pytest.mark.parametrize(
@@ -274,10 +296,55 @@ def test_expected_tau_is_the_served_one_on_independent_hits():
     result = calibrate.calibrate(answers, budget=6, prior=30.0)
     assert result["medusa_choices"][:2] == [[0], [0, 0]]
     assert result["held_out_tau"]["6"] == pytest.approx(result["expected_tau"][5], rel=0.05)
+    dense = result["dense"][0]  # 3 guesses of each head are all that is ever right
+    assert dense["widths"][0] >= 3 and dense["held_out_tau"] == pytest.approx(1 + 0.8 + 0.8**2, rel=0.05)
     timed = calibrate.calibrate(answers, 6, 30.0, {1: 10.0, 2: 10.1, 3: 30.0})
     assert len(timed["medusa_choices"]) == 1  # a second node would cost a third step
     with pytest.raises(ValueError, match="at least 2 answers"):
         calibrate.calibrate(answers[:1], 6, 30.0)
+
+
+# ---- step times and the simulation
+
+
+STEPS = {
+    "plain_ms": {1: 10.0, 32: 20.0},
+    "draft_ms": {1: 1.0, 32: 4.0},
+    "step_ms": {1: {2: 10.0, 4: 11.0, 8: 20.0}, 32: {2: 40.0, 4: 80.0}},
+}
+
+
+def test_simulated_speedup_is_tau_over_overhead():
+    speedups = simulate.simulate({1: 1.5, 2: 1.8, 7: 2.0}, STEPS)
+    assert speedups[1] == pytest.approx({1: 1.5 * 10 / 11, 2: 1.8 * 10 / 11.5, 7: 2.0 * 10 / 21})
+    assert speedups[32] == pytest.approx(
+        {1: 1.5 * 20 / 44, 2: 1.8 * 20 / 64, 7: 2.0 * 20 / 164}
+    )  # beyond: a straight line
+    assert simulate.best_nodes(speedups[1]) == 2 and simulate.best_nodes(speedups[32]) == 0
+
+
+def test_simulate_command_and_its_refusals(tmp_path, capsys):
+    tree, times = tmp_path / "tree.json", tmp_path / "steps.json"
+    tree.write_text(json.dumps({"held_out_tau": {"1": 1.5, "2": 1.8}}))
+    times.write_text(json.dumps(STEPS))
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    words = ["--tree", str(tree), "--steps", str(times), "--out", str(tmp_path / "out")]
+    simulate.run(parser.parse_args(words))
+    written = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert written["best_nodes"] == {"1": 2, "32": 0} and written["speedup"]["1"]["2"] == 1.565
+    assert (tmp_path / "out" / "simulation.png").stat().st_size > 5_000
+    assert "batch 32: plain decoding" in capsys.readouterr().out
+    assert calibrate.parse_step_ms(str(times)) == {2: 11.0, 4: 12.0, 8: 21.0}  # of batch 1, drafting included
+    times.write_text(json.dumps(STEPS | {"plain_ms": {1: 10.0}}))
+    with pytest.raises(ValueError, match="others for plain steps"):
+        simulate.run(parser.parse_args(words))
+    times.write_text("{}")
+    with pytest.raises(ValueError, match="no table of step times.*specplug steps"):
+        calibrate.parse_step_ms(str(times))
+    tree.write_text("[]")
+    with pytest.raises(ValueError, match="holds no tau by nodes"):
+        simulate.run(parser.parse_args(words))
 
 
 # ---- training
@@ -303,8 +370,9 @@ def fit(target, data, out, **changes) -> MedusaHeads:
     )
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_every_head(target, data):
-    options = train.MedusaTraining(num_heads=3, draft_vocab_size=DRAFT, decay=0.5)
+@pytest.mark.parametrize("label_topk", [0, 5])
+def test_the_loss_is_the_weighted_cross_entropy_of_every_head(target, data, label_topk):
+    options = train.MedusaTraining(num_heads=3, draft_vocab_size=DRAFT, decay=0.5, label_topk=label_topk)
     task = train.MedusaTask(target, torch.arange(DRAFT), options)
     nn.init.normal_(task.head.weight, std=0.05)
     chosen = [0, 3, 5]
@@ -318,7 +386,10 @@ def test_the_loss_is_the_weighted_cross_entropy_of_every_head(target, data):
             for t in range(length - k - 1):
                 # label: token t + k + 1, in the answer and in the draft vocabulary
                 if t + k + 1 >= prompt and data.ids[start + t + k + 1] < DRAFT:
-                    probs = (data.features[start + t + k].float() @ lm_head.T).softmax(-1)
+                    logits = data.features[start + t + k].float() @ lm_head.T
+                    if label_topk:
+                        logits[logits < logits.topk(label_topk).values[-1]] = -torch.inf
+                    probs = logits.softmax(-1)
                     head = task.head(data.features[start + t].float().unsqueeze(0))[0, k - 1]
                     terms.append(-(probs * (head @ lm_head.T).log_softmax(-1)).sum())
         assert found[f"head {k}"].item() == pytest.approx(0.5**k * torch.stack(terms).mean().item(), rel=0.02)

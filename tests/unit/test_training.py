@@ -139,6 +139,27 @@ def test_chunked_loss_and_gradient_equal_autograd(monkeypatch, topk_weight):
     torch.testing.assert_close(ours.grad, plain.grad)
 
 
+@pytest.mark.parametrize("own_head", [False, True])
+def test_sparse_labels_loss_and_gradients_equal_autograd(monkeypatch, own_head):
+    monkeypatch.setattr(losses, "SPARSE_CHUNK", 4)
+    torch.manual_seed(0)
+    target, head, weights = torch.randn(10, HIDDEN), torch.randn(DRAFT, HIDDEN), torch.rand(10)
+    ids, probs = losses.likeliest(target, head, 5)
+    top = (target @ head.T).topk(5)
+    assert torch.equal(ids, top.indices)
+    torch.testing.assert_close(probs, top.values.softmax(-1))
+    ours, ours_head = torch.randn(10, HIDDEN, requires_grad=True), head.clone().requires_grad_(own_head)
+    plain, plain_head = ours.detach().clone().requires_grad_(), head.clone().requires_grad_()
+    loss = losses.sparse_distillation_loss(ours, ids, probs, ours_head, weights)
+    expected = -(((plain @ plain_head.T).log_softmax(-1).gather(-1, ids) * probs).sum(-1) * weights).sum()
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(ours.grad, plain.grad)
+    if own_head:
+        torch.testing.assert_close(ours_head.grad, plain_head.grad)
+
+
 # ---- the head
 
 

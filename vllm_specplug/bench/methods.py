@@ -19,6 +19,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     _STOCK_EAGLE: {"method": "eagle", "model": _DRAFTER, "num_speculative_tokens": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},  # needs the package arctic-inference
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
+    "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
+    "medusa": {"method": "medusa", "model": _DRAFTER},
     "lookup": {"method": "lookup"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, {"method": "lookup"}]},
 }

@@ -115,10 +115,17 @@ class Worker:
     def _obituary(self) -> str:
         return f"the engine of {self.method.label!r} has ended (code {self.process.wait()}); {end_of_log(self.log)}"
 
-    def generate(self, questions: list[Question], max_tokens: int, temperature: float = 0.0) -> Measurement:
-        """Answer a batch; tokenisation is not timed."""
+    def generate(
+        self,
+        questions: list[Question],
+        max_tokens: int,
+        temperature: float = 0.0,
+        sampling: dict[str, Any] | None = None,
+    ) -> Measurement:
+        """Answer a batch, or as ``SamplingParams`` of ``sampling`` say; tokenisation is not timed."""
+        sampling = sampling or ({"temperature": temperature, "seed": 0} if temperature else {})
         texts = [question.text for question in questions]
-        self.send({"texts": texts, "max_tokens": max_tokens, "temperature": temperature})
+        self.send({"texts": texts, "max_tokens": max_tokens, "sampling": sampling})
         return Measurement([question.name for question in questions], questions[0].category, **self.receive())
 
     def close(self) -> int:

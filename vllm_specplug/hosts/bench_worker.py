@@ -1,7 +1,7 @@
 """One engine of ``specplug bench``: JSON lines in on stdin, JSON lines out on what was stdout.
 
-The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens", "temperature"}`` asks for answers, and
-``{"close"}`` for the peak memory and the end.
+The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens"}`` asks for greedy answers, or for sampled
+ones with ``"sampling"`` (arguments of ``SamplingParams``), and ``{"close"}`` for the peak memory and the end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _read_counters(llm: Any) -> tuple[int, list[int]]:
     return drafts, by_depth
 
 
-def answer(llm: Any, texts: list[str], max_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-    """Answers to chat messages (sampled ones seeded), the seconds they took and the draft counters they moved."""
+def answer(llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Answers to chat messages, greedy by default, the seconds they took and the draft counters they moved."""
     from vllm import SamplingParams
 
     tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
@@ -38,10 +38,10 @@ def answer(llm: Any, texts: list[str], max_tokens: int, temperature: float = 0.0
         messages = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompts.append({"prompt_token_ids": ids[:room]})
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0 if temperature else None)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **(sampling or {})})
     drafts, by_depth = _read_counters(llm)
     start = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     new_drafts, new_by_depth = _read_counters(llm)
     accepted = [new - old for new, old in zip(new_by_depth, by_depth or [0] * len(new_by_depth), strict=True)]
@@ -94,7 +94,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         if "close" in request:
             reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
             return
-        reply(answer(llm, request["texts"], request["max_tokens"], request.get("temperature", 0.0)))
+        reply(answer(llm, request["texts"], request["max_tokens"], request.get("sampling")))
 
 
 if __name__ == "__main__":
