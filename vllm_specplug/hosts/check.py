@@ -87,6 +87,11 @@ MANIFEST = (
     HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
+    HostSymbol(f"{_RUNNER}.may_reinitialize_input_batch", ("self",)),
+    HostSymbol(
+        "vllm.v1.sample.thinking_budget_state:maybe_create_thinking_budget_state_holder",
+        ("reasoning_config", "max_num_seqs", "num_spec_tokens", "device", "is_pin_memory"),
+    ),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"),

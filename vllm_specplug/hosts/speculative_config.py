@@ -127,7 +127,6 @@ def _check_target(options: TreeOptions, model_config: Any, parallel_config: Any,
         (parallel_config.data_parallel_size > 1, "data parallelism", "--data-parallel-size 1"),
         (parallel_config.worker_cls not in ("auto", CPU_WORKER), "a custom worker class", "no --worker-cls"),
         (bool(engine_args.enable_lora), "LoRA", "no --enable-lora"),
-        (bool(engine_args.logits_processors), "custom logits processors", "no --logits-processors"),
         (
             str(engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
             f"a quantised KV cache ({engine_args.kv_cache_dtype})",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +10,6 @@ import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.config import host_drafter
@@ -21,6 +18,7 @@ from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
 from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
+from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
@@ -56,7 +54,8 @@ class TreeCPUModelRunner(CPUModelRunner):
     drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
-        super().__init__(vllm_config, device)
+        with custom_processors_hidden(vllm_config.model_config):
+            super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
@@ -68,13 +67,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
-        self._lift_refused_processors()
+        restore_processors(self)
 
-    def _lift_refused_processors(self) -> None:
-        """Give back min_p and logit_bias, which the host drops whenever a speculative config is set."""
-        plain = copy.copy(self.vllm_config)
-        plain.speculative_config = None
-        self.input_batch.logitsprocs = build_logitsprocs(plain, self.device, PIN_MEMORY, self.is_pooling_model)
+    def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        restore_thinking_budget(self)
 
     # ---- before the forward
 
