@@ -17,6 +17,7 @@ from vllm_specplug.proposers.training.features import extract, load_features
 from tests import tiny
 from tests.hosts.conftest import TREE, make_prompts, token_ids
 from vllm_specplug.hosts.sampling import SampledWalk
+from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
 
 METHODS = ("eagle2", "medusa", "union")
 STOPS = {"ignore_eos": False, "stop_token_ids": list(range(40, 46))}
@@ -172,6 +173,27 @@ def test_mixed_batch(start, plain_outputs, tokens_per_tree, method):
     llm = start(method)
     check_same(llm.generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params))
     assert tokens_per_tree() > 1.05  # else trees would not have been exercised
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_speculation_off_for_one_request(start, plain_outputs, tokens_per_tree, monkeypatch, method):
+    """Every other request is decoded plainly, the rest with trees; the answers stay."""
+    plainly = []
+    honest = TreeCPUModelRunner._remember
+
+    def remembered(self, draft):
+        flat = honest(self, draft)
+        params = [self.requests[req_id].sampling_params for req_id in self.input_batch.req_ids]
+        plainly.extend((p.extra_args is not None, bool(one)) for p, one in zip(params, flat, strict=True))
+        return flat
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_remember", remembered)
+    prompts = make_prompts(8, seed=3)
+    params = [parameters({"extra_args": {"speculation": False}} if i % 2 else {}, i, 0.0) for i in range(8)]
+    check_same(start(method).generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params))
+    assert (True, False) in plainly and (False, True) in plainly and (True, True) not in plainly
+    with pytest.raises(ValueError, match="speculation must be true or false, not 'maybe'"):
+        start(method).generate(prompts[:1], parameters({"extra_args": {"speculation": "maybe"}}, 0))
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])

@@ -12,6 +12,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
+from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 
@@ -42,6 +43,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     specplug: Any = None
     """Options of our method (a ``TreeOptions``)."""
+
+    metrics_file: str | None = None
+    """Where the worker counts for ``/metrics``, see ``metrics.publish``."""
 
     def __post_init__(self):
         result = super().__post_init__()
@@ -104,6 +108,7 @@ def build(
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         specplug=options,
+        metrics_file=publish(),
     )
 
 

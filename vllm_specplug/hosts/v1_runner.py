@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.config import host_drafter
+from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
@@ -24,6 +26,8 @@ from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
+from vllm_specplug.metrics import Counters
+from vllm_specplug.request_args import wants_speculation
 from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree, Walk
@@ -60,6 +64,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         if self.speculative_config.use_eagle():
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
+        self._draft_guard = Guard(options.method)
+        self._counters = Counters(self.speculative_config.metrics_file)
+        self._verify_start = 0.0
         self._trace = TreeTrace.open(options.trace_trees)
         #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
         self._drafts: dict[str, FlatDraft] = {}
@@ -83,6 +90,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        self._verify_start = time.perf_counter()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         spec_decode_metadata = prepared[1]
         self._step = self._stage(scheduler_output, num_scheduled_tokens, spec_decode_metadata)
@@ -162,7 +170,15 @@ class TreeCPUModelRunner(CPUModelRunner):
         if self._trace is not None:
             self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
+        self._count(step)
         return output
+
+    def _count(self, step: StagedStep) -> None:
+        if int(step.tree.num_rows.max()) > 1:
+            self._counters.add("steps")
+            self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
+            if self.input_batch.sampling_metadata.max_num_logprobs == -1:
+                self._counters.add("logprobs of the whole vocabulary", int((step.tree.num_rows > 1).sum()))
 
     def _walker(self, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
@@ -242,10 +258,16 @@ class TreeCPUModelRunner(CPUModelRunner):
             *args,
             **kwargs,
         )
-        if self._host_free is None:
-            return self._remember(draft_by_host())
-        sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-        return self._remember(self._host_free.propose(self.input_batch, sampled, draft_by_host))
+        failures = Guard.failures_of_all
+        with self._counters.timed("draft_seconds"):
+            if self._host_free is None:
+                draft = self._draft_guard.run(draft_by_host)
+            else:
+                sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+                sampled &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
+                draft = self._host_free.propose(self.input_batch, sampled, draft_by_host)
+        self._counters.add("proposer failed", Guard.failures_of_all - failures)
+        return self._remember(draft)
 
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""
@@ -256,8 +278,15 @@ class TreeCPUModelRunner(CPUModelRunner):
             if params is not None and params.structured_outputs is not None:
                 # The host advances its grammar along the flat list of drafts, which is right for a chain only.
                 flat[index] = flat[index].best_chain()
+            if not self._speculates(req_id):
+                self._counters.add("turned off by the request")
+                flat[index] = FlatDraft([], [], [])
             self._drafts[req_id] = flat[index]
         return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
+
+    def _speculates(self, req_id: str) -> bool:
+        params = self.requests[req_id].sampling_params
+        return params is None or wants_speculation(params.extra_args)
 
 
 __all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]
