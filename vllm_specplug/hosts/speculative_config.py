@@ -18,6 +18,9 @@ from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
 
+#: Lets grammars follow trees.
+SCHEDULER = "vllm_specplug.hosts.scheduler.TreeScheduler"
+
 #: What the host's ``custom_class`` method loads for methods without a draft model.
 NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
 
@@ -99,6 +102,7 @@ def build(
         host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
         target_parallel_config.worker_cls = CPU_WORKER
+    engine_args.scheduler_cls = SCHEDULER
     return TreeSpeculativeConfig(
         method=host_method,
         model=model,
@@ -127,7 +131,6 @@ def _check_target(options: TreeOptions, model_config: Any, parallel_config: Any,
             "leave the speculative config out"
         )
     refused = [
-        (parallel_config.tensor_parallel_size > 1, "tensor parallelism", "--tensor-parallel-size 1"),
         (parallel_config.pipeline_parallel_size > 1, "pipeline parallelism", "--pipeline-parallel-size 1"),
         (parallel_config.data_parallel_size > 1, "data parallelism", "--data-parallel-size 1"),
         (parallel_config.worker_cls not in ("auto", CPU_WORKER), "a custom worker class", "no --worker-cls"),

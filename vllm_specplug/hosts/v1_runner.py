@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -22,6 +23,7 @@ from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.sampling import SampledWalk
+from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
@@ -65,7 +67,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
-        self._counters = Counters(self.speculative_config.metrics_file)
+        is_first_rank = get_tensor_model_parallel_rank() == 0
+        self._counters = Counters(self.speculative_config.metrics_file if is_first_rank else None)
         self._verify_start = 0.0
         self._trace = TreeTrace.open(options.trace_trees)
         #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
@@ -105,7 +108,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         parents = np.tile(np.arange(-1, width - 1), (len(num_drafts), 1))  # chains, unless we know better
         for index, req_id in enumerate(self.input_batch.req_ids):
             if num_drafts[index]:
-                self._fill_parents(parents[index], req_id, scheduler_output.scheduled_spec_decode_tokens[req_id])
+                self._fill_parents(parents[index], req_id, scheduler_output)
         flat_rows = np.minimum(row_start[:, None] + np.arange(width), last[-1] - 1)
         # The host clamps its -1 placeholders in input_ids only at the forward: here they still match nothing.
         token_ids = self.input_ids.cpu[torch.from_numpy(flat_rows)]
@@ -115,11 +118,14 @@ class TreeCPUModelRunner(CPUModelRunner):
         logits_start = np.cumsum(num_rows) - num_rows
         return StagedStep(tree, torch.from_numpy(row_start), torch.from_numpy(logits_start), masked, rows)
 
-    def _fill_parents(self, row: np.ndarray, req_id: str, draft_token_ids: list[int]) -> None:
+    def _fill_parents(self, row: np.ndarray, req_id: str, scheduler_output: Any) -> None:
         """Any prefix of a parent-first list is a tree, so a truncated draft keeps its parents."""
-        known = self._drafts.get(req_id)
+        draft_token_ids = scheduler_output.scheduled_spec_decode_tokens[req_id]
         count = len(draft_token_ids)
-        if known is not None and known.token_ids[:count] == list(draft_token_ids):
+        known = self._drafts.get(req_id)
+        if isinstance(scheduler_output, TreeSchedulerOutput) and req_id in scheduler_output.parents:
+            row[1 : count + 1] = scheduler_output.parents[req_id]
+        elif known is not None and known.token_ids[:count] == list(draft_token_ids):
             row[1 : count + 1] = known.parents[:count]
 
     def _lay_out(
@@ -274,15 +280,18 @@ class TreeCPUModelRunner(CPUModelRunner):
         req_ids = self.input_batch.req_ids
         flat = [FlatDraft([], [], []) for _ in req_ids] if draft is None else flatten(draft)
         for index, req_id in enumerate(req_ids):
-            params = self.requests[req_id].sampling_params
-            if params is not None and params.structured_outputs is not None:
-                # The host advances its grammar along the flat list of drafts, which is right for a chain only.
-                flat[index] = flat[index].best_chain()
             if not self._speculates(req_id):
                 self._counters.add("turned off by the request")
                 flat[index] = FlatDraft([], [], [])
             self._drafts[req_id] = flat[index]
         return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
+
+    def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
+        taken = super().take_draft_token_ids()
+        if taken is None:
+            return None
+        parents = [self._drafts[req_id].parents for req_id in taken.req_ids]
+        return TreeDraftTokenIds(taken.req_ids, taken.draft_token_ids, parents)
 
     def _speculates(self, req_id: str) -> bool:
         params = self.requests[req_id].sampling_params
