@@ -57,6 +57,30 @@ def _write(path: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
+#: Text of the ids from 3 on; single characters and some longer pieces, so that a text has several spellings.
+PIECES = [chr(code) for code in range(32, 127)] + ["ab", "er", "true", "false", '": ', '", "', "</think>", "<think>"]
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer of ``PIECES`` beside a target; ids behind them are empty, but for their name."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<s>", "</s>", *(piece.replace(" ", "Ġ") for piece in PIECES)]
+    names += [f"<unused{i}>" for i in range(len(names), VOCAB)]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Split("", "isolated")]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(path)
+
+
 def write_target(path: Path, seed: int = 0, scale: float = 0.09) -> Path:
     """A target whose next token depends mostly on the last one, and enough on the context for KV errors to show."""
     generator = torch.Generator().manual_seed(seed)

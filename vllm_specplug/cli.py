@@ -29,6 +29,7 @@ COMMANDS = (
     Command(("doctor",), "say what host was found and whether the plugin would be active", "vllm_specplug.doctor"),
     Command(("bench",), "measure methods against each other on a file of questions", "vllm_specplug.bench"),
     Command(("report",), "write what bench measured as one HTML page", "vllm_specplug.report"),
+    Command(("top",), "watch the speculation of a running server", "vllm_specplug.top"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.cli"),
     Command(("inspect",), "say what a draft checkpoint is, and for which target", "vllm_specplug.inspection"),
     Command(("convert",), "make a speculators checkpoint plain", "vllm_specplug.proposers.eagle3.speculators"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ class Guard:
 
     The first failure is logged with its reason, the others are only counted.
     """
+
+    #: Of all guards of this process.
+    failures_of_all: ClassVar[int] = 0
 
     def __init__(self, name: str):
         self.name = name
@@ -49,6 +52,7 @@ class Guard:
             return call()
         except Exception as error:  # a third party's code: whatever it does, the server goes on decoding
             self.failures += 1
+            Guard.failures_of_all += 1
             if self.failures == 1:
                 logger.warning(
                     "vllm-specplug: proposer %r failed, its drafts are left out where it does (said once): %s: %s",

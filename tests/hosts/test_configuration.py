@@ -119,18 +119,6 @@ def test_pickle_that_wants_to_run_code(args, checkpoints, tmp_path):
     refused(args, our_config(checkpoints, model=str(path)), "refused, because loading it could run")
 
 
-def test_unsupported_target_and_features(args, checkpoints, tmp_path):
-    path = tmp_path / "gpt2"
-    path.mkdir()
-    config = tiny.llama_config(architectures=["OlmoForCausalLM"], model_type="olmo")
-    (path / "config.json").write_text(json.dumps(config))
-    refused(args, our_config(checkpoints), "does not support the target architecture OlmoForCausalLM", model=str(path))
-    refused(args, our_config(checkpoints), "a quantised KV cache", kv_cache_dtype="fp8")
-    refused(args, our_config(checkpoints), "tensor parallelism", tensor_parallel_size=2)
-    refused(args, our_config(checkpoints), "LoRA", enable_lora=True)
-    refused(args, our_config(checkpoints), "dtype torch.float16", dtype="float16")
-
-
 def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
     path = tmp_path_factory.mktemp("official")
     shutil.copy(checkpoints["eagle"] / "config.json", path)

@@ -1,96 +1,258 @@
-"""Seeded sampling and every sampling parameter: the same tokens as plain vLLM with the same seeds."""
+"""Every sampling parameter, greedy and seeded, with every kind of method: the same answers as plain vLLM."""
 
 from __future__ import annotations
 
+import math
+import pickle
+
 import pytest
+import torch
+from scipy.stats import chi2
 from vllm import SamplingParams
+from vllm.v1.sample.sampler import Sampler
+from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.training.answers import Answer
+from vllm_specplug.proposers.training.features import extract, load_features
 
-from tests.hosts.conftest import make_prompts, token_ids
+from tests import tiny
+from tests.hosts.conftest import TREE, make_prompts, token_ids
+from vllm_specplug.hosts.sampling import SampledWalk
+from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
 
+METHODS = ("eagle2", "medusa", "union")
+STOPS = {"ignore_eos": False, "stop_token_ids": list(range(40, 46))}
+#: Alone with temperature 0, and with 0.8 and a seed.
 PARAMETERS = {
-    "temperature 0.7": {"temperature": 0.7},
-    "temperature 1.0": {"temperature": 1.0},
-    "top_k": {"temperature": 1.0, "top_k": 7},
-    "top_p": {"temperature": 1.0, "top_p": 0.8},
-    "top_k and top_p": {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
-    "min_p": {"temperature": 1.0, "min_p": 0.1},
-    "repetition penalty": {"temperature": 0.8, "repetition_penalty": 1.3},
-    "presence and frequency penalties": {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-    "logit_bias": {"temperature": 0.8, "logit_bias": {7: 3.0, 9: -4.0}},
-    "allowed_token_ids": {"temperature": 0.8, "allowed_token_ids": list(range(10, 60))},
-    "min_tokens": {"temperature": 1.0, "min_tokens": 12, "ignore_eos": False, "stop_token_ids": list(range(20, 60))},
-    "stop tokens": {"temperature": 0.7, "ignore_eos": False, "stop_token_ids": [40, 41, 42, 43, 44, 45]},
-    "n = 2": {"temperature": 1.0, "n": 2},
-    "greedy with repetition penalty": {"temperature": 0.0, "repetition_penalty": 1.5},
-    "greedy with logit_bias": {"temperature": 0.0, "logit_bias": {7: 2.0}},
-    "greedy with min_tokens": {
-        "temperature": 0.0, "min_tokens": 9, "ignore_eos": False, "stop_token_ids": list(range(20, 90)),
+    "nothing else": {},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.8},
+    "top_k and top_p": {"top_k": 20, "top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "presence_penalty": {"presence_penalty": 1.2},
+    "frequency_penalty": {"frequency_penalty": 0.9},
+    "logit_bias": {"logit_bias": {7: 3.0, 9: -4.0, 30: 2.0}},
+    "bad_words": {"bad_words": ["a", "e", "t!", "5", "true", "er", "K"]},
+    "allowed_token_ids": {"allowed_token_ids": list(range(10, 60))},
+    "stop_token_ids": STOPS,
+    "min_tokens": {**STOPS, "min_tokens": 12},
+    "eos": {"ignore_eos": False, "logit_bias": {2: 3.5}},
+    "stop": {"stop": ["e", "1", "Q", "ab", "unused13"]},
+    "stop, included": {"stop": ["T", "3", "L", "unused12"], "include_stop_str_in_output": True},
+    "n": {"n": 3},
+    "logprobs 0": {"logprobs": 0},
+    "logprobs 3": {"logprobs": 3, "top_p": 0.9},
+    "logprobs -1": {"logprobs": -1},
+    "logprob_token_ids": {"logprob_token_ids": [5, 50, 120]},
+    "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 1},
+    "custom logits processor": {"extra_args": {"avoid": 9}},
+    "thinking budget": {"thinking_token_budget": 5, "logit_bias": {105: 2.5}},
+    "all together": {
+        "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+        "frequency_penalty": 0.2, "logit_bias": {7: 1.0}, "bad_words": ["a", "t!"], "min_tokens": 5, **STOPS,
+        "logprobs": 2, "extra_args": {"avoid": 4},
     },
 }  # fmt: skip
+OPTIONS = {
+    "skip_tokenizer_init": False,
+    "max_logprobs": 200,
+    "logits_processors": ["tests.hosts.processors:Avoid"],
+    "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
+}
 
 
-def parameters(changes: dict, index: int) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 30, "ignore_eos": True, "seed": 1000 + index, **changes})
+def parameters(changes: dict, index: int, temperature: float = 0.8) -> SamplingParams:
+    settings = {"max_tokens": 30, "ignore_eos": True, "seed": 1000 + index, "temperature": temperature}
+    return SamplingParams(**{**settings, **changes})
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_same_tokens_as_plain(engine, name):
-    prompts = make_prompts(12, seed=3)
-    params = [parameters(PARAMETERS[name], i) for i in range(len(prompts))]
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
-    assert token_ids(engine("eagle").generate(prompts, params, use_tqdm=False)) == expected
-
-
-def test_mixed_batch(engine):
-    """Requests of every kind in one batch, some greedy, some seeded."""
-    prompts = make_prompts(2 * len(PARAMETERS), seed=5)
-    kinds = list(PARAMETERS.values()) * 2
-    params = [parameters(changes, i) for i, changes in enumerate(kinds)]
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
-    assert token_ids(engine("eagle").generate(prompts, params, use_tqdm=False)) == expected
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("logprobs", [0, 3, -1])
-def test_logprobs(engine, temperature, logprobs):
-    options = {"max_logprobs": 200}
-    prompts = make_prompts(6, seed=7)
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=16, ignore_eos=True, seed=i, logprobs=logprobs)
-        for i in range(len(prompts))
-    ]
-    expected = engine(**options).generate(prompts, params, use_tqdm=False)
-    outputs = engine("eagle", **options).generate(prompts, params, use_tqdm=False)
-    assert token_ids(outputs) == token_ids(expected)
-    for output, reference in zip(outputs, expected, strict=True):
-        for found, wanted in zip(output.outputs[0].logprobs, reference.outputs[0].logprobs, strict=True):
-            assert found.keys() == wanted.keys()
-            for token_id in wanted:
-                # Over the whole vocabulary, tokens nearly equal may swap places by rounding.
-                assert abs(found[token_id].rank - wanted[token_id].rank) <= (2 if logprobs == -1 else 0)
-                assert found[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-4)
-
-
-def test_seeds_matter(engine):
-    """Control: with other seeds the tokens differ, so the identities above are not trivial."""
-    prompts = make_prompts(6, seed=3)
-    first = [parameters({"temperature": 1.0}, i) for i in range(6)]
-    other = [parameters({"temperature": 1.0}, i + 50) for i in range(6)]
-    llm = engine("eagle")
-    assert token_ids(llm.generate(prompts, first, use_tqdm=False)) != token_ids(
-        llm.generate(prompts, other, use_tqdm=False)
+@pytest.fixture(scope="module")
+def start(engine, checkpoints, tmp_path_factory):
+    """``start(method)``: an engine of the method, plain decoding without one, all with a tokenizer."""
+    tiny.write_tokenizer(checkpoints["target"])
+    plain = engine(**OPTIONS)
+    prompts = make_prompts(16, seed=3)
+    outputs = token_ids(plain.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
+    rows = [Answer("tiny", p["prompt_token_ids"], a[0]) for p, a in zip(prompts, outputs, strict=True)]
+    root = tmp_path_factory.mktemp("medusa")
+    data = load_features(extract(checkpoints["target"], rows, root / "features", progress=False))
+    training = MedusaTraining(
+        num_heads=3, num_layers=1, epochs=40, batch_tokens=2048, lr=3e-2, draft_vocab_size=tiny.VOCAB
     )
+    train_medusa(
+        str(checkpoints["target"]), data, str(root / "heads"), torch.arange(tiny.VOCAB), training, progress=False
+    )
+    eagle = {**TREE, "model": str(checkpoints["eagle"])}
+    speculative = {
+        "eagle2": eagle,
+        "medusa": {"method": "medusa", "model": str(root / "heads"), "num_speculative_tokens": 20},
+        "union": {"method": "union", "sources": [eagle, {"method": "lookup"}], "num_speculative_tokens": 20},
+    }
+
+    def make(method: str | None = None):
+        return engine(**OPTIONS, **({"speculative_config": speculative[method]} if method else {}))
+
+    return make
 
 
-def test_unseeded_sampling_follows_the_target(engine):
+@pytest.fixture(scope="module")
+def plain_outputs(start):
+    """``plain_outputs(prompts, params)``: plain decoding's outputs, computed once for all methods."""
+    known = {}
+
+    def answer(prompts, params):
+        key = pickle.dumps((prompts, params))  # their repr leaves out some
+        if key not in known:
+            known[key] = start().generate(prompts, params, use_tqdm=False)
+        return known[key]
+
+    return answer
+
+
+def check_same(outputs, expected, loose_ranks=False):
+    """Tokens, texts, how they ended, and all log probabilities."""
+    for output, reference in zip(outputs, expected, strict=True):
+        check_same_logprobs(output.prompt_logprobs, reference.prompt_logprobs, loose_ranks)
+        for found, wanted in zip(output.outputs, reference.outputs, strict=True):
+            assert list(found.token_ids) == list(wanted.token_ids)
+            assert (found.text, found.finish_reason) == (wanted.text, wanted.finish_reason)
+            assert found.stop_reason == wanted.stop_reason
+            check_same_logprobs(found.logprobs, wanted.logprobs, loose_ranks)
+
+
+def check_same_logprobs(found, wanted, loose_ranks):
+    if wanted is None:
+        assert found is None
+        return
+    for one, other in zip(found, wanted, strict=True):
+        if other is None:  # the first token of a prompt
+            assert one is None
+            continue
+        assert one.keys() == other.keys()
+        for token_id in other:
+            # Over the whole vocabulary, tokens nearly equal may swap places by rounding.
+            assert abs((one[token_id].rank or 0) - (other[token_id].rank or 0)) <= (2 if loose_ranks else 0)
+            assert one[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_same_as_plain(start, plain_outputs, name, temperature, method):
+    if name == "n" and temperature == 0:
+        pytest.skip("the host refuses n > 1 at temperature 0")
+    prompts = make_prompts(5, seed=3)
+    params = [parameters(PARAMETERS[name], i, temperature) for i in range(len(prompts))]
+    expected = plain_outputs(prompts, params)
+    check_same(start(method).generate(prompts, params, use_tqdm=False), expected, loose_ranks=name == "logprobs -1")
+
+
+@pytest.fixture
+def tokens_per_tree(monkeypatch):
+    """Mean over the trees of this test (the host's counters are the newest engine's)."""
+    counts = []
+    honest = SampledWalk.__call__
+
+    def counted(self, tree, *args):
+        walk, output = honest(self, tree, *args)
+        counts.extend(walk.num_emitted[tree.num_rows > 1].tolist())
+        return walk, output
+
+    monkeypatch.setattr(SampledWalk, "__call__", counted)
+    return lambda: sum(counts) / len(counts)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mixed_batch(start, plain_outputs, tokens_per_tree, method):
+    """Requests of every kind in one batch, some greedy, some seeded; trees are accepted."""
+    # Those two shape the host's output of the whole batch.
+    kinds = [PARAMETERS[name] for name in PARAMETERS if name not in ("logprobs -1", "logprob_token_ids")] * 2
+    prompts = make_prompts(len(kinds), seed=5)
+    params = [parameters(changes, i, 0.8 if i % 3 else 0.0) if "n" not in changes else parameters(changes, i)
+              for i, changes in enumerate(kinds)]  # fmt: skip
+    llm = start(method)
+    check_same(llm.generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params))
+    assert tokens_per_tree() > 1.05  # else trees would not have been exercised
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_speculation_off_for_one_request(start, plain_outputs, tokens_per_tree, monkeypatch, method):
+    """Every other request is decoded plainly, the rest with trees; the answers stay."""
+    plainly = []
+    honest = TreeCPUModelRunner._remember
+
+    def remembered(self, draft):
+        flat = honest(self, draft)
+        params = [self.requests[req_id].sampling_params for req_id in self.input_batch.req_ids]
+        plainly.extend((p.extra_args is not None, bool(one)) for p, one in zip(params, flat, strict=True))
+        return flat
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_remember", remembered)
+    prompts = make_prompts(8, seed=3)
+    params = [parameters({"extra_args": {"speculation": False}} if i % 2 else {}, i, 0.0) for i in range(8)]
+    check_same(start(method).generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params))
+    assert (True, False) in plainly and (False, True) in plainly and (True, True) not in plainly
+    with pytest.raises(ValueError, match="speculation must be true or false, not 'maybe'"):
+        start(method).generate(prompts[:1], parameters({"extra_args": {"speculation": "maybe"}}, 0))
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs", "processed_logits"])
+def test_logprobs_modes(start, mode, monkeypatch):
+    """The other modes are checked on the running engines, whose samplers are exchanged."""
+    kinds = [{"logprobs": 3, "top_k": 9, "repetition_penalty": 1.3}, {"logprobs": 2, "prompt_logprobs": 1}]
+    prompts = make_prompts(6, seed=3)
+    params = [parameters(kinds[i % 2], i, 0.8 if i % 3 else 0.0) for i in range(len(prompts))]
+    outputs = []
+    for method in (None, "eagle2"):
+        runner = start(method).llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        monkeypatch.setattr(runner, "sampler", Sampler(logprobs_mode=mode))
+        monkeypatch.setattr(runner.model_config, "logprobs_mode", mode)
+        outputs.append(start(method).generate(prompts, params, use_tqdm=False))
+    check_same(outputs[1], outputs[0])
+    found = [
+        logprob.logprob for output in outputs[1] for place in output.outputs[0].logprobs for logprob in place.values()
+    ]
+    assert (max(found) > 0) == mode.endswith("logits")  # the mode was in force
+
+
+def test_stops_fall_inside_accepted_paths(start, monkeypatch):
+    """Some answers above end in the middle of what one step emitted."""
+    cut = []
+    honest = SampledWalk.__call__
+
+    def counted(self, tree, *args):
+        walk, output = honest(self, tree, *args)
+        tokens = walk.output_token_ids
+        cut.extend((((tokens >= 40) & (tokens <= 45))[:, :-1] & (tokens[:, 1:] >= 0)).flatten().tolist())
+        return walk, output
+
+    monkeypatch.setattr(SampledWalk, "__call__", counted)
+    params = [parameters({**PARAMETERS["stop_token_ids"]}, i, 0.0) for i in range(16)]
+    start("eagle2").generate(make_prompts(16, seed=3), params, use_tqdm=False)
+    assert any(cut)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "seeded"])
+def test_seeds_and_parameters_matter(plain_outputs, temperature):
+    """Control: other seeds and every parameter change the answers, so that the identities above are not trivial."""
+    prompts = make_prompts(5, seed=3)
+
+    def answers(changes):
+        return token_ids(plain_outputs(prompts, [parameters(changes, i, temperature) for i in range(5)]))
+
+    usual = answers({})
+    idle = {name for name in PARAMETERS if "logprob" in name} - {"logprobs 3"} | {"nothing else"}
+    if temperature == 0:
+        idle |= {"top_k", "top_p", "top_k and top_p", "min_p", "n", "logprobs 3"}
+    assert [name for name in PARAMETERS if name not in idle and answers(PARAMETERS[name]) == usual] == []
+    assert (answers({"seed": 7}) != usual) == (temperature > 0)
+
+
+def test_unseeded_sampling_follows_the_target(start):
     """Chi-square of the first two tokens without seeds, against the target's own probabilities."""
-    import math
-
-    from scipy.stats import chi2
-
     prompt = make_prompts(1, seed=11)[0]
     count, top_k = 1500, 4
-    llm = engine("eagle")
+    llm = start("eagle2")
     params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=3, ignore_eos=True, n=count)
     seen: dict[tuple[int, int], int] = {}
     for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs:
@@ -98,7 +260,7 @@ def test_unseeded_sampling_follows_the_target(engine):
         triple = (sample.token_ids[0], *pair)
         seen[triple] = seen.get(triple, 0) + 1
 
-    plain = engine()
+    plain = start()
     one = SamplingParams(temperature=0, max_tokens=1, logprobs=top_k)
 
     def distribution(history: list[int]) -> dict[int, float]:

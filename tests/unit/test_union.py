@@ -20,7 +20,7 @@ from tests.unit.oracle_tensors import to_rows, to_tree
 from vllm_specplug.calibration import LOGIT_LIMIT, logit
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parse_options
 from vllm_specplug.guard import Guard
-from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
+from vllm_specplug.hosts.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import Draft, TokenTree
@@ -328,14 +328,6 @@ def test_flat_drafts_name_their_sources():
     assert first.log_values == pytest.approx([math.log(0.5), math.log(0.25)])
     assert (second.token_ids, second.parents, second.sources) == ([], [], [])
     assert flatten(as_draft(tree))[0].sources == []
-
-
-def test_best_chain_follows_the_values():
-    """A request with a grammar is drafted as a chain: by value, the first on a tie."""
-    flat = FlatDraft([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 2, 4], [-2.0, -1.0, -2.5, -1.5, -1.5, -3.0])
-    chain = flat.best_chain()
-    assert (chain.token_ids, chain.parents, chain.log_values) == ([2, 4, 6], [0, 1, 2], [-1.0, -1.5, -3.0])
-    assert FlatDraft([], [], []).best_chain() == FlatDraft([], [], [])
 
 
 # ---- patterns and options

@@ -45,6 +45,8 @@ class HostSymbol:
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_GRAMMARS = "vllm.v1.structured_output"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 #: The seams of the V1 runner; checked when one of our methods is configured and by ``specplug doctor``.
@@ -87,6 +89,17 @@ MANIFEST = (
     HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
+    HostSymbol(f"{_RUNNER}.may_reinitialize_input_batch", ("self",)),
+    HostSymbol(
+        "vllm.v1.sample.thinking_budget_state:maybe_create_thinking_budget_state_holder",
+        ("reasoning_config", "max_num_seqs", "num_spec_tokens", "device", "is_pin_memory"),
+    ),
+    HostSymbol(f"{_RUNNER}.take_draft_token_ids", ("self",)),
+    HostSymbol(f"{_SCHEDULER}.schedule", ("self",)),
+    HostSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
+    HostSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),
+    HostSymbol(f"{_GRAMMARS}:StructuredOutputManager._get_constraint_bounds", ("self", "request", "spec_tokens")),
+    HostSymbol(f"{_GRAMMARS}:ConstraintBounds", ("grammar_start", "constraint_start")),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"),

@@ -23,20 +23,6 @@ class FlatDraft:
     log_values: list[float]
     sources: list[list[str]] = field(default_factory=list)
 
-    def best_chain(self) -> FlatDraft:
-        """The path of best children, the first on a tie."""
-        nodes: list[int] = []
-        row = 0
-        while children := [node for node, parent in enumerate(self.parents) if parent == row]:
-            nodes.append(max(children, key=self.log_values.__getitem__))
-            row = nodes[-1] + 1
-        return FlatDraft(
-            [self.token_ids[node] for node in nodes],
-            list(range(len(nodes))),
-            [self.log_values[node] for node in nodes],
-            [self.sources[node] for node in nodes] if self.sources else [],
-        )
-
 
 def flatten(draft: Draft) -> list[FlatDraft]:
     """The drafts of a batch, request by request."""

@@ -38,9 +38,9 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
         # logit_bias mean what they mean in plain decoding.
         options = getattr(speculative_config, "specplug", None)
         if options is not None:
-            from vllm_specplug.typical import request_limits
+            from vllm_specplug.request_args import check_request
 
-            request_limits(self.extra_args, options)
+            check_request(self.extra_args, options)
             return None
         return original(self, speculative_config)
 

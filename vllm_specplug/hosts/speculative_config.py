@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
-from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
+from vllm_specplug.hosts.features import Setting, check_features
+from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
+
+#: Lets grammars follow trees.
+SCHEDULER = "vllm_specplug.hosts.scheduler.TreeScheduler"
 
 #: What the host's ``custom_class`` method loads for methods without a draft model.
 NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
@@ -26,9 +29,6 @@ MEDUSA_PROPOSER = "vllm_specplug.hosts.medusa_proposer.HostMedusaProposer"
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
 EAGLE_MODEL = "vllm_specplug.hosts.eagle_model:SpecPlugEagleForCausalLM"
-
-#: Targets whose hidden states and KV layout the tests cover.
-TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @config
@@ -42,6 +42,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     specplug: Any = None
     """Options of our method (a ``TreeOptions``)."""
+
+    metrics_file: str | None = None
+    """Where the worker counts for ``/metrics``, see ``metrics.publish``."""
 
     def __post_init__(self):
         result = super().__post_init__()
@@ -77,7 +80,7 @@ def build(
     report = check_host()
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
-    _check_target(options, target_model_config, target_parallel_config, engine_args)
+    check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args))
     drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
@@ -95,6 +98,7 @@ def build(
         host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
         target_parallel_config.worker_cls = CPU_WORKER
+    engine_args.scheduler_cls = SCHEDULER
     return TreeSpeculativeConfig(
         method=host_method,
         model=model,
@@ -104,6 +108,7 @@ def build(
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         specplug=options,
+        metrics_file=publish(),
     )
 
 
@@ -112,53 +117,3 @@ def _with_drafter(options: TreeOptions, drafter: TreeOptions, resolved: TreeOpti
     if options is drafter:
         return resolved
     return replace(options, sources=tuple(resolved if source is drafter else source for source in options.sources))
-
-
-def _check_target(options: TreeOptions, model_config: Any, parallel_config: Any, engine_args: Any) -> None:
-    method = options.method
-    if not current_platform.is_cpu():
-        raise ConfigError(
-            f"method {method!r} runs on vLLM's CPU engine in this release; on {current_platform.device_name!r} "
-            "leave the speculative config out"
-        )
-    refused = [
-        (parallel_config.tensor_parallel_size > 1, "tensor parallelism", "--tensor-parallel-size 1"),
-        (parallel_config.pipeline_parallel_size > 1, "pipeline parallelism", "--pipeline-parallel-size 1"),
-        (parallel_config.data_parallel_size > 1, "data parallelism", "--data-parallel-size 1"),
-        (parallel_config.worker_cls not in ("auto", CPU_WORKER), "a custom worker class", "no --worker-cls"),
-        (bool(engine_args.enable_lora), "LoRA", "no --enable-lora"),
-        (bool(engine_args.logits_processors), "custom logits processors", "no --logits-processors"),
-        (
-            str(engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
-            f"a quantised KV cache ({engine_args.kv_cache_dtype})",
-            "--kv-cache-dtype auto",
-        ),
-        (
-            model_config.dtype not in (torch.float32, torch.bfloat16),
-            f"dtype {model_config.dtype}",
-            "--dtype bfloat16 or float32",
-        ),
-        (
-            current_platform.get_cpu_architecture() != CpuArchEnum.X86,
-            "the packed KV layout of this processor architecture",
-            "an x86-64 machine",
-        ),
-        (model_config.is_multimodal_model, "multi-modal targets", "a text-only target"),
-        (model_config.is_encoder_decoder, "encoder-decoder targets", "a decoder-only target"),
-        (model_config.uses_mrope, "M-RoPE targets", "a target with plain rotary positions"),
-        (model_config.get_sliding_window() is not None, "sliding-window attention", "a target with full attention"),
-        (
-            getattr(model_config.hf_text_config, "attn_logit_softcapping", None) is not None,
-            "attention logit soft caps",
-            "a target without them",
-        ),
-    ]
-    for is_refused, feature, fix in refused:
-        if is_refused:
-            raise ConfigError(f"method {method!r} does not support {feature} yet: use {fix}, or another method")
-    architectures = model_config.architectures
-    if not set(architectures) & set(TARGET_ARCHITECTURES):
-        raise ConfigError(
-            f"method {method!r} does not support the target architecture {', '.join(architectures)}; supported: "
-            + ", ".join(TARGET_ARCHITECTURES)
-        )

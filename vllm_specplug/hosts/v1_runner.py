@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.config import host_drafter
+from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
 from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
+from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.sampling import SampledWalk
+from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
 from vllm_specplug.layout import lay_out
+from vllm_specplug.metrics import Counters
+from vllm_specplug.request_args import wants_speculation
 from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree
@@ -56,11 +60,16 @@ class TreeCPUModelRunner(CPUModelRunner):
     drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
-        super().__init__(vllm_config, device)
+        with custom_processors_hidden(vllm_config.model_config):
+            super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
+        self._draft_guard = Guard(options.method)
+        is_first_rank = get_tensor_model_parallel_rank() == 0
+        self._counters = Counters(self.speculative_config.metrics_file if is_first_rank else None)
+        self._verify_start = 0.0
         self._trace = TreeTrace.open(options.trace_trees)
         #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
         self._drafts: dict[str, FlatDraft] = {}
@@ -68,13 +77,11 @@ class TreeCPUModelRunner(CPUModelRunner):
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
-        self._lift_refused_processors()
+        restore_processors(self)
 
-    def _lift_refused_processors(self) -> None:
-        """Give back min_p and logit_bias, which the host drops whenever a speculative config is set."""
-        plain = copy.copy(self.vllm_config)
-        plain.speculative_config = None
-        self.input_batch.logitsprocs = build_logitsprocs(plain, self.device, PIN_MEMORY, self.is_pooling_model)
+    def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        restore_thinking_budget(self)
 
     # ---- before the forward
 
@@ -86,6 +93,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        self._verify_start = time.perf_counter()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         spec_decode_metadata = prepared[1]
         self._step = self._stage(scheduler_output, num_scheduled_tokens, spec_decode_metadata)
@@ -100,7 +108,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         parents = np.tile(np.arange(-1, width - 1), (len(num_drafts), 1))  # chains, unless we know better
         for index, req_id in enumerate(self.input_batch.req_ids):
             if num_drafts[index]:
-                self._fill_parents(parents[index], req_id, scheduler_output.scheduled_spec_decode_tokens[req_id])
+                self._fill_parents(parents[index], req_id, scheduler_output)
         flat_rows = np.minimum(row_start[:, None] + np.arange(width), last[-1] - 1)
         # The host clamps its -1 placeholders in input_ids only at the forward: here they still match nothing.
         token_ids = self.input_ids.cpu[torch.from_numpy(flat_rows)]
@@ -110,11 +118,14 @@ class TreeCPUModelRunner(CPUModelRunner):
         logits_start = np.cumsum(num_rows) - num_rows
         return StagedStep(tree, torch.from_numpy(row_start), torch.from_numpy(logits_start), masked, rows)
 
-    def _fill_parents(self, row: np.ndarray, req_id: str, draft_token_ids: list[int]) -> None:
+    def _fill_parents(self, row: np.ndarray, req_id: str, scheduler_output: Any) -> None:
         """Any prefix of a parent-first list is a tree, so a truncated draft keeps its parents."""
-        known = self._drafts.get(req_id)
+        draft_token_ids = scheduler_output.scheduled_spec_decode_tokens[req_id]
         count = len(draft_token_ids)
-        if known is not None and known.token_ids[:count] == list(draft_token_ids):
+        known = self._drafts.get(req_id)
+        if isinstance(scheduler_output, TreeSchedulerOutput) and req_id in scheduler_output.parents:
+            row[1 : count + 1] = scheduler_output.parents[req_id]
+        elif known is not None and known.token_ids[:count] == list(draft_token_ids):
             row[1 : count + 1] = known.parents[:count]
 
     def _lay_out(
@@ -175,7 +186,15 @@ class TreeCPUModelRunner(CPUModelRunner):
         if self._trace is not None:
             self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
+        self._count(step)
         return output
+
+    def _count(self, step: StagedStep) -> None:
+        if int(step.tree.num_rows.max()) > 1:
+            self._counters.add("steps")
+            self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
+            if self.input_batch.sampling_metadata.max_num_logprobs == -1:
+                self._counters.add("logprobs of the whole vocabulary", int((step.tree.num_rows > 1).sum()))
 
     def _walker(self, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
@@ -246,22 +265,38 @@ class TreeCPUModelRunner(CPUModelRunner):
             *args,
             **kwargs,
         )
-        if self._host_free is None:
-            return self._remember(draft_by_host())
-        sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-        return self._remember(self._host_free.propose(self.input_batch, sampled, draft_by_host))
+        failures = Guard.failures_of_all
+        with self._counters.timed("draft_seconds"):
+            if self._host_free is None:
+                draft = self._draft_guard.run(draft_by_host)
+            else:
+                sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+                sampled &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
+                draft = self._host_free.propose(self.input_batch, sampled, draft_by_host)
+        self._counters.add("proposer failed", Guard.failures_of_all - failures)
+        return self._remember(draft)
 
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""
         req_ids = self.input_batch.req_ids
         flat = [FlatDraft([], [], []) for _ in req_ids] if draft is None else flatten(draft)
         for index, req_id in enumerate(req_ids):
-            params = self.requests[req_id].sampling_params
-            if params is not None and params.structured_outputs is not None:
-                # The host advances its grammar along the flat list of drafts, which is right for a chain only.
-                flat[index] = flat[index].best_chain()
+            if not self._speculates(req_id):
+                self._counters.add("turned off by the request")
+                flat[index] = FlatDraft([], [], [])
             self._drafts[req_id] = flat[index]
         return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
+
+    def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
+        taken = super().take_draft_token_ids()
+        if taken is None:
+            return None
+        parents = [self._drafts[req_id].parents for req_id in taken.req_ids]
+        return TreeDraftTokenIds(taken.req_ids, taken.draft_token_ids, parents)
+
+    def _speculates(self, req_id: str) -> bool:
+        params = self.requests[req_id].sampling_params
+        return params is None or wants_speculation(params.extra_args)
 
 
 __all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]

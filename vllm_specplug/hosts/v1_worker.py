@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention import check_layers, tree_backend_selected
+from vllm_specplug.hosts.processors import custom_processors_hidden
 from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
 from vllm_specplug.kernels.tree_attention import select_backend
 
@@ -22,7 +23,8 @@ class TreeCPUWorker(CPUWorker):
             raise ConfigError(
                 "tree speculation runs on vLLM's V1 model runner in this release: set VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        super().init_device()
+        with custom_processors_hidden(self.model_config):
+            super().init_device()
         # The host builds its runner inside init_device and takes no class; its buffers are freed here.
         self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
 

@@ -1,0 +1,223 @@
+"""Host features beside our methods, as data: what is refused at start, and which test shows what works.
+
+The checks at start, the tests and the README's table read the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from vllm.platforms import CpuArchEnum, current_platform
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.tables import format_table
+
+#: Targets whose hidden states and KV layout the tests cover.
+TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class Setting(NamedTuple):
+    """What the host hands over when the speculative config is built."""
+
+    model_config: Any
+    parallel_config: Any
+    engine_args: Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A feature that is refused when the engine starts.
+
+    Attributes:
+        feature: its name, as in the message.
+        fix: what to use instead.
+        used: whether it is in use.
+        example: engine arguments that use it; ``model.NAME`` stands for an attribute of the host's model config.
+    """
+
+    feature: str
+    fix: str
+    used: Callable[[Setting], bool]
+    example: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Support:
+    """A feature that works.
+
+    Attributes:
+        feature: its name.
+        test: the test that shows it, ``file::name``.
+        note: what is special about it.
+    """
+
+    feature: str
+    test: str
+    note: str = ""
+
+
+WORKS = (
+    Support("continuous batching", "tests/hosts/test_identity.py::test_batch_of_8"),
+    Support("prefix caching", "tests/hosts/test_identity.py::test_prefix_cache_hits_on_blocks_written_by_trees"),
+    Support("chunked prefill", "tests/hosts/test_identity.py::test_block_size_32_and_chunked_prefill"),
+    Support("preemption", "tests/hosts/test_identity.py::test_forced_preemption"),
+    Support("priority scheduling", "tests/hosts/test_features.py::test_priority_scheduling"),
+    Support("torch.compile", "tests/hosts/test_identity.py::test_torch_compile", "and eager mode"),
+    Support("every sampling parameter", "tests/hosts/test_sampling.py::test_same_as_plain", "min_p and logit_bias too"),
+    Support("logprobs, prompt logprobs", "tests/hosts/test_sampling.py::test_logprobs_modes", "in all modes"),
+    Support("custom logits processors", "tests/hosts/test_sampling.py::test_same_as_plain"),
+    Support(
+        "structured output", "tests/hosts/test_structured.py::test_same_as_plain", "every node masked along its path"
+    ),
+    Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
+    Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
+    Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
+)
+
+REFUSED = (
+    Refusal(
+        "pipeline parallelism",
+        "--pipeline-parallel-size 1",
+        lambda s: s.parallel_config.pipeline_parallel_size > 1,
+        {"pipeline_parallel_size": 2},
+    ),
+    Refusal(
+        "data parallelism",
+        "--data-parallel-size 1",
+        lambda s: s.parallel_config.data_parallel_size > 1,
+        {"data_parallel_size": 2},
+    ),
+    Refusal(
+        "a custom worker class",
+        "no --worker-cls",
+        lambda s: s.parallel_config.worker_cls != "auto" and "vllm_specplug." not in s.parallel_config.worker_cls,
+        {"worker_cls": "some.Worker"},
+    ),
+    Refusal(
+        "a custom scheduler class",
+        "no --scheduler-cls",
+        lambda s: s.engine_args.scheduler_cls is not None and "vllm_specplug." not in str(s.engine_args.scheduler_cls),
+        {"scheduler_cls": "some.Scheduler"},
+    ),
+    Refusal(
+        "asynchronous scheduling",
+        "--no-async-scheduling or leave it to the host",
+        lambda s: bool(s.engine_args.async_scheduling),
+        {"async_scheduling": True},
+    ),
+    Refusal("LoRA", "no --enable-lora", lambda s: bool(s.engine_args.enable_lora), {"enable_lora": True}),
+    Refusal(
+        "a KV connector",
+        "no --kv-transfer-config",
+        lambda s: s.engine_args.kv_transfer_config is not None,
+        {"kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}},
+    ),
+    Refusal(
+        "sleep mode",
+        "no --enable-sleep-mode",
+        lambda s: bool(s.model_config.enable_sleep_mode),
+        {"model.enable_sleep_mode": True},
+    ),
+    Refusal(
+        "prompt embeddings",
+        "no --enable-prompt-embeds",
+        lambda s: bool(s.engine_args.enable_prompt_embeds),
+        {"enable_prompt_embeds": True},
+    ),
+    Refusal(
+        "embedding and pooling models",
+        "a server of its own for them",
+        lambda s: s.model_config.runner_type != "generate",
+        {"model.runner_type": "pooling"},
+    ),
+    Refusal(
+        "a quantised KV cache",
+        "--kv-cache-dtype auto",
+        lambda s: str(s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
+        {"kv_cache_dtype": "fp8"},
+    ),
+    Refusal(
+        "quantised weights",
+        "an unquantised target",
+        lambda s: s.model_config.quantization is not None,
+        {"model.quantization": "awq"},
+    ),
+    Refusal(
+        "dtypes other than float32 and bfloat16",
+        "--dtype bfloat16 or float32",
+        lambda s: s.model_config.dtype not in (torch.float32, torch.bfloat16),
+        {"dtype": "float16"},
+    ),
+    Refusal(
+        "multi-modal targets",
+        "a text-only target",
+        lambda s: s.model_config.is_multimodal_model,
+        {"model.is_multimodal_model": True},
+    ),
+    Refusal(
+        "encoder-decoder targets",
+        "a decoder-only target",
+        lambda s: s.model_config.is_encoder_decoder,
+        {"model.is_encoder_decoder": True},
+    ),
+    Refusal(
+        "M-RoPE targets",
+        "a target with plain rotary positions",
+        lambda s: s.model_config.uses_mrope,
+        {"model.uses_mrope": True},
+    ),
+    Refusal(
+        "sliding-window attention",
+        "a target with full attention",
+        lambda s: s.model_config.get_sliding_window() is not None,
+        {"model.get_sliding_window": lambda: 128},
+    ),
+    Refusal(
+        "attention logit soft caps",
+        "a target without them",
+        lambda s: getattr(s.model_config.hf_text_config, "attn_logit_softcapping", None) is not None,
+        {"hf_overrides": {"attn_logit_softcapping": 30.0}},
+    ),
+    Refusal(
+        "other target architectures",
+        "one of " + ", ".join(TARGET_ARCHITECTURES),
+        lambda s: not set(s.model_config.architectures) & set(TARGET_ARCHITECTURES),
+        {"model.architectures": ["OlmoForCausalLM"]},
+    ),
+)
+
+
+def check_features(method: str, setting: Setting) -> None:
+    """Refuse what our methods cannot be run with, by name.
+
+    Raises:
+        ConfigError: naming the first feature and the fix.
+    """
+    if not current_platform.is_cpu():
+        raise ConfigError(
+            f"method {method!r} runs on vLLM's CPU engine in this release; on {current_platform.device_name!r} "
+            "leave the speculative config out"
+        )
+    if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+        raise ConfigError(
+            f"method {method!r} does not know the packed KV layout of this processor architecture: use x86-64"
+        )
+    for refusal in REFUSED:
+        if refusal.used(setting):
+            raise ConfigError(
+                f"method {method!r} does not support {refusal.feature} yet: use {refusal.fix}, or another method"
+            )
+
+
+def feature_table() -> str:
+    """The README's table of host features, in Markdown."""
+    rows = [[support.feature, "works", support.note] for support in WORKS]
+    rows += [[refusal.feature, "refused", f"use {refusal.fix}"] for refusal in REFUSED]
+    return format_table(["host feature", "with our methods", "note"], rows, markdown=True)
+
+
+if __name__ == "__main__":
+    print(feature_table())

@@ -1,0 +1,151 @@
+"""The host's scheduler with grammars that follow trees, where its own follow the flat list of drafts.
+
+The worker sends the parents of its drafts along.  Of a request with structured output only the nodes that its grammar
+allows behind their path are scheduled, and every row's logits get the mask of that row's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+
+@dataclass
+class TreeDraftTokenIds(DraftTokenIds):
+    """The host's flat drafts, and per draft the row of each node's parent (0 is the root)."""
+
+    parents: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class TreeSchedulerOutput(SchedulerOutput):
+    """The host's output, and the parents of drafts that the scheduler has pruned, by request."""
+
+    parents: dict[str, list[int]] = field(default_factory=dict)
+
+
+class TreeScheduler(Scheduler):
+    """Changes nothing but for requests with structured output."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        #: Of structured requests: the drafts last allowed, and their parents.
+        self._trees: dict[str, tuple[list[int], list[int]]] = {}
+
+    def update_draft_token_ids(self, draft_token_ids: TreeDraftTokenIds) -> None:
+        free = DraftTokenIds([], [])
+        for req_id, token_ids, parents in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_token_ids.parents, strict=True
+        ):
+            request = self.requests.get(req_id)
+            if (
+                request is None
+                or request.is_finished()
+                or request.is_prefill_chunk
+                or not request.use_structured_output
+            ):
+                free.req_ids.append(req_id)
+                free.draft_token_ids.append(token_ids)
+                continue
+            rows: list[int] = []
+            walk_grammar(
+                self.structured_output_manager,
+                request,
+                token_ids,
+                parents,
+                lambda row, _grammar, kept=rows: kept.append(row),
+            )
+            rows.sort()
+            place = {row: new for new, row in enumerate(rows)}
+            request.spec_token_ids = [token_ids[row - 1] for row in rows[1:]]
+            self._trees[req_id] = (request.spec_token_ids, [place[parents[row - 1]] for row in rows[1:]])
+        super().update_draft_token_ids(free)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        for req_id in output.finished_req_ids:
+            self._trees.pop(req_id, None)
+        parents = {}
+        for req_id, token_ids in output.scheduled_spec_decode_tokens.items():
+            known, known_parents = self._trees.get(req_id, ((), ()))
+            # Not so for the host's placeholders of a request that waits with one token left.
+            if token_ids and list(known[: len(token_ids)]) == list(token_ids):
+                parents[req_id] = list(known_parents[: len(token_ids)])
+        if not parents:
+            return output
+        return TreeSchedulerOutput(**{f.name: getattr(output, f.name) for f in fields(output)}, parents=parents)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if not isinstance(scheduler_output, TreeSchedulerOutput):
+            return super().get_grammar_bitmask(scheduler_output)
+        requests = [
+            self.requests[req_id]
+            for req_id in scheduler_output.num_scheduled_tokens
+            if req_id in self.requests
+            and self.requests[req_id].use_structured_output
+            and not self.requests[req_id].is_prefill_chunk
+        ]
+        manager, drafts = self.structured_output_manager, scheduler_output.scheduled_spec_decode_tokens
+        counts = [len(drafts.get(request.request_id, ())) for request in requests]
+        bitmask = manager.backend.allocate_token_bitmask(sum(counts) + len(counts))
+        bitmask.fill_(-1)  # everything allowed
+        first_row = 0
+        for request, count in zip(requests, counts, strict=True):
+            token_ids = drafts.get(request.request_id, ())
+            parents = scheduler_output.parents.get(request.request_id, range(count))
+
+            def fill(row: int, grammar: Any, first_row: int = first_row) -> None:
+                if grammar is not None:
+                    grammar.fill_bitmask(bitmask, first_row + row)
+
+            walk_grammar(manager, request, token_ids, parents, fill)
+            first_row += count + 1
+        return GrammarOutput([request.request_id for request in requests], bitmask.numpy(), counts)
+
+
+def walk_grammar(
+    manager: Any,
+    request: Any,
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    visit: Callable[[int, Any], None],
+) -> None:
+    """Visit every row whose path the request's grammar allows, with the grammar standing behind that path.
+
+    Args:
+        manager: the host's ``StructuredOutputManager``.
+        request: the host's, with structured output.
+        token_ids: of the nodes, parent-first; negative ones are no tokens.
+        parents: row of each node's parent; node ``i`` is row ``i + 1``.
+        visit: gets the row, and its grammar, or None where nothing is constrained there (before the end of reasoning,
+            behind the end of the grammar).
+    """
+    grammar = request.structured_output_request.grammar
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    path: list[int] = []
+
+    def descend(row: int) -> None:
+        constrained = len(path) >= manager._get_constraint_bounds(request, path).constraint_start
+        visit(row, grammar if constrained and not grammar.is_terminated() else None)
+        for node in children.get(row, ()):
+            token_id = token_ids[node]
+            if token_id < 0:
+                continue
+            path.append(token_id)
+            in_grammar = len(path) > manager._get_constraint_bounds(request, path).grammar_start
+            if not in_grammar:
+                descend(node + 1)
+            elif grammar.validate_tokens([token_id]):
+                grammar.accept_tokens(request.request_id, [token_id])
+                descend(node + 1)
+                grammar.rollback(1)
+            path.pop()
+
+    descend(0)

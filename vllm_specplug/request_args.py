@@ -1,0 +1,27 @@
+"""What a request may ask of the plugin itself: ``extra_args`` offline, ``vllm_xargs`` over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplug.config import ConfigError, TreeOptions
+from vllm_specplug.typical import request_limits
+
+
+def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
+    """False where the request says ``{"speculation": false}`` (over HTTP, a host may turn it into 0).
+
+    Raises:
+        ConfigError: neither true nor false.
+    """
+    value = (extra_args or {}).get("speculation", True)
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise ConfigError(f"speculation must be true or false, not {value!r}")
+    return bool(value)
+
+
+def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> None:
+    """Raise ``ConfigError`` unless all that the request asks for can be done."""
+    wants_speculation(extra_args)
+    request_limits(extra_args, options)

@@ -1,0 +1,90 @@
+"""``specplug top``: a live table of what a server's ``/metrics`` say about its speculation."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import urllib.request
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+_HOST = "vllm:spec_decode_num_"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--once", action="store_true", help="print totals since the server's start, and end")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show the table until interrupted; rates are those of the last interval."""
+    if args.interval <= 0:
+        raise ValueError("--interval must be above 0")
+    before = read(args.url)
+    if args.once:
+        Console().print(table(before))
+        return
+    with Live(table(before), auto_refresh=False) as live:
+        while True:
+            time.sleep(args.interval)
+            now = read(args.url)
+            live.update(table({key: value - before.get(key, 0.0) for key, value in now.items()}), refresh=True)
+            before = now
+
+
+def read(url: str) -> dict[str, float]:
+    """The counters of ``url``/metrics that concern speculation, summed over engines; see ``counters_of``."""
+    with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as response:
+        return counters_of(response.read().decode())
+
+
+def counters_of(text: str) -> dict[str, float]:
+    """Counters by name; ``depth 1`` and so on for acceptance by depth, ``fallback: REASON`` for fallbacks.
+
+    Raises:
+        ValueError: no speculation is reported.
+    """
+    counters: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        if not family.name.startswith((_HOST, "specplug:")):
+            continue
+        for sample in family.samples:
+            if not sample.name.endswith("_total"):
+                continue
+            key = sample.name.removesuffix("_total").removeprefix(_HOST).removeprefix("specplug:")
+            if "position" in sample.labels:
+                key = f"depth {int(sample.labels['position']) + 1}"
+            elif "reason" in sample.labels:
+                key = f"fallback: {sample.labels['reason']}"
+            counters[key] = counters.get(key, 0.0) + sample.value
+    if "drafts" not in counters:
+        raise ValueError("this server reports no speculation: was it started with a --speculative-config?")
+    return counters
+
+
+def table(counters: Mapping[str, float]) -> Table:
+    """The counters (or their differences) as rates per draft and per step."""
+    drafts, steps = counters["drafts"], counters.get("steps", 0.0)
+
+    def per(key: str, count: float, unit: str = "", scale: float = 1.0) -> str:
+        return f"{scale * counters.get(key, 0.0) / count:.2f}{unit}" if count else "-"
+
+    rows = Table("speculation", "value", title="specplug top")
+    rows.add_row("tau (the bonus token counted)", f"{1 + counters['accepted_tokens'] / drafts:.2f}" if drafts else "-")
+    rows.add_row("drafted trees", f"{drafts:.0f}")
+    rows.add_row("nodes per tree", per("draft_tokens", drafts))
+    rows.add_row("draft time per step", per("draft_seconds", steps, " ms", 1000))
+    rows.add_row("verification time per step", per("verify_seconds", steps, " ms", 1000))
+    depth = 1
+    while counters.get(f"depth {depth}"):
+        rows.add_row(f"accepted at depth {depth}", per(f"depth {depth}", drafts, " %", 100))
+        depth += 1
+    for key, value in counters.items():
+        if key.startswith("fallback: "):
+            rows.add_row(key, f"{value:.0f}")
+    return rows
