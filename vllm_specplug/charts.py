@@ -101,14 +101,15 @@ def line_chart(
         x_label, y_label, unit: of the axes.
         reference: a dashed line across.
         diagonal: a dashed line of y = x.
-        log_x: place x by its logarithm, ticks at the points.
+        log_x: place x by its logarithm; ticks are at the points then, as they are for few whole numbers.
         from_zero: start the y axis at 0.
     """
     points = [point for line in series.values() for point in line]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
     if reference is not None:
         ys.append(reference)
-    x_marks = xs if log_x else ticks(min(xs), max(xs))
+    few = len(xs) <= 12 and all(value == int(value) for value in xs)
+    x_marks = xs if log_x or few else ticks(min(xs), max(xs))
     y_marks = ticks(0 if from_zero else min(ys), max(ys))
     bottom = HEIGHT - _BOTTOM
     scale = math.log if log_x else float
@@ -191,6 +192,7 @@ def _y_axis(marks: Sequence[float], y, width: float, unit: str) -> list[str]:
 
 def _svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
     return (
-        f'<svg class="chart" role="img" viewBox="0 0 {width:.0f} {height:.0f}" aria-label="{escape(title)}">'
+        f'<svg class="chart" role="img" viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{1.25 * width:.0f}px" '
+        f'aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
     )

@@ -39,7 +39,7 @@ table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-num
 caption{text-align:left;color:var(--soft)}th,td{padding:.2rem .6rem;border-bottom:1px solid var(--line);
 text-align:right}
 th:first-child,td:first-child{text-align:left}td.text{text-align:left}
-svg.chart{width:100%;height:auto;max-width:1150px}svg.chart text{font:11px system-ui,sans-serif;fill:var(--soft)}
+svg.chart{width:100%;height:auto}svg.chart text{font:11px system-ui,sans-serif;fill:var(--soft)}
 svg.chart text.axis{font-size:12px}.grid{stroke:var(--line);fill:none}.reference{stroke:var(--text);
 stroke-dasharray:5 4;fill:none}
 .whisker{stroke:var(--text);fill:none;stroke-width:1.5}svg.tree{max-width:none}

@@ -3,12 +3,15 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 
 from tests.unit.test_cli import fails_with
 from vllm_specplug import bench, cli
-from vllm_specplug.bench import workers
+from vllm_specplug.bench import hf_worker, workers
 from vllm_specplug.bench.server import Server
 
 
@@ -49,6 +52,27 @@ def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
     assert [m.questions for m in results["x"]] == [m.questions for m in results["y"]]
     assert [(m.concurrency, m.repeat) for m in results["x"]] == [(1, 0)] * 4 + [(1, 1)] * 4 + [(4, 0)]
     assert results["x"][-1].category == "mixed"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
+    model_config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(model_config).eval()
+    tokenizer = SimpleNamespace(
+        eos_token_id=1, apply_chat_template=lambda chat, **_: [len(chat[0]["content"]), 3, 4] * 9
+    )
+    request = {"texts": ["a", "bb"], "max_tokens": 6, "temperature": temperature}
+    plain, lookup = (
+        hf_worker.answer(model, tokenizer, request, {"max_length": 30} | options)
+        for options in ({}, {"prompt_lookup_num_tokens": 2})
+    )
+    assert [len(ids) for ids in plain["token_ids"]] == [6, 6] and len(plain["first_token_s"]) == 2
+    assert min(plain["first_token_s"]) > 0 and min(plain["inter_token_s"]) > 0
+    if not temperature:
+        assert plain["token_ids"] == lookup["token_ids"]
 
 
 class FakeVllm(BaseHTTPRequestHandler):

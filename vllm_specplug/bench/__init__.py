@@ -15,7 +15,7 @@ from vllm_specplug.bench.methods import BASELINE, METHODS, Method, full_vocabula
 from vllm_specplug.bench.questions import Question, make_batches, read_questions
 from vllm_specplug.bench.results import MARKS, build_report, render, write_table
 from vllm_specplug.bench.server import Server
-from vllm_specplug.bench.workers import Measurement, Part, Worker, measure, started
+from vllm_specplug.bench.workers import PROBE_MODULE, Measurement, Part, Worker, measure, started
 
 __all__ = [
     "METHODS",
@@ -157,8 +157,8 @@ def look_inside(
         worker.send(message)
         return worker.receive()
 
-    for method in methods:
-        with started([method], engine, kv_gib, "round_probe") as [worker]:
+    for method in (method for method in methods if not method.by_transformers):
+        with started([method], engine, kv_gib, PROBE_MODULE) as [worker]:
             entry = report["methods"][method.label]
             entry["stages"] = ask(worker, request)
             if not method.stock:
@@ -166,7 +166,7 @@ def look_inside(
             worker.close()
     if tree := next((m for m in methods if m.config and m.config["method"] in ("eagle2", "hass")), None):
         wide = Method(tree.label, tree.config | {"num_speculative_tokens": max(_STEP_NODES)})
-        with started([wide], engine, kv_gib, "round_probe") as [worker]:
+        with started([wide], engine, kv_gib, PROBE_MODULE) as [worker]:
             steps = {"nodes": list(_STEP_NODES), "context": 256, "max_tokens": 24}
             ask(worker, steps)  # a warm-up
             report["step_cost"] = ask(worker, steps) | worker.machine

@@ -18,13 +18,15 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     _STOCK_EAGLE: {"method": "eagle", "model": _DRAFTER, "num_speculative_tokens": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},  # needs the package arctic-inference
+    "hf": {"method": "hf"},  # Hugging Face transformers
+    "hf-lookup": {"method": "hf", "prompt_lookup_num_tokens": 5},
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
     "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
     "medusa": {"method": "medusa", "model": _DRAFTER},
     "lookup": {"method": "lookup"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, {"method": "lookup"}]},
 }
-_STOCK = ("plain", "ngram", "suffix", _STOCK_EAGLE)  # these run without any plugin loaded
+_STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without any plugin loaded
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Method:
     @property
     def stock(self) -> bool:
         return self.label.partition(":")[0] in _STOCK
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether it runs in Hugging Face transformers, not in vLLM."""
+        return self.config is not None and self.config.get("method") == "hf"
 
 
 def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:

@@ -20,6 +20,8 @@ from vllm_specplug.bench.questions import Question
 from vllm_specplug.environment import end_of_log, engine_environment
 
 _NUM_WARM_UPS = 3
+ENGINE_MODULE = "vllm_specplug.hosts.bench_worker"
+PROBE_MODULE = "vllm_specplug.hosts.round_probe"
 
 
 @dataclass
@@ -77,18 +79,22 @@ class Worker:
     """The parent's end of a worker process: one JSON line out, one JSON line back."""
 
     def __init__(
-        self, method: Method, engine: dict[str, Any], kv_gib: int, log: Path, module: str = "bench_worker"
+        self, method: Method, engine: dict[str, Any], kv_gib: int, log: Path, module: str = ENGINE_MODULE
     ) -> None:
         self.method, self.log, self.config = method, log, method.config
         self.machine: dict[str, Any] = {}  # what the worker said when it was ready
+        # Intel's OpenMP runtime, which vLLM wants, makes transformers several times slower.
+        environment = engine_environment(kv_gib=kv_gib, plugins=not method.stock)
+        if method.by_transformers:
+            environment = dict(os.environ, HF_HUB_OFFLINE="1")
         with open(log, "wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"vllm_specplug.hosts.{module}"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 text=True,
-                env=engine_environment(kv_gib=kv_gib, plugins=not method.stock),
+                env=environment,
                 start_new_session=True,  # so that its engine processes can be ended with it
             )
         self.send(engine | ({} if method.config is None else {"speculative_config": method.config}))
@@ -128,11 +134,14 @@ class Worker:
         self.send({"texts": texts, "max_tokens": max_tokens, "sampling": sampling})
         return Measurement([question.name for question in questions], questions[0].category, **self.receive())
 
-    def close(self) -> int:
+    def close(self) -> int | None:
         """Ask for the peak memory (MiB, the worker and its engine together) and end the worker."""
         self.send({"close": True})
         peak = self.receive()["peak_rss_mib"]
-        self.process.wait(60)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:  # all was said: an engine that is slow to leave is no failure
+            self.kill()
         return peak
 
     def kill(self) -> None:
@@ -156,7 +165,7 @@ class Part:
 
 
 @contextlib.contextmanager
-def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = "bench_worker"):
+def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = ENGINE_MODULE):
     """Workers of all methods, ready; they are killed if anything fails inside, and their logs are kept then."""
     scratch = Path(tempfile.mkdtemp(prefix="specplug-bench-"))
     workers: list[Worker] = []
@@ -164,7 +173,8 @@ def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, modu
         for method in methods:
             log = scratch / f"{method.label.replace(':', '-')}.log"
             print(f"starting {method.label} (log: {log})", file=sys.stderr)
-            workers.append(Worker(for_stock_host(method, scratch), engine, kv_gib, log, module))
+            own = "vllm_specplug.bench.hf_worker" if method.by_transformers else module
+            workers.append(Worker(for_stock_host(method, scratch), engine, kv_gib, log, own))
             workers[-1].machine = workers[-1].receive()  # one start at a time: compilers share the cores badly
         yield workers
     except BaseException:
