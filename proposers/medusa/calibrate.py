@@ -21,12 +21,16 @@ from ..training import command
 from ..training.features import target_head
 from ..training.provenance import provenance
 from ..training.trainer import LoopOptions
-from .ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_tau
+from .options import DYNAMIC_TOP_K
+from .ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_dynamic_tau, simulate_tau
 from .sparse_tree import MAX_RANKS, TREE_KEY, dense_paths, dense_widths, grow
 from .steps import interpolate, read_steps
 
 #: Sizes of the dense trees that the sparse one is compared with (Medusa, figure 6).
 DENSE = (64, 256)
+
+#: Sizes of the dynamic trees that it is compared with.
+DYNAMIC = (4, 8, 16, 64)
 
 #: Budgets whose tau is measured on the held-out half.
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
@@ -111,6 +115,12 @@ def run(args: argparse.Namespace) -> int:
     with command.training(args, LoopOptions()) as (_, material):
         ranks = rank_answers(heads, material.data, draft_head, draft_ids)
     result = calibrate(ranks, args.budget, args.prior, args.step_ms)
+    held_out, top_k = range(1, len(ranks), 2), min(DYNAMIC_TOP_K, draft_ids.numel())
+    result["dynamic_tau"] = {
+        nodes: round(simulate_dynamic_tau(heads, material.data, draft_head, draft_ids, held_out, int(nodes), top_k), 4)
+        for nodes in result["held_out_tau"]
+        if int(nodes) in DYNAMIC
+    }
     result["specplug"] = provenance(args.target, **material.facts, model=model.name, prior=args.prior)
     out = Path(args.out)
     write_json(out / "tree.json", result)
@@ -141,6 +151,10 @@ def report(result: dict) -> str:
         [budget, f"{result['expected_tau'][int(budget) - 1]:.3f}", f"{tau:.3f}"]
         + ([f"{speeds[budget]:.1f}"] if speeds else [])
         for budget, tau in result["held_out_tau"].items()
+    ]
+    rows += [
+        [f"{nodes} dynamic", "-", f"{tau:.3f}"] + (["-"] if speeds else [])
+        for nodes, tau in result.get("dynamic_tau", {}).items()
     ]
     rows += [
         [f"{dense['nodes']} dense ({' x '.join(map(str, dense['widths']))})", "-", f"{dense['held_out_tau']:.3f}"]

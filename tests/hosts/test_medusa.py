@@ -188,9 +188,9 @@ def test_merged_backbone_and_its_heads_are_served(engine, checkpoints, prompts, 
     pytest.importorskip("peft")
     out = heads.parent / "joint"
     settings = {"num_heads": HEADS, "num_layers": 2, "draft_vocab_size": tiny.VOCAB, "batch_tokens": 4096}
-    options = JointTraining(**settings, lr=5e-3, epochs=20, heads_first=0.0, heads_weight=1.0)
+    options = JointTraining(**settings, lr=5e-3, epochs=60, heads_first=0.7, heads_weight=1.0)
     ids = torch.arange(tiny.VOCAB)
-    train_joint(str(checkpoints["target"]), data, str(out), ids, options, init_from=str(heads), progress=False)
+    train_joint(str(checkpoints["target"]), data, str(out), ids, options, progress=False)
     backbone = str(out / "backbone")
     alone = LLM(backbone, **ENGINE)
     engine.kept.append(alone)
@@ -199,7 +199,7 @@ def test_merged_backbone_and_its_heads_are_served(engine, checkpoints, prompts, 
     drafted = LLM(backbone, speculative_config={**MEDUSA, "model": str(out)}, **ENGINE)
     engine.kept.append(drafted)
     assert token_ids(drafted.generate(prompts[:24], GREEDY, use_tqdm=False)) == expected
-    assert acceptance_length(drafted) > 1.3
+    assert acceptance_length(drafted) > 1.2
 
 
 # ---- refused before the engine starts

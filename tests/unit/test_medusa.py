@@ -22,6 +22,7 @@ from vllm_specplug.proposers.medusa.ranks import (
     head_accuracies,
     load_for_ranking,
     rank_answers,
+    simulate_dynamic_tau,
     simulate_tau,
 )
 from vllm_specplug.proposers.medusa.sparse_tree import (
@@ -267,6 +268,29 @@ def test_ranks_of_known_answers():
     assert ranks.tolist() == [[0, 1], [0, 1], [0, 1], [0, -1], [-1, -1]]
     (reduced,) = rank_answers(heads, data, lm_head[:5], torch.arange(5), max_ranks=3)
     assert reduced[:, 0].tolist() == [0, 3, 0, 3, -1]  # tokens 5 and 6 cannot be proposed
+
+
+def test_dynamic_tau_is_that_of_decoding_step_by_step():
+    torch.manual_seed(4)
+    heads, lm_head = random_heads(), torch.randn(8, HIDDEN)
+    ids, features = torch.randint(0, 8, (40,)), torch.randn(40, HIDDEN)
+    data = FeatureSet(features, ids, torch.tensor([25, 15]), torch.tensor([4, 3]))
+    draft_ids = torch.arange(8)
+    found = simulate_dynamic_tau(heads, data, lm_head, draft_ids, [0, 1], 12, 6)
+    accepted = steps = 0
+    for end, at in ((25, 4), (40, 28)):  # `at`: the last token written, the answer's first
+        while at < end - 1:
+            with torch.no_grad():
+                logits = heads(features[at - 1 : at]) @ lm_head.T
+            tree = choose_tree(ids[at : at + 1], logits, draft_ids, num_nodes=12, draft_top_k=6).tree
+            node, depth = 0, 0
+            while node is not None and at + depth + 1 < end:
+                rows = range(1, int(tree.num_rows[0]))
+                wanted = (node, int(ids[at + depth + 1]))
+                node = next((r for r in rows if (int(tree.parents[0, r]), int(tree.token_ids[0, r])) == wanted), None)
+                depth += node is not None
+            accepted, steps, at = accepted + depth, steps + 1, at + depth + 1
+    assert accepted > 3 and found == pytest.approx(1 + accepted / steps)
 
 
 def test_accuracies_chances_and_tau():
