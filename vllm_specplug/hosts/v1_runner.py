@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -67,8 +66,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
-        is_first_rank = get_tensor_model_parallel_rank() == 0
-        self._counters = Counters(self.speculative_config.metrics_file if is_first_rank else None)
+        self._counters = Counters(self.speculative_config.metrics_file)
         self._verify_start = 0.0
         self._trace = TreeTrace.open(options.trace_trees)
         #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
