@@ -206,12 +206,13 @@ def _read_safetensors_header(file: Path) -> dict[str, dict]:
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            is_sound = all(isinstance(size, int) for entry in header.values() for size in entry["shape"])
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            numbers = [*ends, *(size for entry in header.values() for size in entry["shape"])]
+            is_sound = all(isinstance(number, int) for number in numbers)
         # Valid JSON may still be no header: entries or lists of another type, keys that are missing.
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
             raise broken from error
-    if not is_sound or size != 8 + length + end:
+    if not is_sound or size != 8 + length + max(ends, default=0):
         raise broken
     return header
 

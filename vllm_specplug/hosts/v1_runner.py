@@ -75,7 +75,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
-        restore_processors(self)
+        self._has_custom_processors = restore_processors(self)
 
     def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)
@@ -187,7 +187,8 @@ class TreeCPUModelRunner(CPUModelRunner):
     def _walker(self, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
         arguments = (self.sampler, batch.sampling_metadata, batch.req_output_token_ids[:num_reqs])
-        if options.verification == "exact":
+        # Typical acceptance knows temperature, top_k and top_p only.
+        if options.verification == "exact" or self._has_custom_processors:
             return SampledWalk(*arguments)
         requests = [self.requests[req_id] for req_id in batch.req_ids]
         return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
