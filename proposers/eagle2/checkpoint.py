@@ -18,15 +18,18 @@ ids, with the matching rows of the target's LM head. Weights come as safetensors
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_specplug.files import replacing
@@ -114,7 +117,7 @@ def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
             state.update((_plain(name), tensor) for name, tensor in _load_pickle(file).items())
             continue
         _read_safetensors_header(file)
-        with safe_open(str(file), framework="pt") as tensors:
+        with _opened(file) as tensors:
             state.update((_plain(name), tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
     return config, state
 
@@ -140,7 +143,7 @@ def read_config(path: Path) -> dict:
         raise CheckpointError(f"{path} has no config.json; copy the head's config.json next to its weights.")
     try:
         config = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ill-formed, not UTF-8, or a number or nesting without end
         raise CheckpointError(f"{file} is not valid JSON ({error}); fetch the file again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} must hold one JSON object, found {type(config).__name__}; fetch it again.")
@@ -202,13 +205,25 @@ def _read_safetensors_header(file: Path) -> dict[str, dict]:
             raise broken
         try:
             header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            numbers = [*ends, *(size for entry in header.values() for size in entry["shape"])]
+            is_sound = all(isinstance(number, int) for number in numbers)
+        # Valid JSON may still be no header: entries or lists of another type, keys that are missing.
+        except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
             raise broken from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != 8 + length + end:
+    if not is_sound or size != 8 + length + max(ends, default=0):
         raise broken
     return header
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); download or export it again.") from error
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
@@ -235,7 +250,7 @@ def _read_tensor(path: Path, name: str) -> torch.Tensor:
             if name in state:
                 return state[name]
             continue
-        with safe_open(str(file), framework="pt") as tensors:
+        with _opened(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 if _plain(key) == name:
                     return tensors.get_tensor(key)
@@ -245,12 +260,18 @@ def _read_tensor(path: Path, name: str) -> torch.Tensor:
 # ---- checks
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _check_model_fields(path: Path, config: dict, kind: str, target_hidden_size: int, target_vocab_size: int) -> None:
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    missing = [key for key in needed if not isinstance(config.get(key), int)]
+    optional = [key for key in ("head_dim", "num_key_value_heads", "draft_vocab_size") if config.get(key) is not None]
+    missing = [key for key in (*needed, *optional) if not _is_count(config.get(key))]
     if missing:
         raise CheckpointError(
-            f"{path / CONFIG_NAME} lacks {', '.join(missing)} (integers); use the config.json that came with the head."
+            f"{path / CONFIG_NAME} lacks {', '.join(missing)} (integers from 1); use the config.json that "
+            f"came with the head."
         )
     if config["hidden_size"] != target_hidden_size and kind == "eagle":
         raise CheckpointError(
@@ -320,6 +341,8 @@ def check_draft_vocabulary(path: Path, shapes: dict[str, tuple[int, ...]], targe
     """Size of the draft vocabulary; raises `CheckpointError` if d2t is not a map into the target's."""
     if "d2t" not in shapes:
         return target_vocab_size
+    if len(shapes["d2t"]) != 1:
+        raise CheckpointError(f"{path}: d2t has the shape {list(shapes['d2t'])}, not [draft_vocab]; export it again.")
     ids = target_ids(_read_tensor(path, "d2t"))
     if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= target_vocab_size:
         raise CheckpointError(

@@ -31,7 +31,7 @@ from ..eagle2.checkpoint import (
 )
 
 _PREFIX = re.compile(r"^medusa_heads?\.")
-_LAYER = re.compile(r"^(\d+)\.(\d+)\.linear\.weight$")
+_LAYER = re.compile(r"^(\d{1,4})\.(\d{1,4})\.linear\.weight$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,12 @@ def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_voc
         raise CheckpointError(
             f"{path} has no tensor 0.0.linear.weight: it is not a Medusa checkpoint; give a folder of Medusa heads, or "
             f"choose the method that reads this one."
+        )
+    # Names of far-away numbers would announce heads without end.
+    if max(max(head, layer) for head, layer in layers) >= len(layers) or len(shapes.get("0.0.linear.weight", ())) != 2:
+        raise CheckpointError(
+            f"{path} does not number its heads and layers from 0 ({layers[:3]}...), or tensor 0.0.linear.weight is no "
+            f"matrix: the heads are incomplete, export or download them again."
         )
     num_heads = _count(path, config, "medusa_num_heads", 1 + max(head for head, _ in layers), "heads")
     num_layers = _count(path, config, "medusa_num_layers", 1 + max(layer for _, layer in layers), "layers per head")

@@ -83,8 +83,26 @@ def test_aborts_leak_nothing(engine):
     llm.add_request("last", prompts[0], params)  # one more step, so that the worker hears of the ends
     while llm.has_unfinished_requests():
         llm.step()
-    assert not core.scheduler.requests and set(runner.requests) <= {"last"} | {
-        k for k in runner.requests if "last" in k
-    }
+    assert not core.scheduler.requests and len(runner.requests) <= 1  # the last one's end is not told yet
     assert len(runner._drafts) <= 1 and not core.scheduler._trees
     assert core.scheduler.kv_cache_manager.usage == 0
+
+
+def test_a_raising_drafter_costs_speed_only(engine, monkeypatch, caplog):
+    from vllm_specplug.hosts import eagle_proposer
+
+    honest, calls = eagle_proposer.grow_tree, []
+
+    def sometimes(*args, **kwargs):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise RuntimeError("out of luck")
+        return honest(*args, **kwargs)
+
+    prompts = make_prompts(8)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    llm = engine("eagle")
+    monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
+    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert len(calls) > 9 and sum("out of luck" in record.getMessage() for record in caplog.records) == 1

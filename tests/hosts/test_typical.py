@@ -68,6 +68,13 @@ def test_what_else_shapes_the_distribution_is_verified_exactly(engine, prompts):
     assert token_ids(engine("eagle", TYPICAL).generate(prompts[:12], params, use_tqdm=False)) == expected
 
 
+def test_custom_logits_processors_are_verified_exactly(engine, prompts):
+    options = {"logits_processors": ["tests.hosts.processors:Avoid"]}
+    params = sampled(8, extra_args={"avoid": 9})
+    expected = token_ids(engine(**options).generate(prompts[:8], params, use_tqdm=False))
+    assert token_ids(engine("eagle", TYPICAL, **options).generate(prompts[:8], params, use_tqdm=False)) == expected
+
+
 def test_accepted_paths_follow_the_formula(engine, checkpoints, prompts, tmp_path):
     """Every accepted path of an answer, recomputed with another implementation of the model and of the formula."""
     transformers = pytest.importorskip("transformers")

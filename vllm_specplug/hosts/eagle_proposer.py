@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.spec_decode.eagle import EagleProposer
@@ -33,7 +32,6 @@ class TreeEagleProposer(EagleProposer):
         #: int64 ``[num_flat_rows]``: which row of the last forward holds each flat row's accepted token.
         self.path_rows: torch.Tensor | None = None
         self._head: DraftHead | None = None
-        self._shares_lm_head = True
         self._draft_to_target: torch.Tensor | None = None
         self._first_pass: tuple[Any, ...] | None = None
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -55,12 +53,9 @@ class TreeEagleProposer(EagleProposer):
         if d2t is None:
             d2t = getattr(self.model, "draft_id_to_target_id", None)
             if d2t is not None:  # EAGLE-3: a head of its own in the draft vocabulary
-                self._shares_lm_head = False
                 self._draft_to_target = target_ids(d2t.data)
             return
         self._draft_to_target = target_ids(d2t)
-        if get_tensor_model_parallel_world_size() > 1:
-            return  # no rank has all rows of the head
         self._head = DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
 
     # ---- one round
@@ -103,12 +98,10 @@ class TreeEagleProposer(EagleProposer):
     def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head is not None:
             logits = self._head(hidden)
-        elif self._draft_to_target is not None and not self._shares_lm_head:
+        elif self._draft_to_target is not None:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:
             logits = self.model.compute_logits(hidden)
-            if self._draft_to_target is not None:
-                logits = logits[:, self._draft_to_target]
         # One fused pass; logsumexp of a converted copy takes several times as long here.
         log_probs, token_ids = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
         if self._draft_to_target is not None:

@@ -79,6 +79,12 @@ WORKS = (
 
 REFUSED = (
     Refusal(
+        "tensor parallelism",
+        "--tensor-parallel-size 1",
+        lambda s: s.parallel_config.tensor_parallel_size > 1,
+        {"tensor_parallel_size": 2},
+    ),
+    Refusal(
         "pipeline parallelism",
         "--pipeline-parallel-size 1",
         lambda s: s.parallel_config.pipeline_parallel_size > 1,

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.draft_head import DraftHead
@@ -46,7 +45,7 @@ class HostMedusaProposer:
         self._draft_ids = target_ids(state["d2t"]) if info.has_d2t else None
         if info.has_lm_heads:
             self._lm_heads = [DraftHead(weight) for weight in self._heads.lm_heads.detach()]
-        elif self._draft_ids is not None and get_tensor_model_parallel_world_size() == 1:
+        elif self._draft_ids is not None:
             self._lm_heads = [DraftHead(target_model.lm_head.weight.data[self._draft_ids].contiguous())]
         else:
             self._target_model = target_model
@@ -88,6 +87,4 @@ class HostMedusaProposer:
         else:
             assert self._target_model is not None
             logits = self._target_model.compute_logits(flat)
-            if self._draft_ids is not None:  # of a head whose rows are spread over ranks
-                logits = logits[:, self._draft_ids]
         return logits.view(*features.shape[:2], -1)

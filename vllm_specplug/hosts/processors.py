@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 
@@ -22,14 +22,19 @@ def custom_processors_hidden(model_config: Any) -> Iterator[None]:
         model_config.logits_processors = hidden
 
 
-def restore_processors(runner: Any) -> None:
-    """Give back min_p, logit_bias and custom processors, which the host drops beside a speculative config."""
+def restore_processors(runner: Any) -> bool:
+    """Give back min_p, logit_bias and custom processors, which the host drops beside a speculative config.
+
+    Returns:
+        Whether there are custom ones, named (``--logits-processors``) or installed as the host's plugins.
+    """
     config = copy.copy(runner.vllm_config)
     config.speculative_config = None
     custom = tuple(runner.model_config.logits_processors or ())
     batch = runner.input_batch
     batch.logitsprocs = build_logitsprocs(config, runner.device, PIN_MEMORY, runner.is_pooling_model, custom)
     batch.logitsprocs_need_output_token_ids = bool(custom)
+    return len(list(batch.logitsprocs.all)) > len(BUILTIN_LOGITS_PROCESSORS)
 
 
 def restore_thinking_budget(runner: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -67,8 +66,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
-        is_first_rank = get_tensor_model_parallel_rank() == 0
-        self._counters = Counters(self.speculative_config.metrics_file if is_first_rank else None)
+        self._counters = Counters(self.speculative_config.metrics_file)
         self._verify_start = 0.0
         self._trace = TreeTrace.open(options.trace_trees)
         #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
@@ -77,7 +75,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
-        restore_processors(self)
+        self._has_custom_processors = restore_processors(self)
 
     def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)
@@ -199,7 +197,8 @@ class TreeCPUModelRunner(CPUModelRunner):
     def _walker(self, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
         arguments = (self.sampler, batch.sampling_metadata, batch.req_output_token_ids[:num_reqs])
-        if options.verification == "exact":
+        # Typical acceptance knows temperature, top_k and top_p only.
+        if options.verification == "exact" or self._has_custom_processors:
             return SampledWalk(*arguments)
         requests = [self.requests[req_id] for req_id in batch.req_ids]
         return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])

@@ -1,0 +1,165 @@
+"""Whatever a configuration or a checkpoint holds: it is taken, or there is one clear error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_checkpoint
+from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
+
+from tests import tiny
+from vllm_specplug.config import ConfigError, TreeOptions, parse_options
+
+FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+METHODS = ("eagle2", "hass", "lookup", "medusa", "union")
+KEYS = (
+    "model", "num_speculative_tokens", "draft_depth", "draft_top_k", "min_node_value", "min_level_value",
+    "verification", "typical_epsilon", "typical_delta", "trace_trees", "tree", "dynamic", "sources", "min_match",
+    "max_match", "max_candidates", "traffic_tokens", "draft_dept", "", "__class__", "method ",
+)  # fmt: skip
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@FUZZ
+@given(
+    st.sampled_from((*METHODS, "eagle9", "", None, 7, ["eagle2"])),
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5),
+)
+def test_configurations(method, given_options):
+    check_configuration({"method": method, **given_options})
+
+
+@FUZZ
+@given(st.sampled_from(METHODS), st.sampled_from(KEYS), VALUES)
+def test_configurations_with_one_odd_value(method, key, value):
+    model = {} if method in ("lookup", "union") else {"model": "smollm2-135m-instruct"}
+    sources = {"sources": [{"method": "lookup"}]} if method == "union" else {}
+    check_configuration({"method": method, **model, **sources, key: value})
+
+
+def check_configuration(config):
+    try:
+        options = parse_options(config)
+    except ConfigError as error:
+        assert len(str(error)) > 20
+    else:
+        assert isinstance(options, TreeOptions) and 1 <= options.num_speculative_tokens <= 255
+
+
+# ---- checkpoints
+
+CONFIG_KEYS = (
+    "hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "head_dim", "num_hidden_layers",
+    "architectures", "model_type", "torch_dtype", "bias",
+)  # fmt: skip
+TENSORS = ("fc.weight", "../../x", "layers.0.mlp.up_proj.weight", "d2t", "__metadata__",
+           "9999.0.linear.weight", "1.0.linear.weight", "0.0.linear.weight")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory) -> Path:
+    return tiny.write_drafter(tmp_path_factory.mktemp("fuzz") / "eagle")
+
+
+def damaged(drafter: Path, name: str, content: bytes) -> Path:
+    path = drafter.parent / "damaged"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(drafter, path)
+    (path / name).write_bytes(content)
+    return path
+
+
+def check_checkpoint(path: Path) -> None:
+    for validate in (validate_checkpoint, validate_medusa):
+        try:
+            validate(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
+        except ValueError as error:  # CheckpointError, ConfigError
+            assert len(str(error)) > 20
+
+
+@FUZZ
+@given(st.data())
+def test_truncated_and_flipped_files(drafter, data):
+    name = data.draw(st.sampled_from(["model.safetensors", "config.json"]))
+    content = bytearray((drafter / name).read_bytes())
+    header = min(len(content), 3000)
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, header))]
+    else:
+        for place in data.draw(st.lists(st.integers(0, header - 1), min_size=1, max_size=8)):
+            content[place] = data.draw(st.integers(0, 255))
+    check_checkpoint(damaged(drafter, name, bytes(content)))
+
+
+@FUZZ
+@given(st.dictionaries(st.sampled_from(CONFIG_KEYS), VALUES, min_size=1))
+def test_odd_config_files(drafter, changes):
+    config = json.loads((drafter / "config.json").read_text()) | changes
+    check_checkpoint(damaged(drafter, "config.json", json.dumps(config).encode()))
+
+
+@FUZZ
+@given(
+    st.dictionaries(
+        st.text(max_size=12) | st.sampled_from(TENSORS), st.lists(st.integers(-2, 1 << 70), max_size=4), max_size=6
+    )
+)
+def test_hostile_names_and_shapes(drafter, shapes):
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]} for name, shape in shapes.items()}
+    text = json.dumps(header).encode()
+    check_checkpoint(damaged(drafter, "model.safetensors", struct.pack("<Q", len(text)) + text + b"\0" * 4))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        7,
+        {"fc.weight": []},
+        {"fc.weight": {}},
+        {"fc.weight": {"shape": [2], "data_offsets": ["a", "b"]}},
+        {"fc.weight": {"shape": ["2"], "data_offsets": [0, 4]}},
+        {"9999.0.linear.weight": {"shape": [4], "data_offsets": [0, 4]}},
+    ],
+)
+def test_headers_that_are_json_and_no_header(drafter, header):
+    text = json.dumps(header).encode()
+    path = damaged(drafter, "model.safetensors", struct.pack("<Q", len(text)) + text + b"\0" * 4)
+    for validate in (validate_checkpoint, validate_medusa):
+        with pytest.raises(CheckpointError, match="truncated or not a safetensors|lacks|from 0|not a Medusa"):
+            validate(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"head_dim": "x"}, {"num_key_value_heads": {}}])
+def test_config_fields_of_another_kind(drafter, change):
+    config = json.loads((drafter / "config.json").read_text()) | change
+    path = damaged(drafter, "config.json", json.dumps(config).encode())
+    with pytest.raises(CheckpointError, match=f"lacks {next(iter(change))}"):
+        validate_checkpoint(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
+
+
+def test_the_honest_one_passes(drafter):
+    """Control: what is damaged above is taken as it was."""
+    assert validate_checkpoint(drafter, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB).kind == "eagle"
+
+
+def test_swapped_shapes_are_named(drafter):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(drafter / "model.safetensors")
+    tensors["layers.0.mlp.up_proj.weight"] = tensors["layers.0.mlp.up_proj.weight"].T.contiguous()
+    path = damaged(drafter, "config.json", (drafter / "config.json").read_bytes())
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="wrong shape.*up_proj"):
+        validate_checkpoint(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
