@@ -11,7 +11,7 @@ pool index" therefore never picks a node without its ancestors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -176,6 +176,29 @@ def rerank_draft(
     log_values = with_root(pool.log_values.gather(1, index), NEVER)
     log_values[:, 0] = 0.0
     return Draft(tree, log_values), with_root(index, PADDING)
+
+
+def prune(draft: Draft, keep: torch.Tensor) -> Draft:
+    """The draft without some of its nodes.
+
+    Args:
+        draft: the trees.
+        keep: bool ``[num_reqs, num_rows]``; true for the nodes to keep, whose parents must be kept too; what it says of
+            roots and padding does not matter.
+    """
+    tree = draft.tree
+    keep = keep & valid_rows(tree.num_rows, keep.shape[1])
+    keep[:, 0] = True
+    num_rows = keep.sum(dim=1)
+    order = keep.sort(dim=1, descending=True, stable=True).indices[:, : int(num_rows.max())]
+    places = keep.cumsum(dim=1) - 1
+    parents = tree.parents.gather(1, order)
+    parents = places.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, PADDING)
+    padding = ~valid_rows(num_rows, order.shape[1])
+    bits = None if draft.source_bits is None else draft.source_bits.gather(1, order).masked_fill(padding, 0)
+    pruned = _with_padding(tree.token_ids.gather(1, order), parents, tree.depths.gather(1, order), num_rows)
+    log_values = draft.log_values.gather(1, order).masked_fill(padding, NEVER)
+    return replace(draft, tree=pruned, log_values=log_values, source_bits=bits)
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:

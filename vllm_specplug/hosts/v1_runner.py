@@ -15,8 +15,10 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_specplug.budget import PLAIN
 from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
+from vllm_specplug.hosts.budgeting import ServingBudget
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
 from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
@@ -67,8 +69,12 @@ class TreeCPUModelRunner(CPUModelRunner):
         self._step: StagedStep | None = None
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
+        self._flat_rows = torch.arange(self.max_num_tokens)
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
         self._lift_refused_processors()
+        self._budget = ServingBudget.of(self, options)
+        if isinstance(self.drafter, TreeEagleProposer):
+            self.drafter.budget = self._budget
 
     def _lift_refused_processors(self) -> None:
         """Give back min_p and logit_bias, which the host drops whenever a speculative config is set."""
@@ -76,19 +82,44 @@ class TreeCPUModelRunner(CPUModelRunner):
         plain.speculative_config = None
         self.input_batch.logitsprocs = build_logitsprocs(plain, self.device, PIN_MEMORY, self.is_pooling_model)
 
+    # ---- the measured budget
+
+    def prepare_budget(self) -> None:
+        """At the end of the start-up: steps are timed, unless that was done before."""
+        if self._budget is not None:
+            self._budget.prepare()
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._budget is not None:
+            self._budget.begin(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        if self._budget is not None:
+            self._budget.end()
+        return output
+
     # ---- before the forward
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for req_id in scheduler_output.finished_req_ids:
             self._drafts.pop(req_id, None)
+        if isinstance(self.drafter, TreeEagleProposer):
+            self.drafter.missed.finish(scheduler_output.finished_req_ids)
         if self._host_free is not None:
             self._host_free.finish(scheduler_output.finished_req_ids)
+        if self._budget is not None:
+            self._budget.budget.finish(scheduler_output.finished_req_ids)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        spec_decode_metadata = prepared[1]
-        self._step = self._stage(scheduler_output, num_scheduled_tokens, spec_decode_metadata)
+        self._step = None
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._step = self._stage(scheduler_output, num_scheduled_tokens, prepared[1])
+        else:  # a plain step: the host's attention, sampler and cost
+            self._last_rows = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
         return prepared
 
     def _stage(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray, spec_decode_metadata: Any) -> StagedStep:
@@ -153,8 +184,10 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step = self._step
-        if spec_decode_metadata is None or step is None:
+        if spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)
+        if step is None:
+            return self._sample_plainly(logits)
         num_reqs = self.input_batch.num_reqs
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
         walk_trees = self._walker(num_reqs)
@@ -166,6 +199,16 @@ class TreeCPUModelRunner(CPUModelRunner):
             self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
         return output
+
+    def _sample_plainly(self, logits: torch.Tensor) -> Any:
+        """One token per request; those whose token is thrown away (in their prefill) do not draw."""
+        self.drafter.path_rows = self._flat_rows
+        metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        if metadata.generators and discarded.any():
+            drawing = {i: generator for i, generator in metadata.generators.items() if not discarded[i]}
+            metadata = replace(metadata, generators=drawing)
+        return self.sampler(logits=logits, sampling_metadata=metadata)
 
     def _walker(self, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
@@ -196,7 +239,7 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _path_rows(self, step: StagedStep, walk: Walk) -> torch.Tensor:
         """For every flat row, the row that holds its accepted token: itself, but along accepted paths."""
-        path_rows = torch.arange(self.max_num_tokens)
+        path_rows = self._flat_rows.clone()
         depths = torch.arange(walk.path_rows.shape[1])
         first = step.row_start.unsqueeze(1)
         accepted = depths < walk.num_emitted.unsqueeze(1)
@@ -233,6 +276,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
+        wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+        arm = None if self._budget is None else self._budget.plan(wanted)
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
@@ -245,15 +290,47 @@ class TreeCPUModelRunner(CPUModelRunner):
             *args,
             **kwargs,
         )
-        if self._host_free is None:
-            return self._remember(draft_by_host())
-        sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-        return self._remember(self._host_free.propose(self.input_batch, sampled, draft_by_host))
+        if isinstance(self.drafter, TreeEagleProposer):
+            if arm is None or arm.host:
+                self.drafter.catch_up()
+            else:
+                self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
+        if arm is not None:
+            draft_by_host = self._budget.timed(draft_by_host) if arm.host else _nothing
+        if arm is PLAIN:
+            draft = None
+        elif self._host_free is None:
+            draft = draft_by_host()
+        else:
+            draft = self._host_free.propose(self.input_batch, wanted, draft_by_host)
+        if self._budget is not None:
+            draft = self._budget.select(draft, wanted)
+        flat = self._remember(draft)
+        if self._budget is not None:
+            self._budget.end_round()
+        return flat
+
+    def _skip_round(
+        self,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        *_: Any,
+    ) -> None:
+        if self.use_aux_hidden_state_outputs:
+            hidden_states = torch.cat(aux_hidden_states, dim=-1)
+        self.drafter.skip_round(hidden_states, sampled_token_ids, np.asarray(spec_decode_metadata.num_draft_tokens))
 
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""
         req_ids = self.input_batch.req_ids
-        flat = [FlatDraft([], [], []) for _ in req_ids] if draft is None else flatten(draft)
+        if draft is None:
+            for req_id in req_ids:
+                self._drafts.pop(req_id, None)
+            return [[] for _ in req_ids]
+        flat = flatten(draft)
         for index, req_id in enumerate(req_ids):
             params = self.requests[req_id].sampling_params
             if params is not None and params.structured_outputs is not None:
@@ -261,6 +338,10 @@ class TreeCPUModelRunner(CPUModelRunner):
                 flat[index] = flat[index].best_chain()
             self._drafts[req_id] = flat[index]
         return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
+
+
+def _nothing() -> None:
+    """The host's drafter does not run."""
 
 
 __all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]

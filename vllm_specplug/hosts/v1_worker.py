@@ -26,6 +26,11 @@ class TreeCPUWorker(CPUWorker):
         # The host builds its runner inside init_device and takes no class; its buffers are freed here.
         self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
 
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.prepare_budget()
+        return times
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         select_backend()  # builds the op, or says that it cannot, before the first request
         with tree_backend_selected():
