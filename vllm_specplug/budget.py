@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,6 +229,19 @@ class Budget:
         levels, nodes = divmod(best, most + 1)
         tokens, seconds = (float(np.broadcast_to(x, tokens.shape).flat[best]) for x in (tokens, seconds))
         return Outlook(tokens, seconds, levels + 1, nodes)
+
+    def choice(self, num_reqs: int) -> dict[str, Any]:
+        """What is best for so many requests, for people: batch, arm, nodes of a request, levels, expected speedup."""
+        outlooks = {arm: self._outlook(arm, num_reqs) for arm in self.arms}
+        best = max(outlooks, key=lambda arm: outlooks[arm].rate)
+        levels = 0 if best is PLAIN else self.worth[best].mean()[outlooks[best].levels - 1, -1]
+        return {
+            "batch": num_reqs,
+            "arm": best.name,
+            "nodes": outlooks[best].nodes,
+            "levels": round(float(levels), 2),
+            "speedup": outlooks[best].rate / outlooks[PLAIN].rate,
+        }
 
     # ---- while drafting
 

@@ -36,13 +36,14 @@ COMMANDS = (
     Command(("train", "hass"), "train an EAGLE head the HASS way", "vllm_specplug.proposers.hass.train"),
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
     Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
+    Command(("calibrate", "cost"), "time a step's parts, and show what pays", "vllm_specplug.cost_command"),
     Command(
         ("calibrate", "medusa"),
         "measure Medusa heads and grow their sparse tree",
         "vllm_specplug.proposers.medusa.calibrate",
     ),
 )
-_GROUPS = {"train": "train a drafter", "calibrate": "fit a drafter's tree to what it was measured to know"}
+_GROUPS = {"train": "train a drafter", "calibrate": "measure what a machine costs, or what a drafter knows"}
 
 #: Mistakes of the user or of the machine: one line, exit code 2.  Anything else is a defect of ours: exit code 1.
 EXPECTED_ERRORS = (ValueError, OSError, RuntimeError, ImportError)

@@ -46,7 +46,7 @@ class CostTable:
         self, knots: Iterable[int], seconds: Iterable[float], limit: int, common: float = 0.3, smooth: float = 0.1
     ):
         self.knots = np.asarray(list(knots), dtype=np.float64)
-        self.start = np.maximum.accumulate(np.maximum(np.asarray(list(seconds), dtype=np.float64), 1e-7))
+        self.start = non_decreasing(np.maximum(np.asarray(list(seconds), dtype=np.float64), 1e-7))
         if len(self.knots) != len(self.start) or (np.diff(self.knots) <= 0).any() or self.knots[0] != 1:
             raise ValueError("a cost table needs increasing counts from 1, and seconds for each")
         distance = np.abs(np.subtract.outer(np.log2(self.knots), np.log2(self.knots)))
@@ -141,14 +141,39 @@ def knots_up_to(limit: int) -> list[int]:
     return [knot for knot in knots if knot < limit] + [max(limit, 1)]
 
 
-def fastest(call: Callable[[], None], clock: Callable[[], float], repeats: int) -> float:
-    """Seconds of the fastest of some calls: what disturbs only adds."""
-    best = float("inf")
-    for _ in range(repeats):
-        begin = clock()
-        call()
-        best = min(best, clock() - begin)
+def fastest(
+    run: Callable[[int], object], counts: Iterable[int], clock: Callable[[], float], sweeps: int, most_seconds: float
+) -> dict[int, float]:
+    """Seconds of the fastest run for each count: what disturbs only adds, and seldom hits the same count twice.
+
+    Args:
+        run: does what is timed, for a count.
+        counts: the counts, from the smallest; those not reached in ``most_seconds`` are left out.
+        clock: tells seconds.
+        sweeps: runs of each count, if time allows.
+        most_seconds: no run starts after so many.
+    """
+    best: dict[int, float] = {}
+    begin = clock()
+    for _ in range(sweeps):
+        for count in counts:
+            start = clock()
+            if best and start - begin > most_seconds:
+                return best
+            run(count)
+            best[count] = min(best.get(count, float("inf")), clock() - start)
     return best
+
+
+def non_decreasing(values: np.ndarray) -> np.ndarray:
+    """The nearest non-decreasing values (least squares): neighbours in the wrong order are averaged."""
+    pools: list[list[float]] = []  # mean, how many
+    for value in values.tolist():
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            mean, count = pools.pop()
+            pools[-1] = [(pools[-1][0] * pools[-1][1] + mean * count) / (pools[-1][1] + count), pools[-1][1] + count]
+    return np.repeat([mean for mean, _ in pools], [int(count) for _, count in pools])
 
 
 # ---- saved models

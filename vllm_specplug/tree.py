@@ -115,19 +115,6 @@ def growth_can_pay(pool: DraftPool, num_nodes: int) -> torch.Tensor:
     return (at_least_as_good < num_nodes) & (bound.squeeze(1) > NEVER)
 
 
-def level_value(pool: DraftPool, beam: torch.Tensor) -> torch.Tensor:
-    """Summed value of the nodes about to be fed: by the drafter's belief, the tokens a further level can add at most.
-
-    Args:
-        pool: the drafted nodes.
-        beam: int64 ``[num_reqs, beam_width]``; pool indices.
-
-    Returns:
-        float32 ``[num_reqs]``, in tokens.
-    """
-    return pool.log_values.gather(1, beam).exp().sum(dim=1)
-
-
 def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0) -> TokenTree:
     """The tree of ``rerank_draft``, without the values of its rows."""
     return rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0].tree

@@ -56,7 +56,7 @@ def plain(engine, prompts):
 
 
 def budget_of(llm):
-    return runner_of(llm)._budget.budget
+    return runner_of(llm).serving_budget.budget
 
 
 def runner_of(llm):
@@ -243,7 +243,7 @@ def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, 
 
 def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts):
     llm = start(eagle(checkpoints))
-    serving = runner_of(llm)._budget
+    serving = runner_of(llm).serving_budget
     llm.generate(prompts[:4], GREEDY, use_tqdm=False)
     table = budget_of(llm).costs["verify"]
     assert table.observations > 5 and table.at(1) > 1e-5

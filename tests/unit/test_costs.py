@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_specplug import costs
-from vllm_specplug.costs import PARTS, CostModel, CostTable, fastest, knots_up_to
+from vllm_specplug.costs import PARTS, CostModel, CostTable, fastest, knots_up_to, non_decreasing
 
 LIMITS = {"rows": 64, "requests": 8}
 
@@ -27,7 +27,8 @@ def test_reads_between_and_behind_the_knots():
 
 
 def test_measured_dips_are_levelled():
-    assert CostTable([1, 2, 4], [0.01, 0.009, 0.02], 4).at(2) == pytest.approx(0.01)
+    assert CostTable([1, 2, 4], [0.01, 0.008, 0.02], 4).at(2) == pytest.approx(0.009)
+    assert non_decreasing(np.array([3.0, 1.0, 2.0, 5.0, 4.0])).tolist() == [2.0, 2.0, 2.0, 4.5, 4.5]
 
 
 def test_one_table_follows_a_slower_machine_everywhere():
@@ -109,6 +110,13 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_knots_and_the_fastest_call():
     assert knots_up_to(1) == [1] and knots_up_to(20) == [1, 2, 3, 4, 6, 8, 12, 16, 17, 20]
-    ticks = iter([0.0, 3.0, 3.0, 4.0, 4.0, 9.0])
-    assert fastest(lambda: None, lambda: next(ticks), 3) == 1.0
+    ran, now = [], [0.0]
+
+    def run(count):
+        ran.append(count)
+        now[0] += 0.5 if ran == [1, 2, 1, 2] else 1.0 + count
+
+    assert fastest(run, [1, 2], lambda: now[0], 3, 100.0) == {1: 2.0, 2: 0.5}
+    ran.clear()
+    assert fastest(run, [1, 2, 4], lambda: now[0], 3, 4.0) == {1: 2.0, 2: 3.0}
     assert json.dumps(CostModel({}, LIMITS).to_json())

@@ -21,7 +21,7 @@ from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
 
 #: Rows up to which steps are timed at start-up, and seconds that this may take.
-MOST_ROWS, MOST_SECONDS = 256, 5.0
+MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 4.0, 5
 #: Observations that are all taken in; then one step in so many is, since learning has its own price.
 EAGER, STRIDE = 40, 8
 SAVE_EVERY = 2000
@@ -84,11 +84,11 @@ class ServingBudget:
         if make is not None:
             proposer = make(self._options)
             vocab_size, max_len = self._runner.model_config.get_vocab_size(), self._runner.max_model_len
-            measured["free"] = {}
-            for num_reqs in sorted({1, min(8, self.limits["requests"])}):
-                context = synthetic_context(num_reqs, max_len, vocab_size)
-                call = lambda context=context: proposer.propose(context)  # noqa: E731
-                measured["free"][num_reqs] = fastest(call, time.perf_counter, 3)
+            counts = sorted({1, min(8, self.limits["requests"])})
+            contexts = {count: synthetic_context(count, max_len, vocab_size) for count in counts}
+            measured["free"] = fastest(
+                lambda count: proposer.propose(contexts[count]), counts, time.perf_counter, 4, MOST_SECONDS
+            )
         self._budget = self._make({"seconds": CostModel(measured, self.limits).to_json()}, set(measured))
         self.save()
 
@@ -114,6 +114,12 @@ class ServingBudget:
         budget.remember(saved.get("worth", {}))
         return budget
 
+    def restart(self) -> None:
+        """Forget what drafts were worth; costs are kept."""
+        costs = self.budget.costs
+        self._budget = self._make({})
+        self._budget.costs = costs
+
     def save(self) -> None:
         """Write what is known to the user's cache."""
         save(self.facts, self.budget.costs, worth=self.budget.to_json())
@@ -121,13 +127,8 @@ class ServingBudget:
     @torch.inference_mode()
     def _time_rows(self, run: Callable[[int], None]) -> dict[int, float]:
         run(1)
-        seconds, begin = {}, time.perf_counter()
-        for rows in knots_up_to(min(self.limits["rows"], MOST_ROWS)):
-            run(rows)
-            seconds[rows] = fastest(lambda rows=rows: run(rows), time.perf_counter, 3)
-            if time.perf_counter() - begin > MOST_SECONDS:
-                break
-        return seconds
+        knots = knots_up_to(min(self.limits["rows"], MOST_ROWS))
+        return fastest(run, knots, time.perf_counter, SWEEPS, MOST_SECONDS)
 
     def _run_target(self, rows: int) -> None:
         """Everything of a verification that grows with its rows but the attention to the context."""

@@ -72,9 +72,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         self._flat_rows = torch.arange(self.max_num_tokens)
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
         self._lift_refused_processors()
-        self._budget = ServingBudget.of(self, options)
+        self.serving_budget = ServingBudget.of(self, options)
         if isinstance(self.drafter, TreeEagleProposer):
-            self.drafter.budget = self._budget
+            self.drafter.budget = self.serving_budget
 
     def _lift_refused_processors(self) -> None:
         """Give back min_p and logit_bias, which the host drops whenever a speculative config is set."""
@@ -86,18 +86,18 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def prepare_budget(self) -> None:
         """At the end of the start-up: steps are timed, unless that was done before."""
-        if self._budget is not None:
-            self._budget.prepare()
+        if self.serving_budget is not None:
+            self.serving_budget.prepare()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._budget is not None:
-            self._budget.begin(scheduler_output)
+        if self.serving_budget is not None:
+            self.serving_budget.begin(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        if self._budget is not None:
-            self._budget.end()
+        if self.serving_budget is not None:
+            self.serving_budget.end()
         return output
 
     # ---- before the forward
@@ -109,8 +109,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             self.drafter.missed.finish(scheduler_output.finished_req_ids)
         if self._host_free is not None:
             self._host_free.finish(scheduler_output.finished_req_ids)
-        if self._budget is not None:
-            self._budget.budget.finish(scheduler_output.finished_req_ids)
+        if self.serving_budget is not None:
+            self.serving_budget.budget.finish(scheduler_output.finished_req_ids)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
@@ -277,7 +277,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         **kwargs: Any,
     ) -> list[list[int]]:
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-        arm = None if self._budget is None else self._budget.plan(wanted)
+        arm = None if self.serving_budget is None else self.serving_budget.plan(wanted)
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
@@ -296,18 +296,18 @@ class TreeCPUModelRunner(CPUModelRunner):
             else:
                 self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
         if arm is not None:
-            draft_by_host = self._budget.timed(draft_by_host) if arm.host else _nothing
+            draft_by_host = self.serving_budget.timed(draft_by_host) if arm.host else _nothing
         if arm is PLAIN:
             draft = None
         elif self._host_free is None:
             draft = draft_by_host()
         else:
             draft = self._host_free.propose(self.input_batch, wanted, draft_by_host)
-        if self._budget is not None:
-            draft = self._budget.select(draft, wanted)
+        if self.serving_budget is not None:
+            draft = self.serving_budget.select(draft, wanted)
         flat = self._remember(draft)
-        if self._budget is not None:
-            self._budget.end_round()
+        if self.serving_budget is not None:
+            self.serving_budget.end_round()
         return flat
 
     def _skip_round(
