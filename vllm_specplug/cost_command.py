@@ -109,12 +109,12 @@ def render(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Draw the costs, and the chosen nodes and levels by batch size and category."""
+    """Draw the costs, the chosen nodes and levels by batch size and category, and whether beliefs come true."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    costs, nodes, levels = figure.subplots(1, 3)
+    figure = Figure(figsize=(19, 4), layout="constrained")
+    costs, nodes, levels, reliability = figure.subplots(1, 4)
     for part, table in result["seconds"].items():
         costs.plot(table["counts"], [1e3 * seconds for seconds in table["seconds"]], ".-", label=part)
     costs.set(xlabel="rows or requests", ylabel="ms", title="Costs", xscale="log", yscale="log")
@@ -124,6 +124,10 @@ def plot(result: dict[str, Any], file: Path) -> None:
         levels.plot(batches, [choice["levels"] for choice in choices], ".-", label=category)
     nodes.set(xlabel="requests", ylabel="nodes verified per request", title="Chosen N", xscale="log")
     levels.set(xlabel="requests", ylabel="levels at the most", title="Chosen depth", xscale="log")
+    for category, curve in result["reliability"].items():
+        reliability.plot([p for _, p, _ in curve], [y for _, _, y in curve], ".-", label=category)
+    reliability.plot([0, 1], [0, 1], "k:", linewidth=0.8)
+    reliability.set(xlabel="probability believed", ylabel="share accepted", title="Reliability")
     for axes in (costs, nodes):
         axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_figure(str(file), dpi=120)

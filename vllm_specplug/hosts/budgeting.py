@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.free_proposer import synthetic_context
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
+
+logger = logging.getLogger("vllm_specplug")
 
 #: Rows up to which steps are timed at start-up, and seconds that this may take.
 MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 4.0, 5
@@ -122,7 +125,8 @@ class ServingBudget:
 
     def save(self) -> None:
         """Write what is known to the user's cache."""
-        save(self.facts, self.budget.costs, worth=self.budget.to_json())
+        budget = self.budget
+        save(self.facts, budget.costs, worth=budget.to_json(), reliability=budget.reliability.curve())
 
     @torch.inference_mode()
     def _time_rows(self, run: Callable[[int], None]) -> dict[int, float]:
@@ -177,6 +181,12 @@ class ServingBudget:
         self._steps += 1
         if self._steps % SAVE_EVERY == 0:
             self.save()
+            logger.info(
+                "vllm-specplug: budget: runs %s, calibration error %.3f; (outcomes, predicted, accepted): %s",
+                self.budget.arm.name,
+                self.budget.reliability.error(),
+                ", ".join(f"({n:.0f}, {p:.2f}, {y:.2f})" for n, p, y in self.budget.reliability.curve()),
+            )
 
     def _is_taken(self, part: str) -> bool:
         return self._steps % STRIDE == 0 or self.budget.costs[part].observations < EAGER
