@@ -153,6 +153,7 @@ class Budget:
         self.running = self.arm
         self._round_levels = 0
         self._beams: list[float] = []
+        self._num_reqs = 0
         self._open: _Open | None = None
         self._outlooks: tuple[int, int, dict[Arm, Outlook]] = (0, 0, {})
 
@@ -178,6 +179,7 @@ class Budget:
         """
         for worth in self.worth.values():
             worth.age()
+        self._num_reqs = num_reqs
         if num_reqs == 0:
             self.running = PLAIN
             return PLAIN
@@ -188,7 +190,7 @@ class Budget:
             self.arm, now = best, outlooks[best]
         self._rate = max(now.rate, outlooks[PLAIN].rate)
         self.running = self.arm
-        self.credit = min(self.credit + TRIALS * now.seconds, 4 * now.seconds)
+        self.credit = min(self.credit + TRIALS * now.seconds, 16 * now.seconds)
         others = [arm for arm in self.arms[1:] if arm is not self.arm]
         if others:
             tried = max(others, key=lambda arm: outlooks[arm].rate)
@@ -386,9 +388,11 @@ class Budget:
             del self._records[next(iter(self._records))]
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """Forget requests that have ended."""
+        """Forget requests that have ended; what they were worth says little of those that take their place."""
         for request_id in request_ids:
             self._records.pop(request_id, None)
+        for worth in self.worth.values():
+            worth.weight *= max(1 - len(request_ids) / max(self._num_reqs, 1), 0.25)
 
 
 def along_paths(edges: np.ndarray, parents: np.ndarray) -> np.ndarray:
