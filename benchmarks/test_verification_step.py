@@ -57,14 +57,7 @@ def engines(request):
     tree = {"method": "eagle2", "model": "smollm2-135m-instruct", "num_speculative_tokens": request.param}
     chain = {"method": "ngram", "num_speculative_tokens": request.param, "prompt_lookup_max": 2}
     whole = {"budget": "fixed", "draft_depth": 4, "draft_top_k": 8, "min_node_value": 0.0, "min_level_value": 0.0}
-    pair = (
-        Engine(
-            tree
-            | {"budget": "fixed", "draft_depth": 4, "draft_top_k": 8, "min_node_value": 0.0, "min_level_value": 0.0},
-            True,
-        ),
-        Engine(chain, False),
-    )
+    pair = (Engine(tree | whole, True), Engine(chain, False))
     yield request.param, *pair
     for engine in pair:
         engine.close()

@@ -23,8 +23,8 @@ from vllm_specplug.types import Draft
 
 logger = logging.getLogger("vllm_specplug")
 
-#: Rows up to which steps are timed at start-up, and seconds that this may take.
-MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 4.0, 5
+#: Rows up to which steps are timed at start-up, seconds that each part of them may take, and sweeps over the rows.
+MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 3.0, 3
 #: Observations that are all taken in; then one step in so many is, since learning has its own price.
 EAGER, STRIDE = 40, 8
 SAVE_EVERY = 2000
