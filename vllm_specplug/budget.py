@@ -28,6 +28,8 @@ MARGIN = 1.02
 MEMORY, LONG_RUN_WEIGHT, LONG_RUN_MEMORY = 48.0, 4.0, 2000.0
 #: Chance that a chain's next node is accepted, before anything is known.
 FIRST_GUESS = 0.6
+#: Steps over which the rows of prompts are averaged.
+PROMPT_MEMORY = 128.0
 MAX_RECORDS = 4096
 
 
@@ -73,6 +75,21 @@ class _Worth:
     def mean(self) -> np.ndarray:
         total = self.weight + LONG_RUN_WEIGHT
         return (self.weight * self.fresh + LONG_RUN_WEIGHT * self.long_run) / total
+
+
+@dataclass
+class _Regime:
+    """What is known of batches of about one size: they draft in another way, so they are worth something else.
+
+    Attributes:
+        arm: runs, unless another is on trial.
+        credit: seconds that trials may lose.
+        worth: of each arm but the plain one.
+    """
+
+    arm: Arm
+    worth: dict[Arm, _Worth]
+    credit: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,9 +155,10 @@ class Budget:
         self.num_nodes, self.level_width, self.max_rows = num_nodes, level_width, max_rows
         # Where other sources draft beside the host's drafter, a node's depth does not tell its level.
         own_levels = max_levels if not any(arm.free for arm in arms) else 1
-        self.worth = {arm: _Worth(own_levels, num_nodes) for arm in self.arms[1:]}
-        self.arm = self.arms[-1]
-        self.credit = 0.0
+        self._own_levels = own_levels
+        #: By the bit length of the number of requests.
+        self._regimes: dict[int, _Regime] = {}
+        self._regime = self._regime_of(1)
         self.calibration = OnlineLogistic(np.tile([0.0, 1.0, 0.0, 0.5], (len(self.arms), 1)), memory=3000.0)
         self.reliability = Reliability()
         #: By request: accepted and expected nodes, with decay.
@@ -148,6 +166,7 @@ class Budget:
         #: By level: value that it added to the trees, and of the nodes that it grew from, with decay.
         self._yields = np.tile([4.0, 8.0], (max(max_levels, 1) + 1, 1))
         self._reseeds, self._emitted = reseeds, 1.5
+        self._prompt_rows = 0.0
         self._rate = 0.0
         #: The arm of the current round: ``arm``, or another one on trial.
         self.running = self.arm
@@ -157,16 +176,40 @@ class Budget:
         self._open: _Open | None = None
         self._outlooks: tuple[int, int, dict[Arm, Outlook]] = (0, 0, {})
 
-    def to_json(self) -> dict[str, list[list[float]]]:
-        """What the arms have been worth in the long run, to be remembered by a later budget."""
-        return {arm.name: worth.long_run.round(5).tolist() for arm, worth in self.worth.items()}
+    def _regime_of(self, num_reqs: int) -> _Regime:
+        size = num_reqs.bit_length()
+        if size not in self._regimes:
+            worth = {arm: _Worth(self._own_levels, self.num_nodes) for arm in self.arms[1:]}
+            # A smaller batch drafts more, so that it knows what fewer nodes and levels are worth too.
+            if smaller := [known for known in self._regimes if known < size]:
+                for arm, known in self._regimes[max(smaller)].worth.items():
+                    worth[arm].long_run = known.mean()
+            self._regimes[size] = _Regime(self.arms[-1], worth)
+        return self._regimes[size]
 
-    def remember(self, saved: Mapping[str, list[list[float]]]) -> None:
+    @property
+    def arm(self) -> Arm:
+        """The arm of batches like the last one."""
+        return self._regime.arm
+
+    @property
+    def worth(self) -> dict[Arm, _Worth]:
+        return self._regime.worth
+
+    def to_json(self) -> dict[str, dict[str, list[list[float]]]]:
+        """What the arms have been worth in the long run, by batch size, to be remembered by a later budget."""
+        return {
+            str(size): {arm.name: worth.long_run.round(5).tolist() for arm, worth in regime.worth.items()}
+            for size, regime in self._regimes.items()
+        }
+
+    def remember(self, saved: Mapping[str, Mapping[str, list[list[float]]]]) -> None:
         """Start from what ``to_json`` told; arms of another shape start anew."""
-        for arm, worth in self.worth.items():
-            known = np.asarray(saved.get(arm.name, ()), dtype=np.float64)
-            if known.shape == worth.long_run.shape:
-                worth.long_run, worth.requests = known, 100.0
+        for size, arms in sorted(saved.items()):
+            for arm, worth in self._regime_of(2 ** (int(size) - 1)).worth.items():
+                known = np.asarray(arms.get(arm.name, ()), dtype=np.float64)
+                if known.shape == worth.long_run.shape:
+                    worth.long_run, worth.requests = known, 100.0
 
     # ---- before drafting
 
@@ -177,26 +220,27 @@ class Budget:
             num_reqs: requests that decode in the next step.
             missed_rows: what the host's drafter would have to catch up with.
         """
-        for worth in self.worth.values():
-            worth.age()
         self._num_reqs = num_reqs
         if num_reqs == 0:
             self.running = PLAIN
             return PLAIN
+        regime = self._regime = self._regime_of(num_reqs)
+        for worth in regime.worth.values():
+            worth.age()
         outlooks = self.outlooks(num_reqs)
-        now = outlooks[self.arm]
+        now = outlooks[regime.arm]
         best = max(outlooks, key=lambda arm: outlooks[arm].rate)
-        if outlooks[best].rate > now.rate * MARGIN:
-            self.arm, now = best, outlooks[best]
+        if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN):
+            regime.arm, now = best, outlooks[best]
         self._rate = max(now.rate, outlooks[PLAIN].rate)
-        self.running = self.arm
-        self.credit = min(self.credit + TRIALS * now.seconds, 16 * now.seconds)
-        others = [arm for arm in self.arms[1:] if arm is not self.arm]
+        self.running = regime.arm
+        regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
+        others = [arm for arm in self.arms[1:] if arm is not regime.arm]
         if others:
             tried = max(others, key=lambda arm: outlooks[arm].rate)
-            behind = self.costs["host"].at(missed_rows) if tried.host and not self.arm.host else 0.0
+            behind = self.costs["host"].at(missed_rows) if tried.host and not regime.arm.host else 0.0
             loss = outlooks[tried].seconds + behind - outlooks[tried].tokens / self._rate
-            if self.credit > max(loss, 0.0):
+            if regime.credit > max(loss, 0.0):
                 self.running = tried
         self._round_levels, self._beams = 0, []
         return self.running
@@ -217,7 +261,7 @@ class Budget:
         most = min(self.num_nodes, self.max_rows // num_reqs - 1)
         if most < 1:
             return Outlook(num_reqs, 10 * (fixed + costs["verify"].at(num_reqs)))
-        worth = self.worth[arm].mean()
+        worth = self._regime_of(num_reqs).worth[arm].mean()
         tokens = num_reqs * (1 + worth[:, : most + 1])
         seconds = fixed + costs["verify"].seconds[num_reqs * (1 + np.arange(most + 1))][None]
         if arm.free:
@@ -226,17 +270,29 @@ class Budget:
             levels = np.maximum(worth[:, -1:] - 1, 0)
             level = costs["level"].at(num_reqs * self.level_width)
             first = num_reqs * (self._emitted if self._reseeds else 1)
-            seconds = seconds + costs["host"].at(first) + levels * level
+            seconds = seconds + costs["host"].at(first) + levels * level + self._prompt_seconds()
         best = int((tokens / seconds).argmax())
         levels, nodes = divmod(best, most + 1)
         tokens, seconds = (float(np.broadcast_to(x, tokens.shape).flat[best]) for x in (tokens, seconds))
         return Outlook(tokens, seconds, levels + 1, nodes)
 
+    def saw_prompt(self, num_rows: int) -> None:
+        """A step has computed so many rows of prompts (0 is an answer too): a drafter that runs must see them."""
+        self._prompt_rows += (num_rows - self._prompt_rows) / PROMPT_MEMORY
+
+    def _prompt_seconds(self) -> float:
+        """What prompts cost the host's drafter per step, by the price of a row among many."""
+        if not self._reseeds:
+            return 0.0
+        host = self.costs["host"]
+        few, many = host.knots[(len(host.knots) - 1) // 2], host.knots[-1]
+        return self._prompt_rows * (host.at(many) - host.at(few)) / max(many - few, 1)
+
     def choice(self, num_reqs: int) -> dict[str, Any]:
         """What is best for so many requests, for people: batch, arm, nodes of a request, levels, expected speedup."""
         outlooks = {arm: self._outlook(arm, num_reqs) for arm in self.arms}
         best = max(outlooks, key=lambda arm: outlooks[arm].rate)
-        levels = 0 if best is PLAIN else self.worth[best].mean()[outlooks[best].levels - 1, -1]
+        levels = 0 if best is PLAIN else self._regime_of(num_reqs).worth[best].mean()[outlooks[best].levels - 1, -1]
         return {
             "batch": num_reqs,
             "arm": best.name,
@@ -301,7 +357,7 @@ class Budget:
         self._keep_account(arm, values, keep, depths, wanted, num_reqs)
         if arm is not self.arm:
             plain = self.costs["between"].at(num_reqs) + verify[num_reqs]
-            self.credit -= plain + draft_seconds + prices[count] - (num_reqs + gains[count]) / self._rate
+            self._regime.credit -= plain + draft_seconds + prices[count] - (num_reqs + gains[count]) / self._rate
         return draft if keep.sum() == nodes.sum() else prune(draft, torch.from_numpy(keep))
 
     def _keep_account(

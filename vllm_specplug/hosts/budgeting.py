@@ -170,6 +170,7 @@ class ServingBudget:
         decodes = goes_on and rows == len(scheduled) + sum(map(len, drafts.values()))
         if goes_on and self._ended and self._is_taken("between"):
             self.budget.costs["between"].observe(len(scheduled), self._began - self._ended)
+        self.budget.saw_prompt(0 if decodes else rows)
         self._rows = rows if decodes else 0
         self._drafting = 0.0
 
