@@ -195,8 +195,8 @@ def test_prompts_are_part_of_a_drafters_price():
     assert budget.plan(1) is EAGLE
     for _ in range(300):
         budget.saw_prompt(400)
-        arm = budget.plan(1)
-    assert arm is PLAIN
+        budget.plan(1)
+    assert budget.arm is PLAIN
 
 
 def test_a_load_that_ends_leaves_nothing_behind():
