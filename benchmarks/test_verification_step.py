@@ -23,10 +23,8 @@ def engines(request):
     tree = {"method": "eagle2", "model": "smollm2-135m-instruct", "num_speculative_tokens": request.param}
     chain = {"method": "ngram", "num_speculative_tokens": request.param, "prompt_lookup_max": 2}
     model = str(prepare())
-    pair = (
-        StepProbe(model, tree | {"draft_depth": 4, "draft_top_k": 8, "min_node_value": 0.0, "min_level_value": 0.0}),
-        StepProbe(model, chain),
-    )
+    whole = {"budget": "fixed", "draft_depth": 4, "draft_top_k": 8, "min_node_value": 0.0, "min_level_value": 0.0}
+    pair = StepProbe(model, tree | whole), StepProbe(model, chain)
     yield request.param, *pair
     for engine in pair:
         engine.close()

@@ -38,6 +38,7 @@ COMMANDS = (
     Command(("train", "hass"), "train an EAGLE head the HASS way", "vllm_specplug.proposers.hass.train"),
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
     Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
+    Command(("calibrate", "cost"), "time a step's parts, and show what pays", "vllm_specplug.cost_command"),
     Command(
         ("train", "medusa2"),
         "train Medusa heads and their target together",
@@ -57,7 +58,7 @@ COMMANDS = (
 )
 _GROUPS = {
     "train": "train a drafter",
-    "calibrate": "fit a drafter's tree to what it was measured to know",
+    "calibrate": "measure what a machine costs, or what a drafter knows",
     "simulate": "what to expect of a drafter",
 }
 

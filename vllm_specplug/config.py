@@ -21,6 +21,7 @@ MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
 
 VERIFICATIONS = ("exact", "typical")
+BUDGETS = ("measured", "fixed")
 
 
 class ConfigError(ValueError):
@@ -33,6 +34,8 @@ class TreeOptions:
 
     Attributes:
         num_speculative_tokens: drafted nodes per verification (the root is not counted).
+        budget: ``measured``: how much is drafted and verified follows from measured costs and what pays at each step;
+            ``fixed``: as much as the other options say.
         verification: ``exact``: the host's own sampler decides at every visited node.  ``typical``: drafts that are
             likely enough are accepted at temperatures above 0, which is faster and changes the distribution (Medusa).
         typical_epsilon, typical_delta: limits of typical acceptance, see ``typical.threshold``; a request may bring
@@ -45,6 +48,7 @@ class TreeOptions:
     drafter_packages: ClassVar[tuple[str, ...]] = ()
 
     num_speculative_tokens: int = 16
+    budget: str = "measured"
     verification: str = "exact"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
@@ -52,6 +56,8 @@ class TreeOptions:
 
     def __post_init__(self) -> None:
         require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
+        if self.budget not in BUDGETS:
+            raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(BUDGETS)}")
         if self.verification not in VERIFICATIONS:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
@@ -72,9 +78,11 @@ class Eagle2Options(TreeOptions):
         draft_depth: levels of the draft tree; the first comes with the drafter's re-seeding
             forward, each further one costs one drafter forward.
         draft_top_k: beam width and children per node; 1 gives EAGLE-1 chains.
-        min_node_value: nodes whose value (product of confidences from the root) is lower are not verified.
+        min_node_value: nodes whose value (product of confidences from the root) is lower are not verified; by default
+            0.06 with a fixed budget, and nothing is refused in advance with a measured one.
         min_level_value: no further level is drafted where the nodes to feed are worth less than this together, in
-            tokens per request.  With both at 0 the trees are those of the paper.
+            tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
+            trees are those of the paper.
     """
 
     method: ClassVar[str] = "eagle2"
@@ -84,16 +92,18 @@ class Eagle2Options(TreeOptions):
     num_speculative_tokens: int = 8
     draft_depth: int = 6
     draft_top_k: int = 3
-    min_node_value: float = 0.06
-    min_level_value: float = 0.5
+    min_node_value: float | None = None
+    min_level_value: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
-        require_number("min_node_value", self.min_node_value, 0.0, 0.5)
-        require_number("min_level_value", self.min_level_value, 0.0, 1.0)
+        if self.min_node_value is not None:
+            require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        if self.min_level_value is not None:
+            require_number("min_level_value", self.min_level_value, 0.0, 1.0)
         if self.num_speculative_tokens > self.max_nodes:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens} is more than a tree of draft_depth="
@@ -102,9 +112,23 @@ class Eagle2Options(TreeOptions):
             )
 
     @property
+    def node_floor(self) -> float:
+        """``min_node_value``, its default resolved."""
+        return _or(self.min_node_value, 0.06 if self.budget == "fixed" else 0.0)
+
+    @property
+    def level_floor(self) -> float:
+        """``min_level_value``, its default resolved."""
+        return _or(self.min_level_value, 0.5 if self.budget == "fixed" else 0.0)
+
+    @property
     def max_nodes(self) -> int:
         """Nodes drafted before reranking: k + (depth - 1) * k^2."""
         return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True)

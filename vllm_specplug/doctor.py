@@ -128,6 +128,22 @@ def _drafters() -> Finding:
     return Finding("shipped drafters", ", ".join(found) or "none")
 
 
+def _costs() -> Finding:
+    from .costs import CostTable, saved_models
+
+    found = []
+    for saved in saved_models():
+        facts, seconds = saved["facts"], saved["seconds"]
+        tables = {part: CostTable(values["counts"], values["seconds"], 64) for part, values in seconds.items()}
+        step = ", ".join(f"{rows}: {1e3 * tables['verify'].at(rows):.1f}" for rows in (1, 8, 32))
+        found.append(
+            f"{Path(str(facts['model'])).name} with {facts['method']}, {facts['threads']} threads: ms of a step by rows"
+            f" {step}; drafter {1e3 * tables['host'].at(1):.1f}, a level {1e3 * tables['level'].at(4):.1f}"
+        )
+    nothing = "none measured yet (the first server with a measured budget does, or: specplug calibrate cost)"
+    return Finding("cost models", "; ".join(found) or nothing)
+
+
 #: What is looked at, in this order, and whether a failure to look means that the plugin cannot work.
 PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("plugin", _plugin, True),
@@ -141,6 +157,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("OpenMP", _openmp, False),
     ("proposers", _proposers, False),
     ("shipped drafters", _drafters, False),
+    ("cost models", _costs, False),
 )
 
 

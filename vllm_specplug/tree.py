@@ -11,7 +11,7 @@ pool index" therefore never picks a node without its ancestors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -120,19 +120,6 @@ def growth_can_pay(pool: DraftPool, num_nodes: int) -> torch.Tensor:
     return (at_least_as_good < num_nodes) & (bound.squeeze(1) > NEVER)
 
 
-def level_value(pool: DraftPool, beam: torch.Tensor) -> torch.Tensor:
-    """Summed value of the nodes about to be fed: by the drafter's belief, the tokens a further level can add at most.
-
-    Args:
-        pool: the drafted nodes.
-        beam: int64 ``[num_reqs, beam_width]``; pool indices.
-
-    Returns:
-        float32 ``[num_reqs]``, in tokens.
-    """
-    return pool.log_values.gather(1, beam).exp().sum(dim=1)
-
-
 def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0) -> TokenTree:
     """The tree of ``rerank_draft``, without the values of its rows."""
     return rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0].tree
@@ -181,6 +168,29 @@ def rerank_draft(
     log_values = with_root(pool.log_values.gather(1, index), NEVER)
     log_values[:, 0] = 0.0
     return Draft(tree, log_values), with_root(index, PADDING)
+
+
+def prune(draft: Draft, keep: torch.Tensor) -> Draft:
+    """The draft without some of its nodes.
+
+    Args:
+        draft: the trees.
+        keep: bool ``[num_reqs, num_rows]``; true for the nodes to keep, whose parents must be kept too; what it says of
+            roots and padding does not matter.
+    """
+    tree = draft.tree
+    keep = keep & valid_rows(tree.num_rows, keep.shape[1])
+    keep[:, 0] = True
+    num_rows = keep.sum(dim=1)
+    order = keep.sort(dim=1, descending=True, stable=True).indices[:, : int(num_rows.max())]
+    places = keep.cumsum(dim=1) - 1
+    parents = tree.parents.gather(1, order)
+    parents = places.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, PADDING)
+    padding = ~valid_rows(num_rows, order.shape[1])
+    bits = None if draft.source_bits is None else draft.source_bits.gather(1, order).masked_fill(padding, 0)
+    pruned = _with_padding(tree.token_ids.gather(1, order), parents, tree.depths.gather(1, order), num_rows)
+    log_values = draft.log_values.gather(1, order).masked_fill(padding, NEVER)
+    return replace(draft, tree=pruned, log_values=log_values, source_bits=bits)
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.tree import expand, growth_can_pay, level_value, new_pool, next_beam, rerank_draft
+from vllm_specplug.tree import expand, growth_can_pay, new_pool, next_beam, rerank_draft
 from vllm_specplug.types import Draft
 
 
@@ -43,7 +43,7 @@ def grow_tree(
     draft_depth: int,
     draft_top_k: int,
     min_node_value: float = 0.0,
-    min_level_value: float = 0.0,
+    may_grow: Callable[[torch.Tensor], bool] | None = None,
 ) -> Draft:
     """Draft a tree for every request.
 
@@ -55,8 +55,8 @@ def grow_tree(
         draft_depth: levels to draft at the most; ``draft_depth - 1`` forwards.
         draft_top_k: beam width and children per node.
         min_node_value: nodes of a lower value are not kept.
-        min_level_value: growth ends where the nodes to feed are worth less than this, in tokens per request
-            (on a CPU only: elsewhere asking costs more than drafting).
+        may_grow: told the values ``[num_reqs, draft_top_k]`` of the nodes to feed next, ends the growth where it says
+            false (on a CPU only: elsewhere asking costs more than drafting).
     """
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
@@ -69,7 +69,7 @@ def grow_tree(
         if may_ask and not growth_can_pay(pool, num_nodes).any():
             break
         beam = next_beam(pool, draft_top_k)
-        if may_ask and min_level_value and level_value(pool, beam).mean() < min_level_value:
+        if may_ask and may_grow is not None and not may_grow(pool.log_values.gather(1, beam).exp()):
             break
         # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
         parent = (beam - pool.level_start) // draft_top_k

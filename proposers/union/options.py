@@ -12,7 +12,7 @@ from vllm_specplug.proposer import find_method
 #: Models of agreement grow with 3 to the power of the sources.
 MAX_SOURCES = 4
 
-_UNION_ONLY = ("trace_trees", "verification", "typical_epsilon", "typical_delta")
+_UNION_ONLY = ("trace_trees", "budget", "verification", "typical_epsilon", "typical_delta")
 
 _EXAMPLE = '"sources": [{"method": "eagle2", "model": ...}, {"method": "lookup"}]'
 
@@ -38,7 +38,7 @@ class UnionOptions(TreeOptions):
         require_number("min_node_value", self.min_node_value, 0.0, 0.5)
         if not isinstance(self.sources, list | tuple) or not 1 <= len(self.sources) <= MAX_SOURCES:
             raise ConfigError(f"sources must be a list of 1 to {MAX_SOURCES} sources, like {_EXAMPLE}")
-        sources = tuple(map(_parse_source, range(len(self.sources)), self.sources))
+        sources = tuple(_parse_source(number, source, self.budget) for number, source in enumerate(self.sources))
         names = [source.method for source in sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"sources: {twice[0]!r} is given twice; give each method once")
@@ -47,7 +47,7 @@ class UnionOptions(TreeOptions):
         object.__setattr__(self, "sources", sources)
 
 
-def _parse_source(number: int, given: object) -> TreeOptions:
+def _parse_source(number: int, given: object, budget: str) -> TreeOptions:
     if isinstance(given, TreeOptions):
         return given
     if not isinstance(given, Mapping):
@@ -58,6 +58,6 @@ def _parse_source(number: int, given: object) -> TreeOptions:
     if misplaced := sorted(set(given) & set(_UNION_ONLY)):
         raise ConfigError(f"sources[{number}]: {misplaced[0]!r} belongs to the union, beside 'sources'")
     try:
-        return parse_options(given)
+        return parse_options({**given, "budget": budget})
     except ConfigError as error:
         raise ConfigError(f"sources[{number}]: {error}") from error

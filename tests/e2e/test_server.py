@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.smollm2
 
-EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
+EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct", "budget": "fixed"}
 
 
 def free_port() -> int:

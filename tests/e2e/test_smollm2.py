@@ -61,7 +61,9 @@ def plain(smollm2, conversations):
 
 
 def test_batch_of_8(smollm2, conversations, plain):
-    found = answer(smollm2, conversations, SAMPLING, max_num_seqs=8, speculative_config=EAGLE2)
+    # A fixed budget: whether drafting pays at this batch size depends on the machine.
+    fixed = {**EAGLE2, "budget": "fixed"}
+    found = answer(smollm2, conversations, SAMPLING, max_num_seqs=8, speculative_config=fixed)
     for name in SAMPLING:
         assert found[name] == plain[name], name
     assert 1 + found["accepted"] / found["drafts"] > 1.4

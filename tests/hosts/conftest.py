@@ -22,7 +22,7 @@ from vllm import SamplingParams
 from tests import tiny
 
 #: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
-WHOLE = {"min_node_value": 0.0, "min_level_value": 0.0}
+WHOLE = {"budget": "fixed", "min_node_value": 0.0, "min_level_value": 0.0}
 TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4, **WHOLE}
 ENGINE = {
     "dtype": "float32",
@@ -66,6 +66,17 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
     outputs = llm.generate(grown, again, use_tqdm=False)
     assert sum(output.num_cached_tokens for output in outputs) >= len(prompts) * 32
     assert token_ids(outputs) == expected
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cost_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cost models of the tests are not kept beside the user's."""
+    from vllm_specplug import costs
+
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("costs")
+        patch.setattr(costs, "folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

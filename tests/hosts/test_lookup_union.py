@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 def lookup(**changes):
-    return {"method": "lookup", "min_match": 1, **changes}
+    return {"method": "lookup", "budget": "fixed", **changes}
 
 
 def union(checkpoints, *more, **changes):
@@ -24,7 +24,8 @@ def union(checkpoints, *more, **changes):
         "method": "eagle2", "model": str(checkpoints["eagle"]), "num_speculative_tokens": 12, "draft_depth": 4,
         "draft_top_k": 4, "min_node_value": 0.0, "min_level_value": 0.0,
     }  # fmt: skip
-    return {"method": "union", "sources": [eagle, lookup(), *more], "num_speculative_tokens": 20, **changes}
+    sources = [eagle, {"method": "lookup"}, *more]
+    return {"method": "union", "sources": sources, "num_speculative_tokens": 20, "budget": "fixed", **changes}
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +67,7 @@ def speculative(request, checkpoints):
     return {
         "lookup": lookup(),
         "union": union(checkpoints),
-        "lookup alone in a union": {"method": "union", "sources": [lookup()]},
+        "lookup alone in a union": {"method": "union", "sources": [{"method": "lookup"}], "budget": "fixed"},
     }[request.param]
 
 
@@ -136,7 +137,9 @@ def hostile(monkeypatch):
 def test_hostile_sources(hostile, start, checkpoints, prompts, expected, names, caplog):
     """Always wrong, duplicated, empty, raising, ids out of range, wrong shapes: two beside ours, and alone."""
     alone = isinstance(names, str)
-    llm = start({"method": names} if alone else union(checkpoints, *({"method": name} for name in names)))
+    llm = start(
+        {"method": names, "budget": "fixed"} if alone else union(checkpoints, *({"method": name} for name in names))
+    )
     assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == expected[:8]
     if not alone:
         assert acceptance_length(llm) > 1.2

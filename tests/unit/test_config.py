@@ -50,6 +50,7 @@ def test_only_our_methods_are_ours():
         ({"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 5}, r"\(4 nodes\): raise draft_depth"),
         ({"min_node_value": 0.6}, "min_node_value=0.6 is out of range: choose 0.0 to 0.5"),
         ({"min_level_value": "a"}, "min_level_value must be a number from 0.0 to 1.0, not 'a'"),
+        ({"budget": "large"}, "budget='large' is unknown; choose one of measured, fixed"),
         ({"verification": "fast"}, "verification='fast' is unknown; choose one of exact"),
         ({"model": ""}, "model must be a non-empty string"),
         ({"model": 7}, "model must be a non-empty string"),
@@ -84,6 +85,16 @@ def test_directory_is_taken_as_it_is(tmp_path):
 def test_max_nodes_counts_the_pool():
     assert Eagle2Options(model="m", num_speculative_tokens=3, draft_depth=1, draft_top_k=3).max_nodes == 3
     assert Eagle2Options(model="m", draft_depth=3, draft_top_k=4).max_nodes == 4 + 2 * 16
+
+
+def test_floors_follow_the_budget_unless_they_are_given():
+    fixed, measured = parse(budget="fixed"), parse()
+    assert (fixed.node_floor, fixed.level_floor) == (0.06, 0.5)
+    assert (measured.node_floor, measured.level_floor) == (0.0, 0.0) and measured.budget == "measured"
+    for given in (parse(min_node_value=0.0, min_level_value=0.2), parse(budget="fixed", min_node_value=0.1)):
+        assert given.node_floor == given.min_node_value
+    union = parse_options({"method": "union", "sources": [{"method": "eagle2", "model": "m"}], "budget": "fixed"})
+    assert union.sources[0].node_floor == 0.06
 
 
 def test_hass_is_served_as_eagle2_and_finds_its_drafters():

@@ -140,12 +140,6 @@ def test_rerank_hands_out_values_and_pool_indices():
         assert (draft.log_values[:, 1:][~is_node[:, 1:]] == -INF).all()
 
 
-def test_level_value_is_the_belief_in_the_beam():
-    pool = T.new_pool(1, 2, 2, "cpu")
-    T.expand(pool, None, torch.tensor([[[3, 4]]]), torch.tensor([[[0.5, 0.25]]]).log())
-    assert T.level_value(pool, T.next_beam(pool, 2)).tolist() == pytest.approx([0.75])
-
-
 def test_rerank_keeps_a_tied_child_with_its_parent():
     """EAGLE's reference picks by torch.topk and may keep a certain child without its parent."""
     pool = T.new_pool(1, 8, 6, "cpu")

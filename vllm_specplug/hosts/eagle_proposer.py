@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.hosts.attention import KvScratch, TreeAttentionMetadata, TreeRows
+from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
+
+if TYPE_CHECKING:
+    from vllm_specplug.hosts.budgeting import ServingBudget
 
 
 class TreeEagleProposer(EagleProposer):
@@ -28,13 +35,17 @@ class TreeEagleProposer(EagleProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any, options: Eagle2Options):
         super().__init__(vllm_config, device, runner)
-        self.options = options
+        self.options, self.runner = options, runner
         #: int64 ``[num_flat_rows]``: which row of the last forward holds each flat row's accepted token.
         self.path_rows: torch.Tensor | None = None
         self._head: DraftHead | None = None
         self._draft_to_target: torch.Tensor | None = None
         self._first_pass: tuple[Any, ...] | None = None
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: What the drafter has not seen of the requests, see ``catch_up``.
+        self.missed = MissedRows(self.max_num_tokens)
+        #: The measured budget; None with a fixed one.
+        self.budget: ServingBudget | None = None
 
     # ---- loading
 
@@ -58,6 +69,73 @@ class TreeEagleProposer(EagleProposer):
         self._draft_to_target = target_ids(d2t)
         self._head = DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
 
+    # ---- drafting paused
+
+    def skip_round(self, hidden_states: torch.Tensor, sampled_token_ids: list[list[int]], num_drafts: Any) -> None:
+        """Keep the step's accepted rows for later, in place of a round.
+
+        Args:
+            hidden_states: ``[num_flat_rows, hidden_size]`` of the step (EAGLE-3: of all its layers, side by side).
+            sampled_token_ids: what each request emitted.
+            num_drafts: int ``[num_reqs]``; its drafted nodes.
+        """
+        batch, num_reqs = self.runner.input_batch, self.runner.input_batch.num_reqs
+        first = self.runner.query_start_loc.np[: num_reqs + 1]
+        emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
+        counts = np.diff(first) - np.where(num_drafts > 0, num_drafts + 1 - emitted, 0)
+        if not num_drafts.any():
+            rows = hidden_states[: int(first[-1])].clone()
+        else:
+            flat = np.arange(counts.sum()) + np.repeat(first[:-1] - np.cumsum(counts) + counts, counts)
+            rows = hidden_states[self.path_rows[torch.from_numpy(flat)]]
+        if not self.missed.fits(len(rows)):
+            self.catch_up()
+            self.missed.clear()  # requests that are not scheduled now
+        starts = batch.num_computed_tokens_cpu[:num_reqs].tolist()
+        self.missed.add(batch.req_ids, rows, starts, counts.tolist())
+
+    def catch_up(self) -> None:
+        """Run the drafter over what it has missed of the scheduled requests: their key/value is then complete."""
+        batch = self.runner.input_batch
+        taken = self.missed.take(batch.req_ids)
+        if not taken:
+            return
+        places, starts, hidden = zip(*taken, strict=True)
+        counts = np.array([len(rows) for rows in hidden])
+        ends = np.array(starts) + counts
+        ranges = list(zip(places, starts, ends.tolist(), strict=True))
+        token_ids = np.concatenate([batch.token_ids_cpu[place, start:end] for place, start, end in ranges])
+        positions = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in ranges]))
+        table = batch.block_table[0]
+        block_table = table.get_device_tensor(batch.num_reqs)[list(places)]
+        requests = torch.from_numpy(np.repeat(np.arange(len(taken)), counts))
+        blocks = block_table[requests, positions // table.block_size].long()
+        query_start = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+        seq_lens = torch.from_numpy(ends.astype(np.int32))
+        metadata = CommonAttentionMetadata(
+            query_start_loc=query_start,
+            query_start_loc_cpu=query_start,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(taken),
+            num_actual_tokens=len(token_ids),
+            max_query_len=int(counts.max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=block_table,
+            slot_mapping=blocks * table.block_size + positions % table.block_size,
+        )
+        super().propose(
+            num_speculative_tokens=0,
+            target_token_ids=torch.from_numpy(token_ids),
+            target_positions=positions,
+            target_hidden_states=torch.cat(hidden),
+            next_token_ids=torch.from_numpy(batch.token_ids_cpu[list(places), ends]),
+            token_indices_to_sample=None,
+            common_attn_metadata=metadata,
+            sampling_metadata=batch.sampling_metadata,
+        )
+        self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
+
     # ---- one round
 
     def prepare_inputs(self, common_attn_metadata, sampled_token_ids, num_draft_tokens):
@@ -75,15 +153,17 @@ class TreeEagleProposer(EagleProposer):
 
     def propose(self, **kwargs: Any) -> Draft:  # type: ignore[override]
         """Draft one tree per request, where the host drafts a chain."""
+        begin = time.perf_counter()
         # With no tokens to draft, the host's propose is just the re-seeding forward.
         super().propose(**{**kwargs, "num_speculative_tokens": 0})
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
         assert self._first_pass is not None
-        _, rows, metadata = self._first_pass
+        num_rows, rows, metadata = self._first_pass
         score, feed = self._last_output
         positions = self.positions[rows]
         level = _Levels(self, positions, metadata.block_table_tensor)
-        return grow_tree(
+        growth = _Growth(self.options.level_floor, self.budget)
+        draft = grow_tree(
             kwargs["next_token_ids"].long(),
             DraftFeatures(score[rows], feed[rows]),
             self._score,
@@ -91,9 +171,12 @@ class TreeEagleProposer(EagleProposer):
             num_nodes=self.options.num_speculative_tokens,
             draft_depth=self.options.draft_depth,
             draft_top_k=self.options.draft_top_k,
-            min_node_value=self.options.min_node_value,
-            min_level_value=self.options.min_level_value,
+            min_node_value=self.options.node_floor,
+            may_grow=growth.may_grow,
         )
+        if self.budget is not None:
+            growth.report(time.perf_counter() - begin, num_rows, len(rows) * self.options.draft_top_k)
+        return draft
 
     def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head is not None:
@@ -127,6 +210,32 @@ class TreeEagleProposer(EagleProposer):
     def scratch_capacity(self) -> int:
         """Nodes that one request feeds in a round."""
         return self.options.draft_top_k * max(self.options.draft_depth - 1, 1)
+
+
+class _Growth:
+    """Whether a round's next level is drafted, and when each was."""
+
+    def __init__(self, floor: float, budget: ServingBudget | None):
+        self.floor, self.budget = floor, budget
+        self._asked: list[float] = []
+        self._grown = 0
+
+    def may_grow(self, beam_values: torch.Tensor) -> bool:
+        self._asked.append(time.perf_counter())
+        grows = not self.floor or bool(beam_values.sum(dim=1).mean() >= self.floor)
+        grows = grows and (self.budget is None or self.budget.budget.may_grow(beam_values))
+        self._grown += grows
+        return grows
+
+    def report(self, seconds: float, num_rows: int, level_rows: int) -> None:
+        """Tell the budget what the round took: its first pass over ``num_rows``, and each level."""
+        assert self.budget is not None
+        levels = [after - before for before, after in zip(self._asked, self._asked[1:], strict=False)]
+        level = sum(levels) / len(levels) if levels else None
+        if level is not None:
+            self.budget.observe("level", level_rows, level)
+        if level is not None or not self._grown:
+            self.budget.observe("host", num_rows, seconds - self._grown * (level or 0.0))
 
 
 class _Levels:

@@ -29,6 +29,21 @@ class NoHostDrafter:
         """The runner drafts behind this: it knows the requests by id."""
 
 
+def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftContext:
+    """Requests of repetitive text, to time proposers with."""
+    count = max(min(max_len, 512) - 1, 1)
+    token_ids = torch.zeros(num_reqs, max_len, dtype=torch.int32)
+    token_ids[:, :count] = torch.arange(count) % min(64, vocab_size)
+    return DraftContext(
+        root_token_ids=token_ids[:, count - 1].long(),
+        token_ids=token_ids,
+        num_tokens=torch.full((num_reqs,), count),
+        request_ids=tuple(f"synthetic-{request}" for request in range(num_reqs)),
+        wanted=torch.ones(num_reqs, dtype=torch.bool),
+        vocab_size=vocab_size,
+    )
+
+
 class HostFreeDrafting:
     """Calls a registered proposer with what the host knows of each request, and checks what it hands over."""
 

@@ -13,9 +13,11 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_specplug.budget import PLAIN
 from vllm_specplug.config import host_drafter
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
+from vllm_specplug.hosts.budgeting import ServingBudget
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
 from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
@@ -74,27 +76,56 @@ class TreeCPUModelRunner(CPUModelRunner):
         self._step: StagedStep | None = None
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
+        self._flat_rows = torch.arange(self.max_num_tokens)
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
         self._has_custom_processors = restore_processors(self)
+        self.serving_budget = ServingBudget.of(self, options)
+        if isinstance(self.drafter, TreeEagleProposer):
+            self.drafter.budget = self.serving_budget
 
     def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)
         restore_thinking_budget(self)
+
+    # ---- the measured budget
+
+    def prepare_budget(self) -> None:
+        """At the end of the start-up: steps are timed, unless that was done before."""
+        if self.serving_budget is not None:
+            self.serving_budget.prepare()
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.serving_budget is not None:
+            self.serving_budget.begin(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        if self.serving_budget is not None:
+            self.serving_budget.end()
+        return output
 
     # ---- before the forward
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for req_id in scheduler_output.finished_req_ids:
             self._drafts.pop(req_id, None)
+        if isinstance(self.drafter, TreeEagleProposer):
+            self.drafter.missed.finish(scheduler_output.finished_req_ids)
         if self._host_free is not None:
             self._host_free.finish(scheduler_output.finished_req_ids)
+        if self.serving_budget is not None:
+            self.serving_budget.budget.finish(scheduler_output.finished_req_ids)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         self._verify_start = time.perf_counter()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        spec_decode_metadata = prepared[1]
-        self._step = self._stage(scheduler_output, num_scheduled_tokens, spec_decode_metadata)
+        self._step = None
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._step = self._stage(scheduler_output, num_scheduled_tokens, prepared[1])
+        else:  # a plain step: the host's attention, sampler and cost
+            self._last_rows = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
         return prepared
 
     def _stage(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray, spec_decode_metadata: Any) -> StagedStep:
@@ -169,15 +200,17 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step = self._step
-        if spec_decode_metadata is None or step is None:
+        if spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)
+        if step is None:
+            return self._sample_plainly(logits)
         num_reqs = self.input_batch.num_reqs
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
         walk_trees = self._walker(num_reqs)
         walk, output = walk_trees(step.tree, logits, step.logits_start, active)
         moves = plan_moves(walk, step.row_start)
         self._commit(step, moves)
-        self.drafter.path_rows = torch.arange(self.max_num_tokens)
+        self.drafter.path_rows = self._flat_rows.clone()
         self.drafter.path_rows[moves.target_rows] = moves.source_rows
         if isinstance(self.drafter, HostMedusaProposer):
             self._last_rows = last_rows(walk, step.row_start)
@@ -193,6 +226,16 @@ class TreeCPUModelRunner(CPUModelRunner):
             self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
             if self.input_batch.sampling_metadata.max_num_logprobs == -1:
                 self._counters.add("logprobs of the whole vocabulary", int((step.tree.num_rows > 1).sum()))
+
+    def _sample_plainly(self, logits: torch.Tensor) -> Any:
+        """One token per request; those whose token is thrown away (in their prefill) do not draw."""
+        self.drafter.path_rows = self._flat_rows
+        metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        if metadata.generators and discarded.any():
+            drawing = {i: generator for i, generator in metadata.generators.items() if not discarded[i]}
+            metadata = replace(metadata, generators=drawing)
+        return self.sampler(logits=logits, sampling_metadata=metadata)
 
     def _walker(self, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
@@ -252,6 +295,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
+        wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+        wanted &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
+        arm = None if self.serving_budget is None else self.serving_budget.plan(wanted)
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
@@ -266,19 +312,48 @@ class TreeCPUModelRunner(CPUModelRunner):
         )
         failures = Guard.failures_of_all
         with self._counters.timed("draft_seconds"):
-            if self._host_free is None:
+            if isinstance(self.drafter, TreeEagleProposer):
+                if arm is None or arm.host:
+                    self._draft_guard.run(self.drafter.catch_up)
+                else:
+                    self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
+            if arm is not None:
+                draft_by_host = self.serving_budget.timed(draft_by_host) if arm.host else _nothing
+            if arm is PLAIN:
+                draft = None
+            elif self._host_free is None:
                 draft = self._draft_guard.run(draft_by_host)
             else:
-                sampled = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-                sampled &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
-                draft = self._host_free.propose(self.input_batch, sampled, draft_by_host)
+                draft = self._host_free.propose(self.input_batch, wanted, draft_by_host)
+            if self.serving_budget is not None:
+                draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
-        return self._remember(draft)
+        flat = self._remember(draft)
+        if self.serving_budget is not None:
+            self.serving_budget.end_round()
+        return flat
+
+    def _skip_round(
+        self,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        *_: Any,
+    ) -> None:
+        if self.use_aux_hidden_state_outputs:
+            hidden_states = torch.cat(aux_hidden_states, dim=-1)
+        self.drafter.skip_round(hidden_states, sampled_token_ids, np.asarray(spec_decode_metadata.num_draft_tokens))
 
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""
         req_ids = self.input_batch.req_ids
-        flat = [FlatDraft([], [], []) for _ in req_ids] if draft is None else flatten(draft)
+        if draft is None:
+            for req_id in req_ids:
+                self._drafts.pop(req_id, None)
+            return [[] for _ in req_ids]
+        flat = flatten(draft)
         for index, req_id in enumerate(req_ids):
             if not self._speculates(req_id):
                 self._counters.add("turned off by the request")
@@ -290,12 +365,16 @@ class TreeCPUModelRunner(CPUModelRunner):
         taken = super().take_draft_token_ids()
         if taken is None:
             return None
-        parents = [self._drafts[req_id].parents for req_id in taken.req_ids]
+        parents = [self._drafts[req_id].parents if req_id in self._drafts else [] for req_id in taken.req_ids]
         return TreeDraftTokenIds(taken.req_ids, taken.draft_token_ids, parents)
 
     def _speculates(self, req_id: str) -> bool:
         params = self.requests[req_id].sampling_params
         return params is None or wants_speculation(params.extra_args)
+
+
+def _nothing() -> None:
+    """The host's drafter does not run."""
 
 
 __all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]

@@ -28,6 +28,29 @@ class TreeCPUWorker(CPUWorker):
         # The host builds its runner inside init_device and takes no class; its buffers are freed here.
         self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
 
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.prepare_budget()
+        return times
+
+    # Asked by ``specplug calibrate cost``, through the host's ``collective_rpc``:
+
+    def measure_costs(self) -> dict[str, Any]:
+        """Time the parts of a step anew."""
+        serving = self.model_runner.serving_budget
+        serving.measure()
+        return {"facts": serving.facts}
+
+    def forget_worth(self) -> None:
+        """As if nothing had been drafted yet; costs are kept."""
+        self.model_runner.serving_budget.restart()
+
+    def report_budget(self, batches: list[int]) -> dict[str, Any]:
+        """Costs, reliability, and what would be chosen for batches of these sizes."""
+        budget = self.model_runner.serving_budget.budget
+        choices = [budget.choice(batch) for batch in batches]
+        return {"seconds": budget.costs.to_json(), "reliability": budget.reliability.curve(), "choices": choices}
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         select_backend()  # builds the op, or says that it cannot, before the first request
         with tree_backend_selected():

@@ -1,0 +1,274 @@
+"""The measured budget in the real engine: drafting goes on and off in the middle of requests, tokens stay the same."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+
+from tests.hosts.conftest import ENGINE, make_prompts, token_ids
+from vllm_specplug import costs
+from vllm_specplug.budget import PLAIN
+from vllm_specplug.hosts.catch_up import MissedRows
+from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
+from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def eagle(checkpoints, drafter="eagle", **changes):
+    tree = {"num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 4}
+    return {"method": "eagle2", "model": str(checkpoints[drafter]), **tree, **changes}
+
+
+def union(checkpoints):
+    return {"method": "union", "sources": [eagle(checkpoints), {"method": "lookup"}]}
+
+
+@pytest.fixture(scope="module")
+def start(engine, checkpoints):
+    engine()
+
+    def make(speculative, **options):
+        name = json.dumps([speculative, options], sort_keys=True)
+        if name not in started:
+            llm = LLM(str(checkpoints["target"]), speculative_config=speculative, **{**ENGINE, **options})
+            engine.kept.append(llm)
+            started[name] = llm
+        return started[name]
+
+    started = {}
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(24, seed=3)
+
+
+@pytest.fixture(scope="module")
+def plain(engine, prompts):
+    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+
+
+def budget_of(llm):
+    return runner_of(llm).serving_budget.budget
+
+
+def runner_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """(nodes, accepted ones) of every tree that is verified from now on."""
+    trees, honest = [], TreeCPUModelRunner._path_rows
+
+    def path_rows(self, step, walk):
+        pairs = zip((step.tree.num_rows - 1).tolist(), (walk.num_emitted - 1).tolist(), strict=True)
+        trees.extend(pair for pair in pairs if pair[0])
+        return honest(self, step, walk)
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_path_rows", path_rows)
+    return trees
+
+
+def accepted(trees):
+    return sum(count for _, count in trees)
+
+
+@pytest.fixture
+def toggled(monkeypatch):
+    """Arms drawn at random for some rounds each, and every node drafted is verified; counts the arms."""
+
+    def toggle(budget, seed=0):
+        rng, ran, state = random.Random(seed), [], {"left": 0, "arm": PLAIN}
+
+        def plan(_num_reqs, _missed_rows=0):
+            if state["left"] == 0:
+                state["left"], state["arm"] = rng.randrange(1, 7), rng.choice(budget.arms)
+            state["left"] -= 1
+            budget.running = state["arm"]
+            ran.append(state["arm"])
+            return state["arm"]
+
+        monkeypatch.setattr(budget, "plan", plan)
+        monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
+        monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
+        return ran
+
+    return toggle
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_identity_while_drafting_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified, drafter):
+    llm = start(eagle(checkpoints, drafter))
+    ran = toggled(budget_of(llm))
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert len(set(ran)) == 2 and accepted(verified) > (5 if drafter == "eagle3" else 100)
+
+
+def test_identity_of_a_union_whose_drafter_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified):
+    llm = start(union(checkpoints))
+    ran = toggled(budget_of(llm))
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert len(set(ran)) == 3 and accepted(verified) > 100
+
+
+def test_seeded_sampling_and_chunked_prefill(engine, start, checkpoints, prompts, toggled):
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=30, ignore_eos=True) for i in range(len(prompts))]
+    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    llm = start(eagle(checkpoints), max_num_batched_tokens=48, max_num_seqs=4, block_size=32)
+    toggled(budget_of(llm))
+    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+
+
+def test_preemption_while_paused(engine, start, checkpoints, prompts, toggled):
+    long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    expected = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    llm = start(eagle(checkpoints), block_size=32, num_gpu_blocks_override=14, enable_prefix_caching=False)
+    toggled(budget_of(llm))
+    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == expected
+    assert sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions") > 0
+
+
+# ---- the drafter catches up
+
+
+def record(monkeypatch, llm):
+    """Drafts by the tokens in front of them."""
+    found = {}
+    honest = TreeEagleProposer.propose
+
+    def propose(self, **kwargs):
+        draft = honest(self, **kwargs)
+        batch = self.runner.input_batch
+        for place in range(batch.num_reqs):
+            if not self.runner.discard_request_mask.np[place]:
+                context = tuple(batch.token_ids_cpu[place, : batch.num_tokens_no_spec[place]].tolist())
+                found[context] = draft.tree.token_ids[place].tolist()
+        return draft
+
+    monkeypatch.setattr(TreeEagleProposer, "propose", propose)
+    return found
+
+
+def agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter="eagle", **options):
+    """Share of the drafts behind a pause that are what they would have been without it."""
+    llm = start(eagle(checkpoints, drafter), enable_prefix_caching=False, **options)
+    always = record(monkeypatch, llm)
+    budget = budget_of(llm)
+    toggled(budget)
+    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    sometimes = record(monkeypatch, llm)
+    toggled(budget)
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+    both = set(always) & set(sometimes)
+    assert len(both) > 50
+    return np.mean([always[context] == sometimes[context] for context in both])
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_drafts_behind_a_pause_are_what_they_would_have_been(
+    monkeypatch, start, checkpoints, prompts, toggled, drafter
+):
+    assert agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter) > 0.98
+
+
+def test_a_pause_longer_than_what_is_kept(monkeypatch, start, checkpoints, prompts, toggled):
+    """The drafter runs over what it has missed as soon as no more can be kept."""
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    assert agreement(monkeypatch, start, checkpoints, prompts, toggled, **options) > 0.98
+
+
+def test_control_without_catching_up(monkeypatch, start, checkpoints, prompts, toggled):
+    """The control: the drafter never sees what it has missed."""
+    llm = start(eagle(checkpoints, "eagle3"), enable_prefix_caching=False)
+    missed = runner_of(llm).drafter.missed
+    missed.take = lambda _request_ids: []
+    try:
+        assert agreement(monkeypatch, start, checkpoints, prompts, toggled, "eagle3") < 0.9
+    finally:
+        del missed.take
+
+
+# ---- decisions
+
+
+def plant(budget, **seconds):
+    """Costs that are not observed any more: by part, seconds for one and for each further row or request."""
+    for part, (base, slope) in seconds.items():
+        table = budget.costs[part]
+        table.observe = lambda *_: None
+        table.seconds = base + slope * np.arange(len(table.seconds))
+
+
+def test_planted_costs_make_it_draft_all_or_nothing(start, checkpoints, prompts, plain, verified):
+    llm = start(eagle(checkpoints), max_num_seqs=2)
+    budget = budget_of(llm)
+    free = {"between": (1e-6, 0), "host": (1e-6, 0), "level": (1e-6, 0)}
+    counts = []
+    for verify in ((1e-2, 0.0), (1e-2, 1e-2)):
+        plant(budget, verify=verify, **free)
+        verified.clear()
+        assert token_ids(llm.generate(prompts[:12], GREEDY, use_tqdm=False)) == plain[:12]
+        counts.append(sum(nodes for nodes, _ in verified))
+    assert counts[0] > 1000 and counts[1] < counts[0] / 20
+
+
+def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, plain, toggled):
+    """No tree attention, no walk, no drafter."""
+    llm = start(eagle(checkpoints))
+    toggled(budget_of(llm))
+    monkeypatch.setattr(budget_of(llm), "plan", lambda *_: PLAIN)
+    llm.generate(prompts[:1], GREEDY, use_tqdm=False)  # the last drafts of earlier rounds
+
+    def fail(*_args, **_kwargs):
+        raise AssertionError("a paused step does not come here")
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_stage", fail)
+    monkeypatch.setattr(TreeCPUModelRunner, "_walker", fail)
+    monkeypatch.setattr(runner_of(llm).drafter.model, "forward", fail)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+
+
+# ---- measuring
+
+
+def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts):
+    llm = start(eagle(checkpoints))
+    serving = runner_of(llm).serving_budget
+    llm.generate(prompts[:4], GREEDY, use_tqdm=False)
+    table = budget_of(llm).costs["verify"]
+    assert table.observations > 5 and table.at(1) > 1e-5
+    saved = costs.load(serving.facts)
+    assert saved is not None and set(saved["seconds"]) == set(costs.PARTS)
+    budget, serving._budget = serving._budget, None
+    serving.prepare()
+    assert serving._budget.costs["verify"].at(4) == pytest.approx(saved_at(saved, 4))
+    serving._budget = budget
+
+
+def saved_at(saved, count):
+    return float(np.interp(count, saved["seconds"]["verify"]["counts"], saved["seconds"]["verify"]["seconds"]))
+
+
+def test_missed_rows():
+    missed = MissedRows(10)
+    missed.add(["a", "b"], torch.arange(6).view(3, 2), [0, 5], [2, 1])
+    missed.add(["b"], torch.tensor([[9, 9]]), [6], [1])
+    assert missed.num_rows == 4 and missed.fits(6) and not missed.fits(7)
+    missed.add(["a"], torch.tensor([[7, 7]]), [1], [1])  # computed anew from token 1: what was kept is of old pages
+    assert missed.num_rows == 3
+    taken = missed.take(["x", "a", "b"])
+    assert [(place, start, rows.tolist()) for place, start, rows in taken] == [
+        (1, 1, [[7, 7]]),
+        (2, 5, [[4, 5], [9, 9]]),
+    ]
+    assert missed.num_rows == 0 and missed.take(["a", "b"]) == []

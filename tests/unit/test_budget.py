@@ -1,0 +1,275 @@
+"""The measured budget: planted costs and beliefs make it choose none, few or many."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.budget import PLAIN, Arm, Budget, along_paths
+from vllm_specplug.costs import CostModel
+from vllm_specplug.tree import from_flat, prune
+from vllm_specplug.types import Draft
+
+EAGLE = Arm("eagle2", host=True, free=False)
+LOOKUP = Arm("lookup", host=False, free=True)
+ALONE, BOTH = Arm("without the drafter", host=False, free=True), Arm("union", host=True, free=True)
+#: Seconds of a step of one row, a row more, a drafter's first pass, a level of it, a proposer without model.
+CHEAP = {"step": 0.02, "row": 1e-5, "host": 1e-4, "level": 1e-4, "free": 1e-5}
+DEAR = {"step": 0.02, "row": 0.02, "host": 1e-2, "level": 1e-2, "free": 1e-2}
+
+
+def cost_model(step, row, host, level, free):
+    def line(base, slope):
+        return {1: base, 300: base + 299 * slope}
+
+    measured = {
+        "verify": line(step, row), "between": line(1e-5, 0), "host": line(host, 0), "level": line(level, 0),
+        "free": line(free, 0),
+    }  # fmt: skip
+    return CostModel(measured, {"rows": 300, "requests": 64})
+
+
+def make(costs, arms=(EAGLE,), **changes):
+    settings = {"num_nodes": 8, "max_levels": 6, "level_width": 3, "max_rows": 300}
+    return Budget(cost_model(**costs), arms, **{**settings, **changes})
+
+
+def chains(num_reqs, probabilities):
+    """One chain per request with the given confidences."""
+    count = len(probabilities)
+    token_ids = torch.arange(count + 1).repeat(num_reqs, 1)
+    parents = torch.arange(-1, count).repeat(num_reqs, 1)
+    tree = from_flat(token_ids, parents, torch.full((num_reqs,), count + 1))
+    values = torch.tensor([0.0, *np.cumsum(np.log(probabilities))], dtype=torch.float32)
+    return Draft(tree, values.repeat(num_reqs, 1))
+
+
+def names(num_reqs):
+    return [f"r{i}" for i in range(num_reqs)]
+
+
+def run(budget, num_reqs, probabilities, rounds, truth=None, draft_seconds=1e-3):
+    """Rounds of drafting as the budget asks; returns the arms run and the nodes verified.
+
+    The target's tokens are the chain's up to a depth drawn from ``truth``, then another one.
+    """
+    rng = np.random.default_rng(0)
+    arms, verified = [], []
+    wanted, num_tokens = np.ones(num_reqs, dtype=bool), np.full(num_reqs, 5)
+    for _ in range(rounds):
+        arms.append(budget.plan(num_reqs))
+        verified.append(0)
+        if arms[-1] is PLAIN:
+            continue
+        draft = budget.select(
+            chains(num_reqs, probabilities), names(num_reqs), num_tokens, wanted, draft_seconds * arms[-1].host
+        )
+        verified[-1] = int((draft.tree.num_rows - 1).sum())
+        chain = np.arange(1, len(probabilities) + 1)
+        chances = np.array(truth or probabilities)
+        accepted = (rng.random((num_reqs, len(chances))) < chances).cumprod(axis=1).sum(axis=1)
+        emitted = np.minimum(accepted, draft.tree.num_rows.numpy() - 1) + 1
+        token_ids = np.zeros((num_reqs, 5 + len(chain) + 1), dtype=np.int32)
+        token_ids[:, 5:-1] = np.where(chain <= accepted[:, None], chain, 99)
+        budget.learn(names(num_reqs), token_ids, num_tokens + emitted)
+    return arms, verified
+
+
+@pytest.mark.parametrize("num_reqs", [1, 4, 16])
+def test_nothing_where_nothing_pays(num_reqs):
+    budget = make(DEAR)
+    arms, verified = run(budget, num_reqs, [0.6, 0.5, 0.3, 0.2], 400, draft_seconds=0.05)
+    assert sum(arm is PLAIN for arm in arms[20:]) > 0.95 * 380
+    assert sum(verified) == 0
+
+
+@pytest.mark.parametrize("num_reqs", [1, 4, 16])
+def test_everything_where_it_is_free(num_reqs):
+    arms, verified = run(make(CHEAP), num_reqs, [0.9, 0.8, 0.8, 0.7], 60)
+    assert all(arm is EAGLE for arm in arms) and all(count == 4 * num_reqs for count in verified)
+
+
+def test_few_where_rows_have_a_price():
+    """At 20 ms a step and 4 ms a row, a node must be worth about 0.2 tokens times the speedup."""
+    _, verified = run(make({**CHEAP, "row": 0.004}), 1, [0.9, 0.6, 0.4, 0.1], 100)
+    assert 1 <= np.mean(verified[20:]) <= 2.5
+
+
+def test_fewer_the_larger_the_batch_and_no_cliff():
+    """Rows that are free up to 16, as in a memory-bound machine, and dear behind."""
+    measured = {"verify": {1: 0.02, 16: 0.02, 300: 0.02 + 284 * 0.0015}}
+    shares = []
+    for num_reqs in (1, 2, 4, 8, 12, 16, 32):
+        budget = Budget(
+            CostModel({**measured, "host": {1: 1e-4, 300: 1e-4}}, {"rows": 300, "requests": 64}),
+            (EAGLE,), num_nodes=8, max_levels=1, level_width=3, max_rows=300,
+        )  # fmt: skip
+        _, verified = run(budget, num_reqs, [0.8, 0.7, 0.6, 0.5, 0.4, 0.3], 60)
+        shares.append(np.mean(verified[20:]) / num_reqs)
+    assert shares[0] > 4 and shares[-1] < 2
+    assert all(later <= earlier + 0.3 for earlier, later in zip(shares, shares[1:], strict=False))
+
+
+def test_the_best_of_the_whole_batch():
+    """Two sure nodes of one request go before one doubtful node of each."""
+    budget = make({**CHEAP, "row": 0.008})
+    budget.plan(2)
+    draft = chains(2, [0.9, 0.85, 0.1])
+    values = draft.log_values.clone()
+    values[1, 1:] = torch.tensor([math.log(0.2), math.log(0.1), math.log(0.01)])
+    kept = budget.select(Draft(draft.tree, values), names(2), np.full(2, 5), np.ones(2, dtype=bool), 0.0)
+    assert kept.tree.num_rows.tolist() == [3, 1]
+
+
+def test_most_rows_of_a_step():
+    _, verified = run(make(CHEAP, max_rows=20), 8, [0.9, 0.9, 0.9], 10)
+    assert max(verified) == 12
+    assert run(make(CHEAP, max_rows=8), 8, [0.9], 40)[1] == [0] * 40
+
+
+def test_it_learns_that_a_drafter_boasts():
+    """Confidences of 0.9 that come true in one of ten cases: verification stops, the reliability curve says why."""
+    budget = make({**CHEAP, "row": 0.004, "level": 1e-3})
+    arms, verified = run(budget, 1, [0.9, 0.9, 0.9, 0.9], 600, truth=[0.1] * 4)
+    assert max(verified[:20]) >= 2 and np.mean(verified[-200:]) < 1
+    _, predicted, accepted = budget.reliability.curve()[-1]
+    assert predicted > 0.8 and accepted < 0.3
+
+
+def test_it_comes_back_when_it_pays_again():
+    """Paused while the drafter knows nothing; a trial finds out that it does again."""
+    budget = make({**CHEAP, "row": 0.001, "host": 0.002, "level": 0.001})
+    arms, _ = run(budget, 1, [0.03, 0.01], 400, draft_seconds=0.004)
+    paused = [arm is PLAIN for arm in arms]
+    assert sum(paused[-200:]) > 150 and not all(paused[-200:])
+    arms, verified = run(budget, 1, [0.9, 0.9, 0.8], 400, draft_seconds=0.004)
+    assert sum(arm is EAGLE for arm in arms[-200:]) > 190 and np.mean(verified[-200:]) > 2
+
+
+def test_trials_cost_little():
+    budget = make({**CHEAP, "row": 0.004, "host": 0.004, "level": 0.002})
+    arms, _ = run(budget, 4, [0.05], 3000, draft_seconds=0.006)
+    lost = sum(arm is not PLAIN for arm in arms[200:]) * 0.006
+    assert 0 < lost < 0.01 * 2800 * 0.02
+
+
+def test_a_union_leaves_a_drafter_out_that_is_not_worth_its_time():
+    costs = {**CHEAP, "host": 0.02, "level": 0.02}
+    arms, _ = run(make(costs, (ALONE, BOTH)), 1, [0.7, 0.7], 600, draft_seconds=0.02)
+    assert sum(arm is ALONE for arm in arms[-200:]) > 190 and BOTH in arms
+
+
+def test_a_union_drafts_with_all_where_the_drafter_is_cheap():
+    arms, _ = run(make(CHEAP, (ALONE, BOTH)), 1, [0.7, 0.7], 100)
+    assert all(arm is not PLAIN for arm in arms)
+
+
+def test_levels_grow_while_they_pay():
+    budget = make({**CHEAP, "level": 0.002})
+    budget.plan(1)
+    assert budget.may_grow(torch.tensor([[0.7, 0.2, 0.1]]))
+    assert not budget.may_grow(torch.tensor([[0.03, 0.02, 0.01]]))
+
+
+def test_a_paused_drafter_weighs_what_it_must_catch_up_with():
+    """The same prospects, a long gap: trials wait."""
+    arms = []
+    for missed in (0, 300):
+        budget = make({**CHEAP, "row": 0.004, "host": 0.004, "level": 0.002})
+        budget.costs["host"].seconds[300] = 0.5
+        run(budget, 4, [0.05], 300, draft_seconds=0.006)
+        arms.append([budget.plan(4, missed) for _ in range(100)])
+    assert EAGLE in arms[0] and EAGLE not in arms[1]
+
+
+def test_prompts_are_part_of_a_drafters_price():
+    """Short answers to long prompts: what the drafter spends on the prompts is not earned back."""
+    costs = {**CHEAP, "row": 0.004}
+    budget = make(costs)
+    budget.costs["host"].seconds[:] = 1e-4 * np.arange(301)
+    run(budget, 1, [0.8, 0.5], 50)
+    assert budget.plan(1) is EAGLE
+    for _ in range(300):
+        budget.saw_prompt(400)
+        budget.plan(1)
+    assert budget.arm is PLAIN
+
+
+def test_a_load_that_ends_leaves_nothing_behind():
+    """Nothing pays at 32 requests; back at one, everything does, from the first step on."""
+    measured = {"verify": {1: 0.02, 16: 0.02, 300: 2.0}, "host": {1: 1e-4, 300: 1e-4}, "level": {1: 1e-4, 300: 1e-4}}
+    costs = CostModel(measured, {"rows": 300, "requests": 64})
+    budget = Budget(costs, (EAGLE,), num_nodes=8, max_levels=6, level_width=3, max_rows=300)
+    for _ in range(3):
+        arms, verified = run(budget, 1, [0.8, 0.8, 0.6], 30)
+        assert all(arm is EAGLE for arm in arms) and np.mean(verified) > 2
+        arms, _ = run(budget, 32, [0.8, 0.8, 0.6], 300, draft_seconds=0.05)
+        assert sum(arm is PLAIN for arm in arms) > 270
+
+
+def test_no_request_decodes():
+    assert make(CHEAP).plan(0) is PLAIN
+
+
+def test_what_it_knew_is_remembered():
+    budget = make({**CHEAP, "row": 0.002})
+    run(budget, 1, [0.9, 0.9, 0.9], 200)
+    again = make({**CHEAP, "row": 0.002})
+    again.remember(budget.to_json())
+    assert again.outlooks(1)[EAGLE].tokens == pytest.approx(budget.outlooks(1)[EAGLE].tokens, rel=0.2)
+    other = make(CHEAP, num_nodes=4)
+    other.remember(budget.to_json())  # of another shape
+    assert other.worth[EAGLE].requests == 8
+
+
+def test_forgets_requests():
+    budget = make(CHEAP)
+    run(budget, 2, [0.5], 10)
+    assert set(budget._records) == {"r0", "r1"}
+    budget.finish(["r0", "unknown"])
+    assert set(budget._records) == {"r1"}
+
+
+def test_what_was_not_verified_teaches_too():
+    """Nothing is verified, for it is believed to be wrong; it is right, and is verified in the end."""
+    budget = make({**CHEAP, "row": 0.003})
+    _, verified = run(budget, 1, [0.1, 0.1], 400, truth=[0.9, 0.9])
+    assert verified[0] == 0 and np.mean(verified[-100:]) > 1.9
+
+
+def test_values_along_paths():
+    parents = np.array([[-1, 0, 0, 1, 3, 2, -1]])
+    edges = np.array([[9.0, 0.5, 0.25, 0.5, 0.5, 0.1, 7.0]])
+    assert along_paths(edges, parents)[0, :6].tolist() == [1.0, 0.5, 0.25, 0.25, 0.125, 0.025]
+
+
+def test_prune():
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 3], [-1, 0, 1, -1, -1, -1]])
+    tree = from_flat(torch.tensor([[9, 1, 2, 3, 4, 5], [8, 6, 7, 0, 0, 0]]), parents, torch.tensor([6, 3]))
+    values = torch.tensor([[0.0, -1, -2, -3, -4, -5], [0.0, -1, -2, -9, -9, -9]])
+    bits = torch.tensor([[0, 1, 2, 3, 1, 1], [0, 2, 2, 0, 0, 0]])
+    keep = torch.tensor([[False, False, True, False, True, False], [False, True, False, True, True, True]])
+    pruned = prune(Draft(tree, values, ("a", "b"), bits), keep)
+    assert pruned.tree.token_ids.tolist() == [[9, 2, 4], [8, 6, -1]]
+    assert pruned.tree.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
+    assert pruned.tree.depths.tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert pruned.tree.num_rows.tolist() == [3, 2]
+    assert pruned.log_values.tolist() == [[0.0, -2.0, -4.0], [0.0, -1.0, float("-inf")]]
+    assert pruned.source_bits.tolist() == [[0, 2, 1], [0, 2, 0]]
+
+
+def decision_seconds(num_reqs=32):
+    """For ``benchmarks``: seconds of one decision over 32 requests of 8 nodes."""
+    budget = make({**CHEAP, "row": 0.002})
+    draft, wanted = chains(num_reqs, [0.8] * 8), np.ones(num_reqs, dtype=bool)
+    best = math.inf
+    for _ in range(30):
+        begin = time.perf_counter()
+        budget.plan(num_reqs)
+        budget.select(draft, names(num_reqs), np.full(num_reqs, 5), wanted, 1e-3)
+        best = min(best, time.perf_counter() - begin)
+    return best

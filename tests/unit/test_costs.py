@@ -1,0 +1,122 @@
+"""The cost model: what it reads, how it follows what it observes, and its file."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from vllm_specplug import costs
+from vllm_specplug.costs import PARTS, CostModel, CostTable, fastest, knots_up_to, non_decreasing
+
+LIMITS = {"rows": 64, "requests": 8}
+
+
+def table(**changes):
+    return CostTable([1, 8, 16, 32], [0.010, 0.012, 0.016, 0.024], 64, **changes)
+
+
+def test_reads_between_and_behind_the_knots():
+    read = table()
+    assert read.at(1) == pytest.approx(0.010) and read.at(12) == pytest.approx(0.014)
+    assert read.at(1.5) == pytest.approx((read.at(1) + read.at(2)) / 2)
+    assert read.at(64) == pytest.approx(0.024 + 32 * 0.0005)
+    assert read.at(0) == 0.0 and read.at(1000) == read.at(64)
+    assert (np.diff(read.seconds) >= 0).all()
+
+
+def test_measured_dips_are_levelled():
+    assert CostTable([1, 2, 4], [0.01, 0.008, 0.02], 4).at(2) == pytest.approx(0.009)
+    assert non_decreasing(np.array([3.0, 1.0, 2.0, 5.0, 4.0])).tolist() == [2.0, 2.0, 2.0, 4.5, 4.5]
+
+
+def test_one_table_follows_a_slower_machine_everywhere():
+    read = table()
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        read.observe(9, 2 * 0.0125 * rng.uniform(0.97, 1.03))
+    assert read.at(9) == pytest.approx(0.025, rel=0.05)
+    # Never seen, but part of the same machine.
+    assert read.at(1) == pytest.approx(0.020, rel=0.15) and read.at(32) == pytest.approx(0.048, rel=0.15)
+
+
+def test_it_learns_a_shape_that_was_not_measured():
+    read = table()
+    rng = np.random.default_rng(1)
+    for _ in range(400):
+        rows = int(rng.integers(1, 33))
+        read.observe(rows, (0.010 + 0.001 * rows) * rng.uniform(0.9, 1.1))
+    for rows in (1, 8, 16, 32):
+        assert read.at(rows) == pytest.approx(0.010 + 0.001 * rows, rel=0.12)
+
+
+def test_a_hiccup_moves_little():
+    read = table()
+    for _ in range(50):
+        read.observe(8, 0.012)
+    read.observe(8, 5.0)
+    assert read.at(8) < 0.013
+    read.observe(0, 1.0)
+    read.observe(8, 0.0)
+    assert read.observations == 51
+
+
+def test_it_follows_a_change_after_a_long_time():
+    read = table()
+    for _ in range(2000):
+        read.observe(8, 0.012)
+    for _ in range(60):
+        read.observe(8, 0.018)
+    assert read.at(8) == pytest.approx(0.018, rel=0.05)
+
+
+@pytest.mark.parametrize("knots", [[2, 3], [1, 1], [1, 2, 3]])
+def test_odd_knots(knots):
+    with pytest.raises(ValueError, match="increasing counts"):
+        CostTable(knots, [0.1, 0.2], 8)
+
+
+def test_parts_that_were_not_measured_are_learned_at_once():
+    model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
+    assert set(model.tables) == set(PARTS) and model["verify"].at(32) == pytest.approx(0.02)
+    for _ in range(10):
+        model["free"].observe(2, 0.004)
+    assert model["free"].at(2) == pytest.approx(0.004, rel=0.1)
+
+
+def test_save_and_load(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    facts = {"machine": "a", "model": "m"}
+    assert costs.load(facts) is None and costs.saved_models() == []
+    model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
+    path = costs.save(facts, model, worth={"eagle2": [[0.0]]})
+    saved = costs.load(facts)
+    assert saved["worth"] == {"eagle2": [[0.0]]} and costs.load({"machine": "b"}) is None
+    again = CostModel(CostModel.measured_in(saved["seconds"]), LIMITS)
+    assert again["verify"].at(20) == pytest.approx(model["verify"].at(20))
+    assert [entry["facts"] for entry in costs.saved_models()] == [facts]
+    path.write_text('{"seconds": {"verify": {"counts": [3], "seconds": [1]}}}')
+    assert costs.load(facts) is None
+    path.write_text("{")
+    assert costs.load(facts) is None and costs.saved_models() == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "vllm-specplug").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert costs.save({}, CostModel({}, LIMITS)) is None and costs.load({}) is None
+
+
+def test_knots_and_the_fastest_call():
+    assert knots_up_to(1) == [1] and knots_up_to(20) == [1, 2, 3, 4, 6, 8, 12, 16, 17, 20]
+    ran, now = [], [0.0]
+
+    def run(count):
+        ran.append(count)
+        now[0] += 0.5 if ran == [1, 2, 1, 2] else 1.0 + count
+
+    assert fastest(run, [1, 2], lambda: now[0], 3, 100.0) == {1: 2.0, 2: 0.5}
+    ran.clear()
+    assert fastest(run, [1, 2, 4], lambda: now[0], 3, 4.0) == {1: 2.0, 2: 3.0}
+    assert json.dumps(CostModel({}, LIMITS).to_json())

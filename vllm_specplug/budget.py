@@ -1,0 +1,466 @@
+"""What to draft and what to verify, so that the batch emits the most tokens per second.
+
+A step over ``num_reqs`` requests emits one token each; verifying ``n`` nodes adds the sum of their probabilities of
+acceptance and costs what ``costs`` has measured.  Everything follows from comparing such ratios: which proposers run at
+all (an *arm*; the plain one runs none), whether one more level is drafted, and which of the drafted nodes are verified.
+An arm that does not run is tried now and then, as often as its expected loss allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.calibration import OnlineLogistic, Reliability, logit, sigmoid
+from vllm_specplug.costs import CostModel
+from vllm_specplug.tree import prune
+from vllm_specplug.types import Draft
+
+#: Share of the time that may be lost to trying what seems not to pay.
+TRIALS = 0.004
+#: Another arm must promise this much more before it takes over.
+MARGIN = 1.02
+#: Steps after which an arm's fresh observations count 1/e, and requests that its long-run average is worth beside them.
+MEMORY, LONG_RUN_WEIGHT, LONG_RUN_MEMORY = 48.0, 4.0, 2000.0
+#: Chance that a chain's next node is accepted, before anything is known.
+FIRST_GUESS = 0.6
+#: Steps over which the rows of prompts are averaged.
+PROMPT_MEMORY = 128.0
+MAX_RECORDS = 4096
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Which drafters run in a round: the host's (EAGLE, Medusa), those without a model of the host's."""
+
+    name: str
+    host: bool
+    free: bool
+
+
+PLAIN = Arm("plain", host=False, free=False)
+
+
+class _Worth:
+    """What an arm's drafts have been worth per request: by levels allowed and nodes verified.
+
+    Attributes:
+        fresh, long_run: float64 ``[max_levels, num_nodes + 2]``; tokens for 0 to ``num_nodes`` nodes, and the levels
+            really drafted in the last column.
+    """
+
+    def __init__(self, max_levels: int, num_nodes: int):
+        levels, nodes = np.arange(1, max_levels + 1)[:, None], np.arange(num_nodes + 1)[None]
+        depth = np.minimum(nodes, levels if max_levels > 1 else num_nodes)
+        tokens = FIRST_GUESS * (1 - FIRST_GUESS**depth) / (1 - FIRST_GUESS)
+        self.long_run = np.concatenate([tokens, levels], axis=1)
+        self.fresh = np.zeros_like(self.long_run)
+        self.weight, self.requests = 0.0, 8.0
+
+    def age(self) -> None:
+        """A step has passed."""
+        self.weight *= np.exp(-1 / MEMORY)
+
+    def add(self, mean: np.ndarray, num_reqs: int) -> None:
+        """Take in the mean over ``num_reqs`` requests."""
+        self.weight += num_reqs
+        self.fresh += (mean - self.fresh) * (num_reqs / self.weight)
+        self.requests = min(self.requests + num_reqs, LONG_RUN_MEMORY)
+        self.long_run += (mean - self.long_run) * (num_reqs / self.requests)
+
+    def mean(self) -> np.ndarray:
+        total = self.weight + LONG_RUN_WEIGHT
+        return (self.weight * self.fresh + LONG_RUN_WEIGHT * self.long_run) / total
+
+
+@dataclass
+class _Regime:
+    """What is known of batches of about one size: they draft in another way, so they are worth something else.
+
+    Attributes:
+        arm: runs, unless another is on trial.
+        credit: seconds that trials may lose.
+        worth: of each arm but the plain one.
+    """
+
+    arm: Arm
+    worth: dict[Arm, _Worth]
+    credit: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What an arm promises for a batch, at its best number of levels and nodes.
+
+    Attributes:
+        tokens: expected tokens of a step.
+        seconds: of a step.
+        levels, nodes: the choice; nodes are per request.
+    """
+
+    tokens: float
+    seconds: float
+    levels: int = 0
+    nodes: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The last draft, until it is known what the target chose."""
+
+    request_ids: tuple[str, ...]
+    num_tokens: np.ndarray
+    token_ids: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    features: np.ndarray
+    model: int
+
+
+class Budget:
+    """Chooses for every step; told what was drafted and what became of it.
+
+    Args:
+        costs: the cost model, refined by the caller.
+        arms: what can run beside plain decoding, richest last.
+        num_nodes: most nodes of a request.
+        max_levels: levels that the host's drafter grows one by one; 1 where it drafts all at once.
+        level_width: nodes of a request that each further level runs over.
+        max_rows: most rows of a step.
+        reseeds: whether the host's drafter first runs over all tokens that were emitted, or over the last ones only.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        arms: Sequence[Arm],
+        *,
+        num_nodes: int,
+        max_levels: int,
+        level_width: int,
+        max_rows: int,
+        reseeds: bool = True,
+    ):
+        self.costs = costs
+        self.arms = (PLAIN, *arms)
+        self.num_nodes, self.level_width, self.max_rows = num_nodes, level_width, max_rows
+        # Where other sources draft beside the host's drafter, a node's depth does not tell its level.
+        own_levels = max_levels if not any(arm.free for arm in arms) else 1
+        self._own_levels = own_levels
+        #: By the bit length of the number of requests.
+        self._regimes: dict[int, _Regime] = {}
+        self._regime = self._regime_of(1)
+        self.calibration = OnlineLogistic(np.tile([0.0, 1.0, 0.0, 0.5], (len(self.arms), 1)), memory=3000.0)
+        self.reliability = Reliability()
+        #: By request: accepted and expected nodes, with decay.
+        self._records: dict[str, tuple[float, float]] = {}
+        #: By level: value that it added to the trees, and of the nodes that it grew from, with decay.
+        self._yields = np.tile([4.0, 8.0], (max(max_levels, 1) + 1, 1))
+        self._reseeds, self._emitted = reseeds, 1.5
+        self._prompt_rows = 0.0
+        self._rate = 0.0
+        #: The arm of the current round: ``arm``, or another one on trial.
+        self.running = self.arm
+        self._round_levels = 0
+        self._beams: list[float] = []
+        self._num_reqs = 0
+        self._open: _Open | None = None
+        self._outlooks: tuple[int, int, dict[Arm, Outlook]] = (0, 0, {})
+
+    def _regime_of(self, num_reqs: int) -> _Regime:
+        size = num_reqs.bit_length()
+        if size not in self._regimes:
+            worth = {arm: _Worth(self._own_levels, self.num_nodes) for arm in self.arms[1:]}
+            # A smaller batch drafts more, so that it knows what fewer nodes and levels are worth too.
+            if smaller := [known for known in self._regimes if known < size]:
+                for arm, known in self._regimes[max(smaller)].worth.items():
+                    worth[arm].long_run = known.mean()
+            self._regimes[size] = _Regime(self.arms[-1], worth)
+        return self._regimes[size]
+
+    @property
+    def arm(self) -> Arm:
+        """The arm of batches like the last one."""
+        return self._regime.arm
+
+    @property
+    def worth(self) -> dict[Arm, _Worth]:
+        return self._regime.worth
+
+    def to_json(self) -> dict[str, dict[str, list[list[float]]]]:
+        """What the arms have been worth in the long run, by batch size, to be remembered by a later budget."""
+        return {
+            str(size): {arm.name: worth.long_run.round(5).tolist() for arm, worth in regime.worth.items()}
+            for size, regime in self._regimes.items()
+        }
+
+    def remember(self, saved: Mapping[str, Mapping[str, list[list[float]]]]) -> None:
+        """Start from what ``to_json`` told; arms of another shape start anew."""
+        for size, arms in sorted(saved.items()):
+            for arm, worth in self._regime_of(2 ** (int(size) - 1)).worth.items():
+                known = np.asarray(arms.get(arm.name, ()), dtype=np.float64)
+                if known.shape == worth.long_run.shape:
+                    worth.long_run, worth.requests = known, 100.0
+
+    # ---- before drafting
+
+    def plan(self, num_reqs: int, missed_rows: int = 0) -> Arm:
+        """Which drafters to run behind this step.
+
+        Args:
+            num_reqs: requests that decode in the next step.
+            missed_rows: what the host's drafter would have to catch up with.
+        """
+        self._num_reqs = num_reqs
+        if num_reqs == 0:
+            self.running = PLAIN
+            return PLAIN
+        regime = self._regime = self._regime_of(num_reqs)
+        for worth in regime.worth.values():
+            worth.age()
+        outlooks = self.outlooks(num_reqs)
+        now = outlooks[regime.arm]
+        best = max(outlooks, key=lambda arm: outlooks[arm].rate)
+        if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN):
+            regime.arm, now = best, outlooks[best]
+        self._rate = max(now.rate, outlooks[PLAIN].rate)
+        self.running = regime.arm
+        regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
+        others = [arm for arm in self.arms[1:] if arm is not regime.arm]
+        if others:
+            tried = max(others, key=lambda arm: outlooks[arm].rate)
+            behind = self.costs["host"].at(missed_rows) if tried.host and not regime.arm.host else 0.0
+            loss = outlooks[tried].seconds + behind - outlooks[tried].tokens / self._rate
+            if regime.credit > max(loss, 0.0):
+                self.running = tried
+        self._round_levels, self._beams = 0, []
+        return self.running
+
+    def outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
+        """What every arm promises for ``num_reqs`` requests; looked at anew every few calls."""
+        known, age, found = self._outlooks
+        if known != num_reqs or age >= 4:
+            age, found = 0, {arm: self._outlook(arm, num_reqs) for arm in self.arms}
+        self._outlooks = (num_reqs, age + 1, found)
+        return found
+
+    def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
+        costs = self.costs
+        fixed = costs["between"].at(num_reqs)
+        if arm is PLAIN:
+            return Outlook(num_reqs, fixed + costs["verify"].at(num_reqs))
+        most = min(self.num_nodes, self.max_rows // num_reqs - 1)
+        if most < 1:
+            return Outlook(num_reqs, 10 * (fixed + costs["verify"].at(num_reqs)))
+        worth = self._regime_of(num_reqs).worth[arm].mean()
+        tokens = num_reqs * (1 + worth[:, : most + 1])
+        seconds = fixed + costs["verify"].seconds[num_reqs * (1 + np.arange(most + 1))][None]
+        if arm.free:
+            seconds = seconds + costs["free"].at(num_reqs)
+        if arm.host:
+            levels = np.maximum(worth[:, -1:] - 1, 0)
+            level = costs["level"].at(num_reqs * self.level_width)
+            first = num_reqs * (self._emitted if self._reseeds else 1)
+            seconds = seconds + costs["host"].at(first) + levels * level + self._prompt_seconds()
+        best = int((tokens / seconds).argmax())
+        levels, nodes = divmod(best, most + 1)
+        tokens, seconds = (float(np.broadcast_to(x, tokens.shape).flat[best]) for x in (tokens, seconds))
+        return Outlook(tokens, seconds, levels + 1, nodes)
+
+    def saw_prompt(self, num_rows: int) -> None:
+        """A step has computed so many rows of prompts (0 is an answer too): a drafter that runs must see them."""
+        self._prompt_rows += (num_rows - self._prompt_rows) / PROMPT_MEMORY
+
+    def _prompt_seconds(self) -> float:
+        """What prompts cost the host's drafter per step, by the price of a row among many."""
+        if not self._reseeds:
+            return 0.0
+        host = self.costs["host"]
+        few, many = host.knots[(len(host.knots) - 1) // 2], host.knots[-1]
+        return self._prompt_rows * (host.at(many) - host.at(few)) / max(many - few, 1)
+
+    def choice(self, num_reqs: int) -> dict[str, Any]:
+        """What is best for so many requests, for people: batch, arm, nodes of a request, levels, expected speedup."""
+        outlooks = {arm: self._outlook(arm, num_reqs) for arm in self.arms}
+        best = max(outlooks, key=lambda arm: outlooks[arm].rate)
+        levels = 0 if best is PLAIN else self._regime_of(num_reqs).worth[best].mean()[outlooks[best].levels - 1, -1]
+        return {
+            "batch": num_reqs,
+            "arm": best.name,
+            "nodes": outlooks[best].nodes,
+            "levels": round(float(levels), 2),
+            "speedup": outlooks[best].rate / outlooks[PLAIN].rate,
+        }
+
+    # ---- while drafting
+
+    def may_grow(self, beam_values: torch.Tensor) -> bool:
+        """Whether the next level is worth its cost.
+
+        Args:
+            beam_values: float ``[num_reqs, beam_width]``; values of the nodes that it would run over.
+        """
+        level = self._round_levels + 1  # the first has been drafted
+        fed = float(beam_values.sum())
+        gained, grown_from = self._yields[min(level, len(self._yields) - 1)]
+        if fed * gained / grown_from <= self._rate * self.costs["level"].at(beam_values.numel()):
+            return False
+        self._round_levels = level
+        self._beams.append(fed)
+        return True
+
+    # ---- after drafting
+
+    def select(
+        self,
+        draft: Draft,
+        request_ids: Sequence[str],
+        num_tokens: np.ndarray,
+        wanted: np.ndarray,
+        draft_seconds: float,
+    ) -> Draft:
+        """Keep the nodes that are worth verifying, over the whole batch.
+
+        Args:
+            draft: of all requests.
+            request_ids: of each.
+            num_tokens: int ``[num_reqs]``; tokens that each has, its root included.
+            wanted: bool ``[num_reqs]``; requests that decode in the next step.
+            draft_seconds: what the draft has cost.
+        """
+        tree, arm, num_reqs = draft.tree, self.running, max(int(wanted.sum()), 1)
+        parents, depths, num_rows = tree.parents.numpy(), tree.depths.numpy(), tree.num_rows.numpy()
+        nodes = np.arange(parents.shape[1]) < num_rows[:, None]
+        nodes[:, 0] = False
+        features = self._features(draft.log_values.numpy(), parents, depths, request_ids)
+        model = self.arms.index(arm)
+        drafted = tree.token_ids.numpy()
+        self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, depths, features, model)
+        edges = sigmoid(features @ self.calibration.weights[model])
+        values = np.where(nodes, along_paths(edges, parents), 0.0)
+        order = np.argsort(-values, axis=None, kind="stable")[: min(int(nodes.sum()), self.max_rows - num_reqs)]
+        gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
+        verify = self.costs["verify"].seconds
+        prices = verify[np.minimum(num_reqs + np.arange(len(gains)), len(verify) - 1)] - verify[num_reqs]
+        count = int((gains - self._rate * prices).argmax())
+        keep = np.zeros_like(nodes)
+        keep.flat[order[:count]] = True
+        self._keep_account(arm, values, keep, depths, wanted, num_reqs)
+        if arm is not self.arm:
+            plain = self.costs["between"].at(num_reqs) + verify[num_reqs]
+            self._regime.credit -= plain + draft_seconds + prices[count] - (num_reqs + gains[count]) / self._rate
+        return draft if keep.sum() == nodes.sum() else prune(draft, torch.from_numpy(keep))
+
+    def _keep_account(
+        self, arm: Arm, values: np.ndarray, keep: np.ndarray, depths: np.ndarray, wanted: np.ndarray, num_reqs: int
+    ) -> None:
+        worth = self.worth.get(arm)
+        if worth is None:
+            return
+        max_levels, columns = worth.long_run.shape
+        levels = np.arange(1, max_levels + 1) if max_levels > 1 else np.array([values.shape[1]])
+        by_level = np.where(depths <= levels[:, None, None], values, 0.0)[:, wanted]
+        best = -np.sort(-by_level, axis=2)[:, :, : columns - 2]
+        mean = np.empty_like(worth.long_run)
+        mean[:, 0] = 0.0
+        curve = best.sum(axis=1).cumsum(axis=1) / num_reqs
+        mean[:, 1 : curve.shape[1] + 1] = curve
+        mean[:, curve.shape[1] + 1 : -1] = curve[:, -1:]
+        drafted = self._round_levels + 1
+        mean[:, -1] = np.minimum(drafted, levels) if max_levels > 1 else drafted
+        worth.add(mean, num_reqs)
+        if self._beams:
+            price = self._rate * max(self.costs["verify"].seconds[num_reqs + 1] - self.costs["verify"].at(num_reqs), 0)
+            gained = np.where(keep, np.maximum(values - price, 0.0), 0.0)
+            self._yields += (np.array([4.0, 8.0]) - self._yields) / 200
+            for level, fed in enumerate(self._beams, start=1):
+                self._yields[min(level, len(self._yields) - 1)] += (gained[depths == level + 1].sum(), fed)
+
+    def _features(
+        self, log_values: np.ndarray, parents: np.ndarray, depths: np.ndarray, request_ids: Sequence[str]
+    ) -> np.ndarray:
+        """``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, depth, the request's record."""
+        above = np.take_along_axis(log_values, np.maximum(parents, 0), axis=1)
+        with np.errstate(invalid="ignore"):
+            believed = np.exp(np.minimum(log_values - above, 0.0))
+        features = np.ones((*log_values.shape, 4))
+        features[..., 1] = logit(np.nan_to_num(believed))
+        features[..., 2] = np.log2(np.maximum(depths, 1))
+        records = np.array([self._records.get(request_id, (0.0, 0.0)) for request_id in request_ids]).reshape(-1, 2)
+        features[..., 3] = np.clip(np.log((records[:, 0] + 1) / (records[:, 1] + 1)), -2.0, 2.0)[:, None]
+        return features
+
+    # ---- what became of it
+
+    def learn(self, request_ids: Sequence[str], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Compare the last draft, verified or not, with the tokens that the target has chosen since.
+
+        Args:
+            request_ids: of the requests now.
+            token_ids: int ``[num_reqs, max_len]``; their tokens.
+            num_tokens: int ``[num_reqs]``; how many.
+        """
+        last, self._open = self._open, None
+        if last is None:
+            return
+        now = {request_id: place for place, request_id in enumerate(request_ids)}
+        pairs = [(place, now[request_id]) for place, request_id in enumerate(last.request_ids) if request_id in now]
+        if not pairs:
+            return
+        then, places = map(np.array, zip(*pairs, strict=True))
+        parents, depths, before = last.parents[then], last.depths[then], last.num_tokens[then]
+        new = num_tokens[places] - before
+        if (new > 0).any():
+            self._emitted += 0.05 * (new[new > 0].mean() - self._emitted)
+        known = (parents >= 0) & (depths <= new[:, None])
+        columns = np.minimum(before[:, None] + depths - 1, token_ids.shape[1] - 1)
+        hits = known & (last.token_ids[then] == np.take_along_axis(token_ids[places], columns, axis=1))
+        right = along_paths(hits, parents)
+        # A node says something where its parent was right and the next token is known.
+        reached = known & np.take_along_axis(right, np.maximum(parents, 0), axis=1)
+        owners, rows = np.nonzero(reached)
+        if len(owners) == 0:
+            return
+        features, accepted = last.features[then[owners], rows], right[owners, rows]
+        weights = self.calibration.weights[last.model]
+        self.reliability.add(sigmoid(features @ weights), accepted)
+        self.calibration.learn(np.full(len(owners), last.model), features, accepted)
+        # What was expected of any request: what is known of this one left out.
+        expected = sigmoid(features[:, :3] @ weights[:3])
+        sums = [np.bincount(owners, counted, minlength=len(then)).tolist() for counted in (accepted, expected)]
+        for place, num_accepted, num_expected in zip(then.tolist(), *sums, strict=True):
+            old = self._records.get(last.request_ids[place], (0.0, 0.0))
+            self._records[last.request_ids[place]] = (0.9 * old[0] + num_accepted, 0.9 * old[1] + num_expected)
+        while len(self._records) > MAX_RECORDS:  # a host that never says what has ended
+            del self._records[next(iter(self._records))]
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended; what they were worth says little of those that take their place."""
+        for request_id in request_ids:
+            self._records.pop(request_id, None)
+        for worth in self.worth.values():
+            worth.weight *= max(1 - len(request_ids) / max(self._num_reqs, 1), 0.25)
+
+
+def along_paths(edges: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """Products (of truths: conjunctions) of the edges from the root to each row; the root's own does not count.
+
+    Args:
+        edges: float or bool ``[num_reqs, num_rows]``.
+        parents: int ``[num_reqs, num_rows]``; -1 for roots and padding.
+    """
+    values = np.where(parents >= 0, edges, edges.dtype.type(1))
+    ancestors = np.maximum(parents, 0)
+    for _ in range((edges.shape[1] - 1).bit_length()):  # each round doubles the distance covered
+        values = values * np.take_along_axis(values, ancestors, axis=1)
+        ancestors = np.take_along_axis(ancestors, ancestors, axis=1)
+    return values

@@ -1,0 +1,227 @@
+"""What a step costs on this machine: seconds by rows and by requests, measured at start-up, refined while serving."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_specplug.files import replacing
+
+logger = logging.getLogger("vllm_specplug")
+
+#: Parts of a step, what their cost depends on, and seconds assumed where nothing is known.
+PARTS = {
+    "verify": ("rows", 1e-2),  # the target's forward, the walk and the commit, by rows of all requests
+    "between": ("requests", 5e-4),  # the host, between one step and the next
+    "host": ("rows", 1e-3),  # the host's drafter over the rows of a step (EAGLE's re-seeding, Medusa's heads)
+    "level": ("rows", 1e-3),  # one further level of it
+    "free": ("requests", 5e-4),  # proposers without a model of the host's
+}
+
+
+class CostTable:
+    """Seconds by a count, linear between knots; each observation moves what is near it most, and all of it somewhat.
+
+    The knots' factors on the start are a Gaussian with a common part (another machine load, longer contexts) and a
+    smooth one; it is updated by a Kalman filter whose uncertainty grows back slowly, so that it follows changes.
+
+    Args:
+        knots: increasing counts, from 1.
+        seconds: at the knots; made non-decreasing.
+        limit: largest count asked for.
+        common, smooth: relative uncertainty of the start.
+    """
+
+    #: Relative error of one observation, and what the certainty gained loses per observation.
+    NOISE, FORGETTING = 0.15, 2e-3
+
+    def __init__(
+        self, knots: Iterable[int], seconds: Iterable[float], limit: int, common: float = 0.3, smooth: float = 0.1
+    ):
+        self.knots = np.asarray(list(knots), dtype=np.float64)
+        self.start = non_decreasing(np.maximum(np.asarray(list(seconds), dtype=np.float64), 1e-7))
+        if len(self.knots) != len(self.start) or (np.diff(self.knots) <= 0).any() or self.knots[0] != 1:
+            raise ValueError("a cost table needs increasing counts from 1, and seconds for each")
+        distance = np.abs(np.subtract.outer(np.log2(self.knots), np.log2(self.knots)))
+        self._prior = common**2 + smooth**2 * np.exp(-distance / 2)
+        self._uncertainty = self._prior.copy()
+        self._factors = np.ones_like(self.start)
+        self.observations = 0
+        self._counts = np.arange(limit + 1, dtype=np.float64)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        seconds = self.knot_seconds()
+        #: float64 ``[limit + 1]``: seconds by count; behind the last knot the last slope goes on.
+        self.seconds = np.interp(self._counts, self.knots, seconds)
+        if len(self.knots) > 1 and len(self._counts) > self.knots[-1]:
+            slope = (seconds[-1] - seconds[-2]) / (self.knots[-1] - self.knots[-2])
+            beyond = int(self.knots[-1])
+            self.seconds[beyond:] = seconds[-1] + slope * (self._counts[beyond:] - beyond)
+        self.seconds[0] = 0.0
+
+    def knot_seconds(self) -> np.ndarray:
+        """Seconds at the knots, as believed now."""
+        return np.maximum.accumulate(self.start * self._factors)
+
+    def at(self, count: float) -> float:
+        """Seconds for a count, which may lie between two."""
+        low = min(int(count), len(self.seconds) - 1)
+        high = min(low + 1, len(self.seconds) - 1)
+        return float(self.seconds[low] + (count - low) * (self.seconds[high] - self.seconds[low]))
+
+    def observe(self, count: float, seconds: float) -> None:
+        """Take in that ``count`` took ``seconds``; one far off (the machine was busy elsewhere) is pulled nearer."""
+        if count < 1 or seconds <= 0:
+            return
+        right = int(np.clip(np.searchsorted(self.knots, count), 1, len(self.knots) - 1)) if len(self.knots) > 1 else 0
+        hat = np.zeros_like(self.start)
+        if right:
+            share = (count - self.knots[right - 1]) / (self.knots[right] - self.knots[right - 1])
+            hat[right - 1], hat[right] = (1 - share) * self.start[right - 1], share * self.start[right]
+        else:
+            hat[0] = self.start[0]
+        expected = float(hat @ self._factors)
+        spread = self._uncertainty @ hat
+        variance = float(hat @ spread) + (self.NOISE * expected) ** 2
+        error = float(np.clip(seconds - expected, -2.0 * variance**0.5, 2.0 * variance**0.5))
+        gain = spread / variance
+        self._factors = np.maximum(self._factors + gain * error, 0.02)
+        self._uncertainty -= np.outer(gain, spread)
+        self._uncertainty += self.FORGETTING * (self._prior - self._uncertainty)
+        self.observations += 1
+        self._refresh()
+
+    def to_json(self) -> dict[str, list[float]]:
+        return {"counts": self.knots.astype(int).tolist(), "seconds": self.knot_seconds().round(9).tolist()}
+
+
+class CostModel:
+    """The tables of one model on one machine.
+
+    Args:
+        measured: by part, seconds by count; parts left out start from a guess.
+        limits: by unit (``rows``, ``requests``), the largest count asked for.
+    """
+
+    def __init__(self, measured: Mapping[str, Mapping[int, float]], limits: Mapping[str, int]):
+        self.tables: dict[str, CostTable] = {}
+        for part, (unit, guess) in PARTS.items():
+            points = dict(sorted(measured.get(part, {}).items())) or {1: guess, max(limits[unit], 2): guess}
+            # What is only guessed is learned from the first observations.
+            common = 0.3 if part in measured else 3.0
+            self.tables[part] = CostTable(points, points.values(), limits[unit], common)
+
+    def __getitem__(self, part: str) -> CostTable:
+        return self.tables[part]
+
+    def to_json(self) -> dict[str, Any]:
+        return {part: table.to_json() for part, table in self.tables.items()}
+
+    @staticmethod
+    def measured_in(saved: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+        """The first argument of the constructor from ``to_json``'s result."""
+        return {
+            part: dict(zip(saved[part]["counts"], saved[part]["seconds"], strict=True))
+            for part in PARTS
+            if part in saved
+        }
+
+
+def knots_up_to(limit: int) -> list[int]:
+    """Counts to measure: all small ones, then about three per doubling."""
+    knots = [1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256]
+    return [knot for knot in knots if knot < limit] + [max(limit, 1)]
+
+
+def fastest(
+    run: Callable[[int], object], counts: Iterable[int], clock: Callable[[], float], sweeps: int, most_seconds: float
+) -> dict[int, float]:
+    """Seconds of the fastest run for each count: what disturbs only adds, and seldom hits the same count twice.
+
+    Args:
+        run: does what is timed, for a count.
+        counts: the counts, from the smallest; those not reached in ``most_seconds`` are left out.
+        clock: tells seconds.
+        sweeps: runs of each count, if time allows.
+        most_seconds: no run starts after so many.
+    """
+    best: dict[int, float] = {}
+    begin = clock()
+    for _ in range(sweeps):
+        for count in counts:
+            start = clock()
+            if best and start - begin > most_seconds:
+                return best
+            run(count)
+            best[count] = min(best.get(count, float("inf")), clock() - start)
+    return best
+
+
+def non_decreasing(values: np.ndarray) -> np.ndarray:
+    """The nearest non-decreasing values (least squares): neighbours in the wrong order are averaged."""
+    pools: list[list[float]] = []  # mean, how many
+    for value in values.tolist():
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            mean, count = pools.pop()
+            pools[-1] = [(pools[-1][0] * pools[-1][1] + mean * count) / (pools[-1][1] + count), pools[-1][1] + count]
+    return np.repeat([mean for mean, _ in pools], [int(count) for _, count in pools])
+
+
+# ---- saved models
+
+
+def folder() -> Path:
+    """Where cost models are kept (``$XDG_CACHE_HOME`` is honoured)."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / "costs"
+
+
+def path_of(facts: Mapping[str, Any]) -> Path:
+    """The file of a model on a machine, both as ``facts`` tell them."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return folder() / f"{digest[:16]}.json"
+
+
+def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What was saved for these facts; None where there is nothing, or nothing that can be read."""
+    try:
+        saved = json.loads(path_of(facts).read_text())
+        CostModel(CostModel.measured_in(saved["seconds"]), {"rows": 8, "requests": 8})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("vllm-specplug: %s cannot be used and is measured anew: %s", path_of(facts), error)
+        return None
+    return saved
+
+
+def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None:
+    """Write a model; a server that cannot write goes on without."""
+    path = path_of(facts)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({"facts": dict(facts), "seconds": model.to_json(), **more}, default=str))
+    except OSError as error:
+        logger.warning("vllm-specplug: the cost model is not saved: %s", error)
+        return None
+    return path
+
+
+def saved_models() -> list[dict[str, Any]]:
+    """All models saved on this machine, newest first."""
+    found = []
+    for path in sorted(folder().glob("*.json"), key=lambda path: -path.stat().st_mtime):
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return found

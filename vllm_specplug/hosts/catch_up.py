@@ -1,0 +1,86 @@
+"""What a drafter with key/value of its own has missed while drafting paused, and how it takes it in later.
+
+A paused step must cost what a plain one costs, so the drafter does not run at all; the target's hidden states of the
+step's tokens are kept instead.  When drafting resumes, one forward over them gives the drafter the key/value that it
+would have had.  A request that ends while paused takes its gap with it: whoever finds its blocks in the prefix cache
+drafts worse from them, and decodes the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class _Missed:
+    """Tokens ``[start, stop)`` of one request: rows of the tensors kept."""
+
+    start: int
+    stop: int
+    parts: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
+
+    def hidden(self) -> torch.Tensor:
+        return torch.cat([rows[first:last] for rows, first, last in self.parts])
+
+
+class MissedRows:
+    """The hidden states that the drafter has not seen, by request.
+
+    Args:
+        max_rows: the most that are kept, and so the most that one catch-up forward runs over.
+    """
+
+    def __init__(self, max_rows: int):
+        self.max_rows = max_rows
+        self.num_rows = 0
+        self._missed: dict[str, _Missed] = {}
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether so many more rows can be kept."""
+        return self.num_rows + num_rows <= self.max_rows
+
+    def add(self, request_ids: Sequence[str], hidden: torch.Tensor, starts: list[int], counts: list[int]) -> None:
+        """Keep one step's rows.
+
+        Args:
+            request_ids: of the step, in the order of the rows.
+            hidden: ``[num_rows, hidden_size]``; kept as it is, so it must not be a buffer that changes.
+            starts: index of each request's first token among its tokens.
+            counts: rows of each request.
+        """
+        first = 0
+        for request_id, start, count in zip(request_ids, starts, counts, strict=True):
+            missed = self._missed.get(request_id)
+            if missed is not None and missed.stop != start:  # preempted: it is computed anew, from some point on
+                self.finish((request_id,))
+                missed = None
+            if missed is None:
+                missed = self._missed[request_id] = _Missed(start, start)
+            missed.parts.append((hidden, first, first + count))
+            missed.stop += count
+            first += count
+        self.num_rows += first
+
+    def take(self, request_ids: Sequence[str]) -> list[tuple[int, int, torch.Tensor]]:
+        """Hand over, and forget, what these requests have missed: (place in ``request_ids``, start, hidden states)."""
+        taken = []
+        for place, request_id in enumerate(request_ids):
+            missed = self._missed.get(request_id)
+            if missed is not None:
+                taken.append((place, missed.start, missed.hidden()))
+                self.finish((request_id,))
+        return taken
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Forget requests."""
+        for request_id in request_ids:
+            if (missed := self._missed.pop(request_id, None)) is not None:
+                self.num_rows -= missed.stop - missed.start
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._missed.clear()
+        self.num_rows = 0
