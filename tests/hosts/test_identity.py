@@ -108,10 +108,10 @@ def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
 
     honest = v1_runner.lay_out
 
-    def flat(tree, context_lens):
+    def flat(tree, context_lens, max_depth=None):
         import torch
 
-        layout = honest(tree, context_lens)
+        layout = honest(tree, context_lens, max_depth)
         rows = torch.arange(tree.parents.shape[1])
         return TreeLayout(context_lens.long().unsqueeze(1) + rows, layout.mask)
 
