@@ -66,14 +66,20 @@ def runner_of(llm):
 @pytest.fixture
 def verified(monkeypatch):
     """(nodes, accepted ones) of every tree that is verified from now on."""
-    trees, honest = [], TreeCPUModelRunner._path_rows
+    trees, walker = [], TreeCPUModelRunner._walker
 
-    def path_rows(self, step, walk):
-        pairs = zip((step.tree.num_rows - 1).tolist(), (walk.num_emitted - 1).tolist(), strict=True)
-        trees.extend(pair for pair in pairs if pair[0])
-        return honest(self, step, walk)
+    def counting(self, num_reqs):
+        walk_trees = walker(self, num_reqs)
 
-    monkeypatch.setattr(TreeCPUModelRunner, "_path_rows", path_rows)
+        def walk(tree, *args):
+            result = walk_trees(tree, *args)
+            pairs = zip((tree.num_rows - 1).tolist(), (result[0].num_emitted - 1).tolist(), strict=True)
+            trees.extend(pair for pair in pairs if pair[0])
+            return result
+
+        return walk
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_walker", counting)
     return trees
 
 

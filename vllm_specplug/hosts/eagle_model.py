@@ -14,10 +14,13 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
     """The host's EAGLE head; ``d2t`` is read here, and the LM head's rows come from the target."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        has_bias = getattr(config, "bias", True)
+        config.bias = False  # to the host's layers it would mean biases of the attention, left uninitialised
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         #: Offsets ``[draft_vocab]`` from draft to target token ids; None: the drafter has the target's vocabulary.
         self.d2t: torch.Tensor | None = None
-        if getattr(self.config, "bias", True):
+        if has_bias:
             hidden_size = self.config.hidden_size
             self.model.fc = ReplicatedLinear(
                 input_size=2 * hidden_size,
