@@ -48,7 +48,7 @@ class TreeOptions:
     drafter_packages: ClassVar[tuple[str, ...]] = ()
 
     num_speculative_tokens: int = 16
-    budget: str = "measured"
+    budget: str = "fixed"
     verification: str = "exact"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3

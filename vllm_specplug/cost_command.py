@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         "max_model_len": 2048,
         "max_num_seqs": args.max_num_seqs,
         "enable_prefix_caching": False,
-        "speculative_config": speculative,
+        "speculative_config": speculative | {"budget": "measured"},
     }
     batches = [batch for batch in BATCHES if batch <= args.max_num_seqs]
     task = {"engine": engine, "questions": by_category, "max_tokens": args.max_tokens, "batches": batches}

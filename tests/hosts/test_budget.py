@@ -36,7 +36,11 @@ def start(engine, checkpoints):
     def make(speculative, **options):
         name = json.dumps([speculative, options], sort_keys=True)
         if name not in started:
-            llm = LLM(str(checkpoints["target"]), speculative_config=speculative, **{**ENGINE, **options})
+            llm = LLM(
+                str(checkpoints["target"]),
+                speculative_config={"budget": "measured", **speculative},
+                **{**ENGINE, **options},
+            )
             engine.kept.append(llm)
             started[name] = llm
         return started[name]

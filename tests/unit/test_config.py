@@ -88,9 +88,9 @@ def test_max_nodes_counts_the_pool():
 
 
 def test_floors_follow_the_budget_unless_they_are_given():
-    fixed, measured = parse(budget="fixed"), parse()
+    fixed, measured = parse(), parse(budget="measured")
     assert (fixed.node_floor, fixed.level_floor) == (0.06, 0.5)
-    assert (measured.node_floor, measured.level_floor) == (0.0, 0.0) and measured.budget == "measured"
+    assert (measured.node_floor, measured.level_floor) == (0.0, 0.0) and fixed.budget == "fixed"
     for given in (parse(min_node_value=0.0, min_level_value=0.2), parse(budget="fixed", min_node_value=0.1)):
         assert given.node_floor == given.min_node_value
     union = parse_options({"method": "union", "sources": [{"method": "eagle2", "model": "m"}], "budget": "fixed"})
