@@ -83,10 +83,11 @@ def start(engine, checkpoints, tmp_path_factory):
         str(checkpoints["target"]), data, str(root / "heads"), torch.arange(tiny.VOCAB), training, progress=False
     )
     eagle = {**TREE, "model": str(checkpoints["eagle"])}
+    source = {key: value for key, value in eagle.items() if key != "budget"}  # the union has it
     speculative = {
         "eagle2": eagle,
         "medusa": {"method": "medusa", "model": str(root / "heads"), "num_speculative_tokens": 20},
-        "union": {"method": "union", "sources": [eagle, {"method": "lookup"}], "num_speculative_tokens": 20},
+        "union": {"method": "union", "sources": [source, {"method": "lookup"}], "num_speculative_tokens": 20},
     }
 
     def make(method: str | None = None):
