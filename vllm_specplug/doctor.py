@@ -197,9 +197,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """``specplug doctor``: exit code 0 where the plugin would be active, else 1."""
+    silenced = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the host's start-up lines are not part of the report
-    with _stdout_to_stderr():
-        findings = examine()
+    try:
+        with _stdout_to_stderr():
+            findings = examine()
+    finally:
+        logging.disable(silenced)
     print(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else render(findings))
     return int(any(finding.blocks for finding in findings))
 

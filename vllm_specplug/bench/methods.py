@@ -12,6 +12,9 @@ _DRAFTER = "smollm2-135m-instruct"
 _STOCK_EAGLE = "eagle-chain"
 BASELINE = "plain"
 
+#: No traffic: it would hold the answers of the warm-up and of earlier repeats, word for word.
+_LOOKUP = {"method": "lookup", "traffic_tokens": 0}
+
 #: Speculative configurations by method name; ``None`` is plain decoding.
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -23,8 +26,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
     "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
     "medusa": {"method": "medusa", "model": _DRAFTER},
-    "lookup": {"method": "lookup"},
-    "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, {"method": "lookup"}]},
+    "lookup": _LOOKUP,
+    "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, _LOOKUP]},
 }
 _STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without any plugin loaded
 
