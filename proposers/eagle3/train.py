@@ -177,21 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """All steps, for the command line: prompts -> answers -> features -> training -> checkpoint."""
-    options = command.options_from(args, Eagle3Options)
+    """`specplug train eagle3`."""
     layers = layer_ids(read_target_config(args.target))
-    with command.training(args, options, layers) as (team, material):
-        train_eagle3(
-            args.target,
-            material.data,
-            args.out,
-            material.draft_ids,
-            options,
-            material.dev,
-            material.facts,
-            init_from=args.init_from,
-            eval_every=args.eval_every,
-            team=team,
-            attention=args.attention,
-        )
-    return 0
+    return command.run(args, command.options_from(args, Eagle3Options), train_eagle3, layers, attention=args.attention)

@@ -225,19 +225,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command.add_option_arguments(parser, JointTraining())
 
 
-def run(args: argparse.Namespace) -> None:
-    """All steps, for the command line: prompts -> answers -> features -> training -> heads and backbone."""
-    options = command.options_from(args, JointTraining)
-    with command.training(args, options) as (team, material):
-        train_joint(
-            args.target,
-            material.data,
-            args.out,
-            material.draft_ids,
-            options,
-            material.dev,
-            material.facts,
-            init_from=args.init_from,
-            eval_every=args.eval_every,
-            team=team,
-        )
+def run(args: argparse.Namespace) -> int:
+    """`specplug train medusa2`."""
+    return command.run(args, command.options_from(args, JointTraining), train_joint)

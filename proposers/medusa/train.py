@@ -184,19 +184,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """All steps, for the command line: prompts -> answers -> features -> training -> checkpoint."""
-    options = command.options_from(args, MedusaTraining)
-    with command.training(args, options) as (team, material):
-        train_medusa(
-            args.target,
-            material.data,
-            args.out,
-            material.draft_ids,
-            options,
-            material.dev,
-            material.facts,
-            init_from=args.init_from,
-            eval_every=args.eval_every,
-            team=team,
-        )
-    return 0
+    """`specplug train medusa`."""
+    return command.run(args, command.options_from(args, MedusaTraining), train_medusa)

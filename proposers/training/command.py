@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -86,6 +86,31 @@ def training(
         torch.set_num_threads(args.threads)
     with join(args.device) as team:
         yield team, team.leader_first(lambda: _prepare(args, options, layers, team.device))
+
+
+def run(
+    args: argparse.Namespace,
+    options: LoopOptions,
+    train: Callable[..., object],
+    layers: tuple[int, ...] = (),
+    **more: object,
+) -> int:
+    """All steps of a command: prompts -> answers -> features -> `train`, a method's trainer -> checkpoint."""
+    with training(args, options, layers) as (team, material):
+        train(
+            args.target,
+            material.data,
+            args.out,
+            material.draft_ids,
+            options,
+            material.dev,
+            material.facts,
+            init_from=args.init_from,
+            eval_every=args.eval_every,
+            team=team,
+            **more,
+        )
+    return 0
 
 
 def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], device) -> Material:

@@ -68,6 +68,22 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
     assert token_ids(outputs) == expected
 
 
+def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every third draft of an EAGLE drafter raises from now on; the list grows by one with each."""
+    from vllm_specplug.hosts import eagle_proposer
+
+    honest, calls = eagle_proposer.grow_tree, []
+
+    def sometimes(*args, **kwargs):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise RuntimeError("out of luck")
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
+    return calls
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cost_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Cost models of the tests are not kept beside the user's."""

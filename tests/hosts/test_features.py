@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids, unlucky_drafter
 from vllm_specplug.hosts.features import REFUSED, WORKS, feature_table
 
 ROOT = Path(__file__).parents[2]
@@ -89,20 +89,10 @@ def test_aborts_leak_nothing(engine):
 
 
 def test_a_raising_drafter_costs_speed_only(engine, monkeypatch, caplog):
-    from vllm_specplug.hosts import eagle_proposer
-
-    honest, calls = eagle_proposer.grow_tree, []
-
-    def sometimes(*args, **kwargs):
-        calls.append(1)
-        if len(calls) % 3 == 0:
-            raise RuntimeError("out of luck")
-        return honest(*args, **kwargs)
-
     prompts = make_prompts(8)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
     llm = engine("eagle")
-    monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
+    calls = unlucky_drafter(monkeypatch)
     assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
     assert len(calls) > 9 and sum("out of luck" in record.getMessage() for record in caplog.records) == 1

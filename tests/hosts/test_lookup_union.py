@@ -8,7 +8,14 @@ from importlib.metadata import EntryPoint
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, acceptance_length, check_prefix_cache_hits, make_prompts, token_ids
+from tests.hosts.conftest import (
+    ENGINE,
+    acceptance_length,
+    check_prefix_cache_hits,
+    make_prompts,
+    token_ids,
+    unlucky_drafter,
+)
 from vllm_specplug import proposer
 from vllm_specplug.hosts.trace import source_shares
 
@@ -150,18 +157,8 @@ def test_hostile_sources(hostile, start, checkpoints, prompts, expected, names, 
 
 def test_a_failing_drafter_of_the_host(start, checkpoints, prompts, expected, monkeypatch, caplog):
     """Every third draft of the EAGLE source fails: the union goes on with the others."""
-    from vllm_specplug.hosts import eagle_proposer
-
-    honest, calls = eagle_proposer.grow_tree, []
-
-    def sometimes(*args, **kwargs):
-        calls.append(1)
-        if len(calls) % 3 == 0:
-            raise RuntimeError("out of luck")
-        return honest(*args, **kwargs)
-
     llm = start(union(checkpoints))
-    monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
+    calls = unlucky_drafter(monkeypatch)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
     assert len(calls) > 9 and sum("out of luck" in record.getMessage() for record in caplog.records) == 1
 
