@@ -81,6 +81,8 @@ def build(
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args))
+    if options.budget == "measured" and target_parallel_config.tensor_parallel_size > 1:
+        raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
     drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
