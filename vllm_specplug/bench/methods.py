@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "hf": {"method": "hf"},  # Hugging Face transformers
     "hf-lookup": {"method": "hf", "prompt_lookup_num_tokens": 5},
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
+    "hass": {"method": "hass", "model": _DRAFTER},
     "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
     "medusa": {"method": "medusa", "model": _DRAFTER},
     "lookup": _LOOKUP,
