@@ -7,16 +7,19 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host
-from vllm_specplug.hosts.features import Setting, check_features
+from vllm_specplug.hosts.features import Setting, check_features, check_v2_options, uses_v2_runner
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
+CPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeCPUWorkerV2"
+GPU_WORKER = "vllm_specplug.hosts.v2_worker.TreeGPUWorker"
 
 #: Lets grammars follow trees.
 SCHEDULER = "vllm_specplug.hosts.scheduler.TreeScheduler"
@@ -46,6 +49,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     specplug: Any = None
     """Options of our method (a ``TreeOptions``)."""
+
+    v2_runner: bool = False
+    """Whether the host's V2 model runner is to run the trees."""
 
     metrics_file: str | None = None
     """Where the worker counts for ``/metrics``, see ``metrics.publish``."""
@@ -84,7 +90,10 @@ def build(
     report = check_host()
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
-    check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args))
+    v2 = uses_v2_runner()
+    check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
+    if v2:
+        check_v2_options(options)
     drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
@@ -104,17 +113,21 @@ def build(
     else:
         host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
-        target_parallel_config.worker_cls = CPU_WORKER
-    engine_args.scheduler_cls = SCHEDULER
+        v2_worker = CPU_WORKER_V2 if current_platform.is_cpu() else GPU_WORKER
+        target_parallel_config.worker_cls = v2_worker if v2 else CPU_WORKER
+    if not v2:
+        engine_args.scheduler_cls = SCHEDULER
     return TreeSpeculativeConfig(
         method=host_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
-        # The drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
-        disable_padded_drafter_batch=True,
+        # V1's drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
+        # (On V2 the rows themselves are brought into path order.)
+        disable_padded_drafter_batch=not v2,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         specplug=options,
+        v2_runner=v2,
         metrics_file=publish(),
     )
 
