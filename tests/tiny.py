@@ -85,7 +85,8 @@ def write_tokenizer(path: Path) -> None:
 FAMILIES = {
     "llama": {},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    # Its heads share the hidden size.
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": HIDDEN // HEAD_DIM},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
 
@@ -112,8 +113,10 @@ def write_target(
         prefix = f"model.layers.{layer}"
         tensors |= _layer(prefix, generator, scale) | {f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN)}
         if family == "qwen2":
-            sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
-            tensors |= {f"{prefix}.self_attn.{name}_proj.bias": torch.zeros(size) for name, size in sizes.items()}
+            query, output = f"{prefix}.self_attn.q_proj", f"{prefix}.self_attn.o_proj"
+            tensors[f"{query}.weight"] = tensors[f"{query}.weight"][:HIDDEN]
+            tensors[f"{output}.weight"] = tensors[f"{output}.weight"][:, :HIDDEN].clone()
+            tensors |= {f"{prefix}.self_attn.{name}_proj.bias": torch.zeros(HIDDEN) for name in "qkv"}
         if family == "qwen3":
             tensors |= {f"{prefix}.self_attn.{name}_norm.weight": torch.ones(HEAD_DIM) for name in "qk"}
         for name, output in (("attention", "self_attn.o_proj"), ("mlp", "mlp.down_proj")):

@@ -7,7 +7,6 @@ and takes its place only after it has been ahead on several windows.  The Gaussi
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,8 @@ from .layer_set import LayerSet, num_choices
 KAPPA, CANDIDATES = 2.5, 512
 #: Scored sets that the Gaussian process is fitted to: its cost grows with their cube.
 MOST_POINTS = 200
+#: Variance of one score, as a share of that of all.
+NOISE = 0.3
 #: Windows on which a candidate must be ahead in sum before it is used.
 CONFIRMATIONS = 3
 #: A random step changes up to so many choices of the set in use, unless it starts from nothing.
@@ -143,18 +144,16 @@ class LayerSearch:
     def _bayesian(self) -> LayerSet:
         """The candidate with the highest upper confidence bound of a Gaussian process over the scored sets."""
         from sklearn.gaussian_process import GaussianProcessRegressor
-        from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+        from sklearn.gaussian_process.kernels import RBF
 
         points = list(self._points.items())[-MOST_POINTS:]
         known = np.stack([layer_set.vector() for layer_set, _ in points])
-        scores = np.array([total / count for _, (total, count) in points])
-        noise = 1.0 / np.sqrt([count for _, (_, count) in points])
-        # Distances grow with the number of choices; a long scale makes the kernel nearly additive in them.
-        kernel = ConstantKernel(1.0, (0.1, 10.0)) * RBF(math.sqrt(known.shape[1]), (1.0, 100.0)) + WhiteKernel(0.3)
-        process = GaussianProcessRegressor(kernel, alpha=1e-6 + 0.05 * noise**2, normalize_y=True, random_state=0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a scale at its bound
-            process.fit(known, scores)
+        totals, counts = np.array([seen for _, seen in points]).T
+        # Two sets drawn by chance are about half this far apart, so that the prior is nearly additive in the choices.
+        # It stays as it is: fitting it too would take some hundred times as long as the rest.
+        kernel = RBF(math.sqrt(known.shape[1]))
+        process = GaussianProcessRegressor(kernel, alpha=NOISE / counts, optimizer=None, normalize_y=True)
+        process.fit(known, totals / counts)
         candidates = [self._fresh() if i % 4 == 0 else self._near(self.best) for i in range(CANDIDATES)]
         mean, deviation = process.predict(np.stack([c.vector() for c in candidates]), return_std=True)
         return candidates[int((mean + KAPPA * deviation).argmax())]
@@ -197,6 +196,8 @@ class LayerSearch:
 
     def _race(self, layer_set: LayerSet, ahead: float) -> bool:
         contender = self._contender
+        if contender is not None and contender.last_window == self._window and contender.layer_set == layer_set:
+            return False  # drawn again: the same window says the same
         if contender is None or contender.layer_set != layer_set:
             if ahead > 0 and (contender is None or (contender.windows == 1 and ahead > contender.ahead)):
                 self._contender = _Contender(layer_set, ahead, 1, self._window)
