@@ -138,6 +138,14 @@ def test_controls(engine, prompts, plain, monkeypatch, spoil):
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_cuda_graphs(engine, prompts, plain, async_scheduling):
+    """Verification and the drafter's first forward from recorded graphs."""
+    llm = engine("eagle", TREE, enforce_eager=False, async_scheduling=async_scheduling, **ENGINE)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+
+
 class NoLookAtTheDevice(torch.utils._python_dispatch.TorchDispatchMode):
     """Fails on what would make the host wait for a device."""
 
