@@ -27,4 +27,4 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
-from tests.hosts.conftest import checkpoints, cost_models, engine  # noqa: E402, F401
+from tests.hosts.conftest import checkpoints, cost_models, engine  # noqa: F401

@@ -10,7 +10,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
-from vllm_specplug.hosts.check import check_host
+from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, check_host
 from vllm_specplug.hosts.features import Setting, check_features, check_v2_options, uses_v2_runner
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
@@ -87,10 +87,10 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     options = parse_options(given)
-    report = check_host()
+    v2 = uses_v2_runner()
+    report = check_host(MANIFEST_V2 if v2 else MANIFEST)
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
-    v2 = uses_v2_runner()
     check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
     if v2:
         check_v2_options(options)
