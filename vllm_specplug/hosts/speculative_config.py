@@ -94,8 +94,11 @@ def build(
     check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
     if v2:
         check_v2_options(options)
-    if options.budget == "measured" and target_parallel_config.tensor_parallel_size > 1:
-        raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
+    if target_parallel_config.tensor_parallel_size > 1:
+        if v2:
+            raise ConfigError("vLLM's V2 model runner with our methods does not support tensor parallelism yet")
+        if options.budget == "measured":
+            raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
     drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
