@@ -280,7 +280,10 @@ def write_models(folder: Path, tiny_ones: bool) -> tuple[Path, Path]:
     kv = SHAPE_8B["num_key_value_heads"] * SHAPE_8B["head_dim"]
     shapes = {
         "fc.weight": (h, 2 * h),
-        **{f"layers.0.self_attn.{name}_proj.weight": (rows, h) for name, rows in zip("qkvo", (h, kv, kv, h), strict=True)},
+        "layers.0.self_attn.q_proj.weight": (h, h),
+        "layers.0.self_attn.k_proj.weight": (kv, h),
+        "layers.0.self_attn.v_proj.weight": (kv, h),
+        "layers.0.self_attn.o_proj.weight": (h, h),
         "layers.0.mlp.gate_proj.weight": (i, h),
         "layers.0.mlp.up_proj.weight": (i, h),
         "layers.0.mlp.down_proj.weight": (h, i),
