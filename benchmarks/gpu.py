@@ -145,6 +145,8 @@ def project(steps: dict[str, Any]) -> dict[str, Any]:
     }
     plain, tree = (steps.get(name, {}).get("steps", []) for name in ("plain", "tree"))
     for before, after in zip(plain, tree, strict=False):
+        if not before["step_ms"] or not after["step_ms"]:  # no step was counted
+            continue
         for name, tau in PUBLISHED_TAU.items():
             speedup = tau * before["step_ms"] / after["step_ms"]
             row = {"batch": after["batch"], "context": after["context"], "tau_of": name, "tau": tau}
@@ -280,7 +282,10 @@ def write_models(folder: Path, tiny_ones: bool) -> tuple[Path, Path]:
     kv = SHAPE_8B["num_key_value_heads"] * SHAPE_8B["head_dim"]
     shapes = {
         "fc.weight": (h, 2 * h),
-        **{f"layers.0.self_attn.{name}_proj.weight": (rows, h) for name, rows in zip("qkvo", (h, kv, kv, h), strict=True)},
+        "layers.0.self_attn.q_proj.weight": (h, h),
+        "layers.0.self_attn.k_proj.weight": (kv, h),
+        "layers.0.self_attn.v_proj.weight": (kv, h),
+        "layers.0.self_attn.o_proj.weight": (h, h),
         "layers.0.mlp.gate_proj.weight": (i, h),
         "layers.0.mlp.up_proj.weight": (i, h),
         "layers.0.mlp.down_proj.weight": (h, i),
@@ -341,13 +346,14 @@ class StepClock:
         import torch
 
         def median(values: list[float]) -> float | None:
+            values = values[3:] if len(values) > 6 else values  # the first ones still meet the prompts' steps
             return round(sorted(values)[len(values) // 2], 3) if values else None
 
-        result = {"step_ms": median([1000 * wall for wall in self.walls[3:]]), "steps_counted": len(self.walls)}
+        result = {"step_ms": median([1000 * wall for wall in self.walls]), "steps_counted": len(self.walls)}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             for part, events in self.parts.items():
-                result[f"{part}_ms"] = median([begin.elapsed_time(end) for begin, end in events[3:]])
+                result[f"{part}_ms"] = median([begin.elapsed_time(end) for begin, end in events])
         return result
 
     def reset(self) -> None:

@@ -28,3 +28,14 @@ os.environ.update(
 )
 
 from tests.hosts.conftest import checkpoints, cost_models, engine  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
+def host_without_its_top_k_kernel():
+    """The host's Triton top-k/top-p kernel does not run in the interpreter; its torch one does."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+        yield

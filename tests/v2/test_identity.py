@@ -10,7 +10,7 @@ from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
 from vllm_specplug.hosts.v2_runner import TreeRunner
 from vllm_specplug.hosts.v2_trees import DeviceTrees
 
-GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 CHAIN = {"num_speculative_tokens": 3, "draft_depth": 3, "draft_top_k": 1}
 #: Blocks of 16 tokens, so that contexts span several and requests are short: the interpreter is slow.
@@ -50,14 +50,14 @@ def test_greedy_chains(engine, prompts, plain):
 
 
 SAMPLED = [
-    SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=1.2, seed=2, top_k=9, top_p=0.9, max_tokens=8, ignore_eos=True),
-    SamplingParams(temperature=0.7, seed=3, min_p=0.05, logit_bias={7: 2.0}, max_tokens=8, min_tokens=4),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1.2, seed=2, top_k=9, top_p=0.9, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, min_p=0.05, logit_bias={7: 2.0}, max_tokens=6, min_tokens=3),
 ]
 #: What depends on the tokens before: sampled depth by depth.
 WITH_HISTORY = [
-    SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.4, max_tokens=8, ignore_eos=True),
-    SamplingParams(temperature=0, frequency_penalty=0.8, presence_penalty=0.5, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.4, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, frequency_penalty=0.8, presence_penalty=0.5, max_tokens=6, ignore_eos=True),
 ]
 
 
@@ -131,11 +131,15 @@ def stale_positions(patch):
 
 
 @pytest.mark.parametrize("spoil", [skip_moves, wrong_bit, stale_positions])
-def test_controls(engine, prompts, plain, monkeypatch, spoil):
+def test_controls(llm, prompts, plain, monkeypatch, spoil):
     """The negative controls: each must make the identity tests fail."""
     spoil(monkeypatch)
-    llm = engine("eagle", TREE, enable_prefix_caching=False, **ENGINE)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
+    llm.reset_prefix_cache()
+    try:
+        spoiled = token_ids(llm.generate(prompts, GREEDY, use_tqdm=False))
+    finally:
+        llm.reset_prefix_cache()  # of what was computed wrongly
+    assert spoiled != plain
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -169,6 +173,6 @@ def test_a_round_never_waits_for_the_device(llm, prompts, plain, monkeypatch):
         return call
 
     monkeypatch.setattr(runner, "rejection_sampler", watched(runner.rejection_sampler))
-    monkeypatch.setattr(runner.speculator, "_grow", watched(runner.speculator._grow))
+    monkeypatch.setattr(runner.speculator, "_growth", watched(runner.speculator._growth))
     assert token_ids(llm.generate(prompts[:2], GREEDY, use_tqdm=False)) == plain[:2]
     assert len(rounds) > 4

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.v2_attention import LevelMetadata
+from vllm_specplug.hosts.v2_growth import Growth
 from vllm_specplug.hosts.v2_trees import DeviceTreeRows, DeviceTrees, LevelScratch
 from vllm_specplug.layout import ancestor_bits
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -35,6 +36,8 @@ class TreeEagleSpeculator(EagleSpeculator):
         )
         #: What goes to the LM head for each request's newest token; ``hidden_states`` holds what its children are fed.
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
+        self._root_token_ids = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self._growth = Growth(self._grow, self.max_num_reqs)
         self._draft_head: torch.Tensor | None = None
         self._draft_to_target: torch.Tensor | None = None
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -58,6 +61,10 @@ class TreeEagleSpeculator(EagleSpeculator):
             super().capture()
         finally:
             self.num_speculative_steps = steps
+        if self.decode_cudagraph_manager is not None and self.decode_cudagraph_manager.needs_capture():
+            self.draft_max_seq_len = self.max_model_len  # bounds the splits of what is recorded
+            width = self.block_tables.input_block_tables[0].shape[1]
+            self._growth.record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device))
 
     # ---- one round
 
@@ -108,16 +115,18 @@ class TreeEagleSpeculator(EagleSpeculator):
         if attn_metadata is None:  # a profiling run
             return self.draft_tokens[:num_reqs]
         block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
-        tree = self._grow(num_reqs, last_sampled[input_batch.idx_mapping].view(-1), block_table)
+        self._root_token_ids[:num_reqs].copy_(last_sampled[input_batch.idx_mapping].view(-1))
+        token_ids, parents = self._growth(num_reqs, block_table)
         if not dummy_run:
-            self.trees.keep(tree.parents, input_batch.idx_mapping)
+            self.trees.keep(parents, input_batch.idx_mapping)
         # A node that could not be drafted still is a row of the next forward: any valid id will do.
-        return tree.token_ids[:, 1:].clamp(min=0)
+        return token_ids[:, 1:].clamp(min=0)
 
-    def _grow(self, num_reqs: int, root_token_ids: torch.Tensor, block_table: torch.Tensor) -> Any:
+    def _grow(self, num_reqs: int, block_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The levels behind the first forward, from and to fixed places: token ids and parents ``[num_reqs, rows]``."""
         levels = _Levels(self, num_reqs, block_table)
-        return grow_tree(
-            root_token_ids,
+        tree = grow_tree(
+            self._root_token_ids[:num_reqs],
             DraftFeatures(self.root_scores[:num_reqs], self.hidden_states[:num_reqs]),
             self._score,
             levels.forward,
@@ -126,6 +135,7 @@ class TreeEagleSpeculator(EagleSpeculator):
             draft_top_k=self.options.draft_top_k,
             static=True,
         ).tree
+        return tree.token_ids, tree.parents
 
     def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._draft_head is not None:

@@ -135,7 +135,7 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
 
     rows = []
     for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
-        used = "tested" if report.version in CHECKED_VERSIONS else "refused at start"
+        used = "accepted" if report.version in CHECKED_VERSIONS else "refused at start"
         cells = (cell(report.v1, MANIFEST), cell(report.v2, MANIFEST_V2))
         rows.append([f"{report.host} {report.version}", used, *cells])
     return format_table(["host", "plugin", "V1 runner", "V2 runner"], rows, markdown=True)

@@ -296,6 +296,8 @@ def tree_attention(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         WIDEN=_INTERPRETED,
         num_warps=4,
+        # float32 tiles of large heads would not fit the shared memory three times.
+        num_stages=2 if query.dtype == torch.float32 else 3,
     )
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](
