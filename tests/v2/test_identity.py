@@ -10,7 +10,8 @@ from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
 from vllm_specplug.hosts.v2_runner import TreeRunner
 from vllm_specplug.hosts.v2_trees import DeviceTrees
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+#: With logprobs: an error in the key/value shows there long before it changes a token.
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 CHAIN = {"num_speculative_tokens": 3, "draft_depth": 3, "draft_top_k": 1}
 #: Blocks of 16 tokens, so that contexts span several and requests are short: the interpreter is slow.
@@ -24,9 +25,27 @@ def prompts():
     return make_prompts(3, longest=40)
 
 
+def answers(llm, prompts, params=GREEDY):
+    """Token ids of every answer, and the log-probability of every token."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    logprobs = [
+        [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+        for one in (output.outputs[0] for output in outputs)
+        if one.logprobs is not None
+    ]
+    return token_ids(outputs), logprobs
+
+
+def same(ours, theirs):
+    """Equal tokens, and logprobs that differ by rounding only."""
+    return ours[0] == theirs[0] and all(
+        mine == pytest.approx(his, abs=1e-4) for mine, his in zip(ours[1], theirs[1], strict=True)
+    )
+
+
 @pytest.fixture(scope="module")
 def plain(engine, prompts):
-    return token_ids(engine(**PLAIN).generate(prompts, GREEDY, use_tqdm=False))
+    return answers(engine(**PLAIN), prompts)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +59,13 @@ def runner_of(llm):
 
 def test_greedy_trees(prompts, plain, llm):
     assert isinstance(runner_of(llm), TreeRunner)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert same(answers(llm, prompts), plain)
     assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
 
 
 def test_greedy_chains(engine, prompts, plain):
     llm = engine("eagle", CHAIN, **ENGINE)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert same(answers(llm, prompts), plain)
 
 
 SAMPLED = [
@@ -64,14 +83,8 @@ WITH_HISTORY = [
 @pytest.mark.parametrize("params", [SAMPLED, WITH_HISTORY], ids=["parallel", "by depth"])
 def test_same_seed_same_tokens(engine, llm, prompts, params):
     prompts = prompts[: len(params)]
-    expected = engine(**PLAIN).generate(prompts, params, use_tqdm=False)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert token_ids(outputs) == token_ids(expected)
-    for output, plain in zip(outputs, expected, strict=True):
-        for ours, theirs in zip(output.outputs[0].logprobs or (), plain.outputs[0].logprobs or (), strict=True):
-            assert {k: v.logprob for k, v in ours.items()} == pytest.approx(
-                {k: v.logprob for k, v in theirs.items()}, abs=1e-4
-            )
+    expected = answers(engine(**PLAIN), prompts, params)
+    assert same(answers(llm, prompts, params), expected)
 
 
 def test_prefix_cache_hits_on_blocks_written_by_trees(engine, llm, prompts):
@@ -89,13 +102,15 @@ def test_prefix_cache_hits_on_blocks_written_by_trees(engine, llm, prompts):
 
 
 def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
-    llm = engine("eagle", TREE, num_gpu_blocks_override=9, max_num_batched_tokens=24, max_num_seqs=3, **ENGINE)
+    llm = engine(
+        "eagle", TREE, max_model_len=96, num_gpu_blocks_override=7, max_num_batched_tokens=24, max_num_seqs=3, **ENGINE
+    )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempted = []
     preempt = scheduler._preempt_request
     scheduler._preempt_request = lambda request, *args: (preempted.append(request), preempt(request, *args))[1]
     try:
-        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+        assert same(answers(llm, prompts), plain)
     finally:
         scheduler._preempt_request = preempt
     assert preempted
@@ -136,10 +151,10 @@ def test_controls(llm, prompts, plain, monkeypatch, spoil):
     spoil(monkeypatch)
     llm.reset_prefix_cache()
     try:
-        spoiled = token_ids(llm.generate(prompts, GREEDY, use_tqdm=False))
+        spoiled = answers(llm, prompts)
     finally:
         llm.reset_prefix_cache()  # of what was computed wrongly
-    assert spoiled != plain
+    assert not same(spoiled, plain)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -147,7 +162,7 @@ def test_controls(llm, prompts, plain, monkeypatch, spoil):
 def test_cuda_graphs(engine, prompts, plain, async_scheduling):
     """Verification and the drafter's first forward from recorded graphs."""
     llm = engine("eagle", TREE, enforce_eager=False, async_scheduling=async_scheduling, **ENGINE)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert same(answers(llm, prompts), plain)
 
 
 class NoLookAtTheDevice(torch.utils._python_dispatch.TorchDispatchMode):
@@ -174,5 +189,5 @@ def test_a_round_never_waits_for_the_device(llm, prompts, plain, monkeypatch):
 
     monkeypatch.setattr(runner, "rejection_sampler", watched(runner.rejection_sampler))
     monkeypatch.setattr(runner.speculator, "_growth", watched(runner.speculator._growth))
-    assert token_ids(llm.generate(prompts[:2], GREEDY, use_tqdm=False)) == plain[:2]
+    assert token_ids(llm.generate(prompts[:2], GREEDY, use_tqdm=False)) == plain[0][:2]
     assert len(rounds) > 4
