@@ -16,6 +16,7 @@ demo: install
 
 test: install
 	$(RUN) -m pytest -q tests/unit tests/hosts tests/e2e
+	$(RUN) -m pytest -q tests/v2
 
 # At most 30 minutes on two cores.  All of benchmarks/, training steps and whole verification steps included, takes longer.
 bench: install

@@ -21,7 +21,31 @@ def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
     return bool(value)
 
 
+def stream_of(extra_args: Mapping[str, Any] | None) -> str:
+    """The stream of tasks that a request names (``{"swift_stream": "translation"}``); empty where it names none.
+
+    Raises:
+        ConfigError: it is no short string.
+    """
+    name = (extra_args or {}).get("swift_stream", "")
+    if not isinstance(name, str) or len(name) > 64:
+        raise ConfigError(f"swift_stream must be a string of up to 64 characters, not {name!r}")
+    return name
+
+
 def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> None:
     """Raise ``ConfigError`` unless all that the request asks for can be done."""
     wants_speculation(extra_args)
+    stream_of(extra_args)
     request_limits(extra_args, options)
+
+
+def check_v2_request(extra_args: Mapping[str, Any] | None, is_structured: bool) -> None:
+    """Raise ``ConfigError`` where a request asks for what the V2 model runner does not do with trees yet."""
+    if is_structured:
+        raise ConfigError(
+            "structured output does not work with tree speculation on vLLM's V2 model runner yet: leave "
+            "structured_outputs out, or serve without the speculative config"
+        )
+    if not wants_speculation(extra_args):
+        raise ConfigError("speculation=false does not work on vLLM's V2 model runner yet: leave it out")

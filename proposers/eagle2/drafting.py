@@ -45,6 +45,7 @@ def grow_tree(
     draft_top_k: int,
     min_node_value: float = 0.0,
     may_grow: Callable[[torch.Tensor], bool] | None = None,
+    static: bool = False,
 ) -> Draft:
     """Draft a tree for every request.
 
@@ -58,6 +59,7 @@ def grow_tree(
         min_node_value: nodes of a lower value are not kept.
         may_grow: told the values ``[num_reqs, draft_top_k]`` of the nodes to feed next, ends the growth where it says
             false (on a CPU only: elsewhere asking costs more than drafting).
+        static: always draft all levels, which needs no look at the values (a CUDA device never looks).
     """
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
@@ -65,7 +67,7 @@ def grow_tree(
     children = [score(0, root.score, draft_top_k)]
     expand(pool, None, children[0].token_ids.unsqueeze(1), children[0].log_probs.unsqueeze(1))
     features, ancestors = root.feed.unsqueeze(1), None
-    may_ask = device.type == "cpu"  # reading a flag back stalls other devices
+    may_ask = device.type == "cpu" and not static  # reading a flag back stalls other devices
     for level in range(draft_depth - 1):
         if may_ask and not growth_can_pay(pool, num_nodes).any():
             break

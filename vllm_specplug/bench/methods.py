@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
     "medusa": {"method": "medusa", "model": _DRAFTER},
     "lookup": _LOOKUP,
+    "swift": {"method": "swift"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, _LOOKUP]},
 }
 _STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without any plugin loaded

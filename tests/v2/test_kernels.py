@@ -1,0 +1,179 @@
+"""Every Triton kernel against its torch reference, on inputs of the same factories."""
+
+import pytest
+import torch
+
+from tests.unit.test_tree_attention import TOLERANCE, exact
+from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+from vllm_specplug.kernels.triton_tree_attention import tree_attention
+from vllm_specplug.kv import apply_moves, plan_moves
+from vllm_specplug.layout import ancestor_bits, ancestor_mask, lay_out
+from vllm_specplug.tree import depths_from_parents, from_flat
+from vllm_specplug.types import PADDING
+from vllm_specplug.walk import walk_tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(values):
+    return {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in values.items()}
+
+
+def run_attention(inputs, **changes):
+    """The kernel on a copy of ``inputs``; the output on the CPU."""
+    device = on_device(inputs)
+    del device["kv_layout"]
+    mask = device.pop("mask")
+    rows = mask.shape[1]
+    device["bits"] = ancestor_bits(mask)
+    tree_attention(**device, max_query_len=rows, **changes)
+    return device["output"].cpu()
+
+
+def assert_matches(inputs, **changes):
+    expected = exact(inputs)
+    output = run_attention(inputs, **changes).double()
+    written = ~expected.isnan()
+    assert written.any()
+    assert torch.equal(written, ~output.isnan()), "rows named by no request were written, or garbage leaked"
+    deviation = (output - expected)[written].abs().max() / expected[written].abs().max()
+    # Weights are rounded to bfloat16 too, for the tensor cores; the interpreter truncates where hardware rounds.
+    assert deviation <= TOLERANCE[inputs["query"].dtype] * (2 if inputs["query"].dtype == torch.bfloat16 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_splits", [None, 1, 2, 8])
+@pytest.mark.parametrize("context", [0, 1, 100, 200])
+def test_attention_context(dtype, num_splits, context):
+    inputs = make_inputs((context, 5), (17, 3), block_size=16, dtype=dtype, kv_layout=TOKEN_LAYOUT)
+    assert_matches(inputs, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads, head_size, block_size", [(4, 4, 32, 16), (8, 2, 128, 32), (7, 1, 80, 48), (2, 1, 256, 16)]
+)
+def test_attention_shapes(num_heads, num_kv_heads, head_size, block_size):
+    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size)
+    assert_matches(make_inputs((70, 0), (9, 1), kv_layout=TOKEN_LAYOUT, **heads))
+
+
+@pytest.mark.parametrize("rows, nodes", [(1, 1), (8, 60), (61, 61), (10, 130), (4, 0)])
+def test_attention_tree_lengths(rows, nodes):
+    """Query and tree rows differ in number at a drafter's levels; trees may need several words and tiles."""
+    inputs = make_inputs((40, 7, 3), (rows, 2, 0), tree_lens=(nodes, 3, 0), kv_layout=TOKEN_LAYOUT)
+    assert_matches(inputs)
+
+
+def test_attention_control_with_a_wrong_bit():
+    """The negative control: one ancestor more or less must be seen."""
+    inputs = make_inputs((20,), (9,), kv_layout=TOKEN_LAYOUT)
+    inputs["mask"][0, 8, 1] ^= True
+    wrong = run_attention(inputs)
+    inputs["mask"][0, 8, 1] ^= True
+    right = run_attention(inputs)
+    row = int(inputs["query_start"][0]) + 8
+    assert not torch.allclose(wrong[row], right[row])
+
+
+def make_trees(num_rows=(12, 1, 7, 70), width=70, seed=0, chain=False, vocab=4):
+    """Random trees of few different tokens, one per request; some hold the placeholder token."""
+    g = torch.Generator().manual_seed(seed)
+    parents = torch.full((len(num_rows), width), PADDING)
+    for r, rows in enumerate(num_rows):
+        for i in range(1, rows):
+            parents[r, i] = i - 1 if chain else int(torch.randint(max(0, i - 9), i, (1,), generator=g))
+    tokens = torch.randint(0, vocab, (len(num_rows), width), generator=g)
+    tokens[torch.rand(tokens.shape, generator=g) < 0.1] = PADDING
+    return from_flat(tokens, parents, torch.tensor(num_rows))
+
+
+def kept(tree, num_slots=6, slots=(4, 0, 5, 2)):
+    """The trees in slots, as ``store_trees`` keeps them."""
+    num_reqs, width = tree.parents.shape
+    slots = torch.tensor(slots[:num_reqs], device=DEVICE)
+    parents = torch.full((num_slots, width), 77, device=DEVICE)
+    depths, bits = torch.full_like(parents, 77), torch.full((num_slots, width, -(-width // 64)), 77, device=DEVICE)
+    store_trees(tree.parents.to(DEVICE), slots, parents, depths, bits, int(tree.depths.max()))
+    return slots, parents, depths, bits
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_store_trees(chain):
+    tree = make_trees(chain=chain)
+    slots, parents, depths, bits = (t.cpu() for t in kept(tree))
+    assert torch.equal(parents[slots], tree.parents)
+    assert torch.equal(depths[slots], depths_from_parents(tree.parents))
+    assert torch.equal(bits[slots], ancestor_bits(ancestor_mask(tree)))
+    assert (parents[1] == 77).all() and (bits[3] == 77).all()  # other slots stay
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_stage_rows():
+    """Trees cut by the scheduler behind rows of a prefill, a request without drafts, and padding."""
+    tree = make_trees()
+    slots, _, depths, slot_bits = kept(tree)
+    num_rows, before, context = torch.tensor([12, 1, 5, 70]), torch.tensor([0, 3, 2, 0]), torch.tensor([9, 4, 0, 30])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (before + num_rows).cumsum(0)])
+    positions = torch.full((int(starts[-1]) + 3,), -5, device=DEVICE)
+    tree_start, tree_lens, context_lens = ints(*[9] * 6), ints(*[9] * 6), ints(*[9] * 6)
+    bits = torch.full((6, 70, 2), 77, device=DEVICE)
+    seq_lens = (before + context + num_rows).to(DEVICE, torch.int32)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), num_rows.cumsum(0)]).to(DEVICE, torch.int32)
+    query_start_loc = starts.to(DEVICE, torch.int32)
+    stage_rows(
+        slots, query_start_loc, seq_lens, offsets, depths, slot_bits, positions, context_lens, tree_start, tree_lens,
+        bits, 5,
+    )  # fmt: skip
+    layout = lay_out(tree, before + context)
+    assert tree_lens.tolist() == [12, 0, 5, 70, 0, 9]
+    assert context_lens.tolist()[:4] == (before + context).tolist()
+    for r in (0, 2, 3):
+        rows, first = int(num_rows[r]), int(starts[r + 1] - num_rows[r])
+        assert int(tree_start[r]) == first
+        assert torch.equal(positions[first : first + rows].cpu(), layout.positions[r, :rows])
+        assert torch.equal(bits[r, :rows].cpu(), ancestor_bits(layout.mask)[r, :rows])
+    assert (positions[int(starts[1]) : int(starts[2])] == -5).all()  # no tree: the host's own positions
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_walk_and_moves(seed):
+    tree = make_trees(seed=seed, vocab=2)
+    num_reqs, width = tree.parents.shape
+    slots, parents, *_ = kept(tree)
+    lens = tree.num_rows
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+    sampled = torch.randint(0, 2, (int(offsets[-1]),), generator=torch.Generator().manual_seed(seed))
+    flat = torch.cat([tree.token_ids[r, : lens[r]] for r in range(num_reqs)])
+    row_tokens = torch.zeros(num_reqs, width, dtype=torch.int64)
+    for r in range(num_reqs):
+        row_tokens[r, : lens[r]] = sampled[offsets[r] : offsets[r + 1]]
+    expected = walk_tokens(tree, row_tokens)
+    output, path, num_emitted = walk_rows(
+        slots, offsets.to(DEVICE, torch.int32), flat.to(DEVICE, torch.int32), sampled.to(DEVICE), parents
+    )
+    assert expected.num_emitted.max() > 3
+    assert torch.equal(output.cpu(), expected.output_token_ids.long())
+    assert torch.equal(path.cpu(), expected.path_rows)
+    assert torch.equal(num_emitted.cpu().long(), expected.num_emitted)
+
+    # Rows of the forward lie in shuffled slots of paged caches.
+    caches = [torch.randn(9, 2, 16, 24) for _ in range(3)]
+    slot_mapping = torch.randperm(9 * 16)[: int(offsets[-1])]
+    rows = [cache.transpose(1, 2).flatten(0, 1).clone() for cache in caches]
+    for cache in rows:
+        apply_moves(cache, plan_moves(expected, offsets[:-1]), slot_mapping)
+    moved = [cache.to(DEVICE) for cache in caches]
+    tree_start = offsets[:-1].to(DEVICE, torch.int32)
+    move_rows(cache_pointers(moved), moved[0], slot_mapping.to(DEVICE), tree_start, path, num_emitted)
+    for cache, before, after in zip(moved, caches, rows, strict=True):
+        assert torch.equal(cache.cpu().transpose(1, 2).flatten(0, 1), after)
+        assert not torch.equal(cache.cpu(), before)
+
+
+def test_caches_of_one_shape_are_required():
+    with pytest.raises(ValueError, match="caches differ"):
+        cache_pointers([torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 16)])

@@ -1,0 +1,161 @@
+"""The host's paged attention with tree rows on a device: subclasses that change nothing where no tree is attached.
+
+``TRITON_ATTN`` is here (it also runs on a CPU, under Triton's interpreter), ``FLASH_ATTN`` in ``v2_flash_attention``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.v2_trees import DeviceTreeRows
+from vllm_specplug.kernels.triton_tree_attention import tree_attention
+
+
+@dataclass
+class LevelMetadata:
+    """What the attention of a drafter's level needs; no host kernel sees it.
+
+    Attributes:
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        tree: the level's rows; all rows of the forward.
+    """
+
+    block_table: torch.Tensor
+    tree: DeviceTreeRows
+
+
+class TreeImpl:
+    """Mixed into an attention implementation of the host whose pages keep a token's key and value side by side."""
+
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ) -> torch.Tensor:
+        tree: DeviceTreeRows | None = getattr(attn_metadata, "tree", None)
+        if tree is None or not tree.all_rows:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if tree is None:
+            return output
+        if tree.scratch is not None:
+            scratch = tree.scratch[layer.layer_name]
+            scratch.key.index_copy_(0, scratch.rows, key)
+            scratch.value.index_copy_(0, scratch.rows, value)
+            key, value = scratch.key, scratch.value
+        tree_attention(
+            query,
+            output,
+            kv_cache,
+            attn_metadata.block_table,
+            tree.context_lens,
+            tree.query_start,
+            tree.query_lens,
+            key,
+            value,
+            tree.tree_start,
+            tree.tree_lens,
+            tree.bits,
+            self.scale,
+            max_query_len=tree.max_query_len,
+            max_context_len=tree.max_context_len,
+        )
+        return output
+
+
+@dataclass
+class TreeTritonMetadata(TritonAttentionMetadata):
+    """The host's metadata with the tree rows of this forward, if any."""
+
+    tree: DeviceTreeRows | None = None
+
+
+class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> TreeTritonMetadata:
+        return TreeTritonMetadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
+
+
+class TreeTritonImpl(TreeImpl, TritonAttentionImpl):
+    pass
+
+
+class TreeTritonBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeTritonImpl]:
+        return TreeTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeTritonMetadataBuilder]:
+        return TreeTritonMetadataBuilder
+
+
+_TRITON = f"{__name__}.TreeTritonBackend"
+_INTERPRETED = "vllm_specplug.hosts.v2_cpu_attention.InterpretedBackend"
+_FLASH = "vllm_specplug.hosts.v2_flash_attention.TreeFlashBackend"
+
+
+def _overrides() -> dict[AttentionBackendEnum, str]:
+    if current_platform.is_cpu():
+        return {AttentionBackendEnum.CPU_ATTN: _INTERPRETED}
+    return {AttentionBackendEnum.TRITON_ATTN: _TRITON, AttentionBackendEnum.FLASH_ATTN: _FLASH}
+
+
+@contextlib.contextmanager
+def device_tree_backends() -> Iterator[None]:
+    """Attention layers built inside use our backends; other engines of the process do not."""
+    selector._cached_get_attn_backend.cache_clear()
+    overrides = _overrides()
+    for backend, path in overrides.items():
+        register_backend(backend, path)
+    try:
+        yield
+    finally:
+        for backend in overrides:
+            backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def check_layers(layers: dict[str, Any]) -> None:
+    """Refuse attention that tree attention does not implement, by name.
+
+    Raises:
+        ConfigError: naming the first layer and feature.
+    """
+    for name, layer in layers.items():
+        impl = getattr(layer, "impl", None)
+        if not isinstance(impl, TreeImpl):
+            raise ConfigError(
+                f"tree speculation does not support the attention of {name} ({type(impl).__name__}): use "
+                "--attention-backend FLASH_ATTN or TRITON_ATTN"
+            )
+        for used, feature in (
+            (tuple(impl.sliding_window) != (-1, -1), "a sliding window"),
+            (impl.alibi_slopes is not None, "ALiBi"),
+            (getattr(impl, "sinks", None) is not None, "attention sinks"),
+            (bool(impl.logits_soft_cap), "a logit soft cap"),
+            (impl.kv_cache_dtype.startswith(("fp8", "int")), "a quantised KV cache"),
+            (impl.kv_sharing_target_layer_name is not None, "KV sharing between layers"),
+        ):
+            if used:
+                raise ConfigError(f"tree speculation does not support {feature} (layer {name}): use another method")

@@ -1,0 +1,336 @@
+"""The small kernels of a device-only round in Triton: keep trees, stage, walk, move key/value.
+
+Each does in one launch what the named torch functions do in many; those are its reference in the tests:
+
+================= =========================================================================
+``store_trees``   ``tree.depths_from_parents``, ``layout.ancestor_mask``, ``ancestor_bits``
+``stage_rows``    ``layout.lay_out``
+``walk_rows``     ``walk.walk_tokens``
+``move_rows``     ``kv.plan_moves`` and ``kv.apply_moves``
+================= =========================================================================
+
+No value is read back, and no shape depends on device data: a CUDA graph can hold the launches.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specplug.types import PADDING
+
+_PADDING = tl.constexpr(PADDING)
+
+
+@triton.jit
+def _store_trees_kernel(
+    tree_parents_ptr,
+    slots_ptr,
+    parents_ptr,
+    depths_ptr,
+    bits_ptr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+):
+    request = tl.program_id(0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    if slot < 0:
+        return
+    rows = tl.arange(0, WIDTH_PADDED)
+    inside = rows < WIDTH
+    tree = tree_parents_ptr + request * WIDTH
+    parent = tl.load(tree + rows, mask=inside, other=_PADDING)
+    valid = (rows == 0) | (parent >= 0)
+    tl.store(parents_ptr + slot * WIDTH + rows, parent, mask=inside)
+    for word in range(NUM_WORDS):
+        # From every row up to the root, all rows at once.
+        here = rows
+        on = valid
+        bits = tl.zeros([WIDTH_PADDED], tl.int64)
+        depth = tl.zeros([WIDTH_PADDED], tl.int64)
+        one = tl.full([WIDTH_PADDED], 1, tl.int64)
+        for _ in range(MAX_DEPTH + 1):
+            bits = tl.where(on & (here // 64 == word), bits | (one << (here % 64).to(tl.int64)), bits)
+            above = tl.load(tree + here, mask=on & (here > 0), other=_PADDING).to(tl.int32)
+            on = on & (here > 0) & (above >= 0)
+            depth += on.to(tl.int64)
+            here = tl.where(on, above, here)
+        tl.store(bits_ptr + (slot * WIDTH + rows) * NUM_WORDS + word, bits, mask=inside)
+        if word == 0:
+            tl.store(depths_ptr + slot * WIDTH + rows, depth, mask=inside)
+
+
+def store_trees(
+    tree_parents: torch.Tensor,
+    slots: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    bits: torch.Tensor,
+    max_depth: int,
+) -> None:
+    """Keep trees by the request's slot, with what verification needs of them.
+
+    Args:
+        tree_parents: int64 ``[num_reqs, num_rows]``, contiguous; ``TokenTree.parents``.
+        slots: int ``[num_reqs]``; where each tree goes; -1: nowhere.
+        parents, depths: int64 ``[num_slots, num_rows]``, contiguous; written.
+        bits: int64 ``[num_slots, num_rows, num_words]``, contiguous; written.
+        max_depth: no tree is deeper; host value.
+    """
+    num_reqs, width = tree_parents.shape
+    _store_trees_kernel[(num_reqs,)](
+        tree_parents,
+        slots,
+        parents,
+        depths,
+        bits,
+        WIDTH=width,
+        WIDTH_PADDED=triton.next_power_of_2(width),
+        NUM_WORDS=bits.shape[2],
+        MAX_DEPTH=max_depth,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _stage_rows_kernel(
+    slots_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    row_offsets_ptr,
+    depths_ptr,
+    slot_bits_ptr,
+    positions_ptr,
+    context_lens_ptr,
+    tree_start_ptr,
+    tree_lens_ptr,
+    bits_ptr,
+    num_reqs,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    if request >= num_reqs:  # padding of a CUDA graph
+        tl.store(tree_lens_ptr + request, 0)
+        return
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    num_rows = tl.load(row_offsets_ptr + request + 1) - tl.load(row_offsets_ptr + request)
+    start = tl.load(query_start_loc_ptr + request + 1) - num_rows
+    context = tl.load(seq_lens_ptr + request) - num_rows
+    tl.store(context_lens_ptr + request, context)
+    tl.store(tree_start_ptr + request, start)
+    tl.store(tree_lens_ptr + request, tl.where(num_rows > 1, num_rows, 0))
+    if num_rows > 1:
+        rows = tl.arange(0, WIDTH_PADDED)
+        inside = rows < num_rows
+        depth = tl.load(depths_ptr + slot * WIDTH + rows, mask=inside, other=0)
+        tl.store(positions_ptr + start + rows, context + depth, mask=inside)
+        for word in range(NUM_WORDS):
+            bits = tl.load(slot_bits_ptr + (slot * WIDTH + rows) * NUM_WORDS + word, mask=inside, other=0)
+            tl.store(bits_ptr + (request * WIDTH + rows) * NUM_WORDS + word, bits, mask=inside)
+
+
+def stage_rows(
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_offsets: torch.Tensor,
+    depths: torch.Tensor,
+    slot_bits: torch.Tensor,
+    positions: torch.Tensor,
+    context_lens: torch.Tensor,
+    tree_start: torch.Tensor,
+    tree_lens: torch.Tensor,
+    bits: torch.Tensor,
+    num_reqs_padded: int,
+) -> None:
+    """Lay the kept trees out over the rows of a forward; a request of one row is no tree.
+
+    Args:
+        slots: int ``[num_reqs]``.
+        query_start_loc: int32 ``[>= num_reqs + 1]``; rows of each request in the forward; a tree is the last of them.
+        seq_lens: int32 ``[num_reqs]``; tokens up to the last row, by flat position.
+        row_offsets: int32 ``[num_reqs + 1]``; prefix sums of the trees' rows, the roots counted.
+        depths, slot_bits: as ``store_trees`` wrote them.
+        positions: int64 ``[num_tokens]``; those of tree rows become context + depth.
+        context_lens, tree_start, tree_lens: int32 ``[>= num_reqs_padded]``; written.
+        bits: int64 ``[>= num_reqs_padded, num_rows, num_words]``, contiguous; written.
+        num_reqs_padded: requests of the forward with those that only fill up a CUDA graph.
+    """
+    width = depths.shape[1]
+    _stage_rows_kernel[(num_reqs_padded,)](
+        slots,
+        query_start_loc,
+        seq_lens,
+        row_offsets,
+        depths,
+        slot_bits,
+        positions,
+        context_lens,
+        tree_start,
+        tree_lens,
+        bits,
+        slots.shape[0],
+        WIDTH=width,
+        WIDTH_PADDED=triton.next_power_of_2(width),
+        NUM_WORDS=bits.shape[2],
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _walk_rows_kernel(
+    slots_ptr,
+    row_offsets_ptr,
+    tokens_ptr,
+    sampled_ptr,
+    parents_ptr,
+    output_ptr,
+    path_ptr,
+    num_emitted_ptr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+):
+    request = tl.program_id(0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    first = tl.load(row_offsets_ptr + request)
+    num_rows = tl.load(row_offsets_ptr + request + 1) - first
+    rows = tl.arange(0, WIDTH_PADDED)
+    inside = rows < num_rows
+    tokens = tl.load(tokens_ptr + first + rows, mask=inside, other=_PADDING)
+    # A node may hold PADDING for a token (placeholder drafts): it matches nothing.
+    parents = tl.load(parents_ptr + slot * WIDTH + rows, mask=inside & (tokens >= 0), other=_PADDING)
+    row = 0
+    emitted = 0
+    while row >= 0:
+        token = tl.load(sampled_ptr + first + row)
+        tl.store(output_ptr + request * WIDTH + emitted, token)
+        tl.store(path_ptr + request * WIDTH + emitted, row)
+        emitted += 1
+        child = tl.where((parents == row) & (tokens == token), rows, WIDTH_PADDED)
+        nearest = tl.min(child, axis=0)  # the first, where siblings repeat a token
+        row = tl.where(nearest < WIDTH_PADDED, nearest, -1)
+    tl.store(num_emitted_ptr + request, emitted)
+
+
+def walk_rows(
+    slots: torch.Tensor, row_offsets: torch.Tensor, tokens: torch.Tensor, sampled: torch.Tensor, parents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Walk the kept trees where a token was sampled at every row.
+
+    Args:
+        slots: int ``[num_reqs]``.
+        row_offsets: int32 ``[num_reqs + 1]``; first row of each tree among the sampled rows.
+        tokens: int ``[num_sampled_rows]``; the rows' own tokens; negative ones match nothing.
+        sampled: int64 ``[num_sampled_rows]``; what was sampled from the rows' logits.
+        parents: int64 ``[num_slots, num_rows]``; as ``store_trees`` wrote them.
+
+    Returns:
+        ``Walk.output_token_ids`` (int64 here) and ``Walk.path_rows``, ``[num_reqs, num_rows]`` padded with -1, and
+        ``Walk.num_emitted`` as int32.
+    """
+    num_reqs, width = slots.shape[0], parents.shape[1]
+    output = torch.full((num_reqs, width), PADDING, dtype=torch.int64, device=sampled.device)
+    path = torch.full_like(output, PADDING)
+    num_emitted = torch.empty(num_reqs, dtype=torch.int32, device=sampled.device)
+    _walk_rows_kernel[(num_reqs,)](
+        slots,
+        row_offsets,
+        tokens,
+        sampled,
+        parents,
+        output,
+        path,
+        num_emitted,
+        WIDTH=width,
+        WIDTH_PADDED=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return output, path, num_emitted
+
+
+@triton.jit
+def _move_rows_kernel(
+    caches_ptr,
+    block_stride,
+    head_stride,
+    slot_stride,
+    slot_mapping_ptr,
+    tree_start_ptr,
+    path_ptr,
+    num_emitted_ptr,
+    like_ptr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    CONTENT: tl.constexpr,
+    CONTENT_PADDED: tl.constexpr,
+):
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    cache = tl.cast(tl.load(caches_ptr + tl.program_id(2)), tl.pointer_type(like_ptr.dtype.element_ty))
+    start = tl.load(tree_start_ptr + request)
+    content = tl.arange(0, CONTENT_PADDED)
+    inside = content < CONTENT
+    # In path order: a source is never a row that an earlier move has written (see kv.py).
+    for depth in range(1, tl.load(num_emitted_ptr + request)):
+        row = tl.load(path_ptr + request * WIDTH + depth)
+        if row != depth:
+            source = tl.load(slot_mapping_ptr + start + row)
+            target = tl.load(slot_mapping_ptr + start + depth)
+            read = cache + (source // PAGE) * block_stride + head * head_stride + (source % PAGE) * slot_stride
+            write = cache + (target // PAGE) * block_stride + head * head_stride + (target % PAGE) * slot_stride
+            tl.store(write + content, tl.load(read + content, mask=inside), mask=inside)
+
+
+def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
+    """Addresses of the layers' caches, for ``move_rows``.
+
+    Raises:
+        ValueError: the caches differ in shape, strides or dtype.
+    """
+    first = caches[0]
+    for cache in caches:
+        if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
+            raise ValueError(f"the layers' caches differ: {cache.shape} {cache.dtype}, {first.shape} {first.dtype}")
+    return torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.uint64, device=first.device)
+
+
+def move_rows(
+    pointers: torch.Tensor,
+    like: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    tree_start: torch.Tensor,
+    path_rows: torch.Tensor,
+    num_emitted: torch.Tensor,
+) -> None:
+    """Move the accepted rows' key/value behind the context, in all layers.
+
+    Args:
+        pointers: uint64 ``[num_layers]``, from ``cache_pointers``.
+        like: one of the caches, ``[num_blocks, num_kv_heads, block_size, content]``, contiguous in the last.
+        slot_mapping: int64 ``[num_tokens]``; slot of each row of the forward.
+        tree_start: int32 ``[>= num_reqs]``; row of each request's root.
+        path_rows: int64 ``[num_reqs, num_rows]``, contiguous; ``Walk.path_rows``.
+        num_emitted: int32 ``[num_reqs]``.
+    """
+    _, num_kv_heads, page, content = like.shape
+    _move_rows_kernel[(path_rows.shape[0], num_kv_heads, pointers.shape[0])](
+        pointers,
+        like.stride(0),
+        like.stride(1),
+        like.stride(2),
+        slot_mapping,
+        tree_start,
+        path_rows,
+        num_emitted,
+        like,
+        WIDTH=path_rows.shape[1],
+        PAGE=page,
+        CONTENT=content,
+        CONTENT_PADDED=triton.next_power_of_2(content),
+        num_warps=1,
+    )

@@ -1,0 +1,333 @@
+"""Tree attention over the host's paged KV in Triton (CUDA; on a CPU under Triton's interpreter).
+
+The same operation as ``tree_attention`` (whose reference and input factory serve here too), on pages that keep a
+token's key and value side by side (layout ``token``) and with the tree mask packed into words, see
+``layout.ancestor_bits``.  For small batches the context is split among programs; a second kernel merges their parts by
+log-sum-exp.  Grids and shapes depend on host values only, so that a CUDA graph can hold the launches.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SPLITS = 32
+
+#: The interpreter's dot takes the bits of bfloat16 for integers.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """One tile of keys: the running maximum, sum and weighted values of a softmax."""
+    if WIDEN:
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have seen nothing yet
+    weights = tl.exp(scores - shift[:, None])
+    decay = tl.exp(top - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _tree_attention_kernel(
+    query_ptr,
+    query_stride,
+    query_head_stride,
+    output_ptr,
+    output_stride,
+    output_head_stride,
+    cache_ptr,
+    cache_block_stride,
+    cache_head_stride,
+    cache_slot_stride,
+    block_table_ptr,
+    block_table_stride,
+    context_lens_ptr,
+    query_start_ptr,
+    query_lens_ptr,
+    key_ptr,
+    key_stride,
+    key_head_stride,
+    value_ptr,
+    value_stride,
+    value_head_stride,
+    tree_start_ptr,
+    tree_lens_ptr,
+    bits_ptr,
+    bits_stride,
+    bits_row_stride,
+    parts_ptr,
+    tops_ptr,
+    totals_ptr,
+    scale,
+    num_heads,
+    max_query_len,
+    num_row_blocks,
+    NUM_SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    request = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    query_len = tl.load(query_lens_ptr + request)
+    if row_block * BLOCK_M >= query_len * GROUP:
+        return
+
+    # Rows of the tile are (query row, head of the group): they share their keys.
+    index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = index // GROUP
+    head = kv_head * GROUP + index % GROUP
+    in_query = row < query_len
+    dims = tl.arange(0, HEAD_PADDED)
+    in_head = dims < HEAD_SIZE
+    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
+    loads = in_query[:, None] & in_head[None, :]
+    q = tl.load(
+        query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :], mask=loads, other=0.0
+    )
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    context = tl.load(context_lens_ptr + request)
+    tiles = tl.cdiv(context, BLOCK_N)
+    share = tl.cdiv(tiles, NUM_SPLITS)
+    for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
+        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = place < context
+        page = tl.load(block_table_ptr + request * block_table_stride + place // PAGE, mask=valid, other=0)
+        slot = (
+            cache_ptr
+            + page.to(tl.int64) * cache_block_stride
+            + kv_head * cache_head_stride
+            + (place % PAGE) * cache_slot_stride
+        )
+        # Never-written slots may hold NaN, and 0 * NaN is NaN: masked loads.
+        loads = valid[:, None] & in_head[None, :]
+        k = tl.load(slot[:, None] + dims[None, :], mask=loads, other=0.0)
+        v = tl.load(slot[:, None] + HEAD_SIZE + dims[None, :], mask=loads, other=0.0)
+        top, total, acc = _attend(q, k, v, valid[None, :] & in_query[:, None], scale, top, total, acc, PRECISION, WIDEN)
+
+    if split == NUM_SPLITS - 1:  # the split with the fewest context tiles
+        tree_len = tl.load(tree_lens_ptr + request)
+        tree_start = tl.load(tree_start_ptr + request)
+        for first in range(0, tree_len, BLOCK_N):
+            node = first + tl.arange(0, BLOCK_N)
+            valid = node < tree_len
+            loads = valid[:, None] & in_head[None, :]
+            flat_node = (tree_start + node).to(tl.int64)
+            keys = key_ptr + flat_node * key_stride + kv_head * key_head_stride
+            values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
+            k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
+            v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
+            words = tl.load(
+                bits_ptr + request * bits_stride + row[:, None] * bits_row_stride + node[None, :] // 64,
+                mask=in_query[:, None] & valid[None, :],
+                other=0,
+            )
+            visible = ((words >> (node[None, :] % 64).to(tl.int64)) & 1) != 0
+            top, total, acc = _attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
+
+    stores = in_query[:, None] & in_head[None, :]
+    if NUM_SPLITS == 1:
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing gets zeros
+        places = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
+        tl.store(places, result.to(output_ptr.dtype.element_ty), mask=stores)
+    else:
+        part = ((request * max_query_len + row).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
+        tl.store(parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=stores)
+        tl.store(tops_ptr + part, top, mask=in_query)
+        tl.store(totals_ptr + part, total, mask=in_query)
+
+
+@triton.jit
+def _merge_kernel(
+    output_ptr,
+    output_stride,
+    output_head_stride,
+    query_start_ptr,
+    query_lens_ptr,
+    parts_ptr,
+    tops_ptr,
+    totals_ptr,
+    num_heads,
+    max_query_len,
+    NUM_SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+):
+    request = tl.program_id(0) // max_query_len
+    row = tl.program_id(0) % max_query_len
+    head = tl.program_id(1)
+    if row >= tl.load(query_lens_ptr + request):
+        return
+    splits = tl.arange(0, SPLITS_PADDED)
+    valid = splits < NUM_SPLITS
+    dims = tl.arange(0, HEAD_PADDED)
+    part = ((request * max_query_len + row).to(tl.int64) * num_heads + head) * NUM_SPLITS + splits
+    tops = tl.load(tops_ptr + part, mask=valid, other=float("-inf"))
+    totals = tl.load(totals_ptr + part, mask=valid, other=0.0)
+    parts = tl.load(
+        parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :],
+        mask=valid[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    top = tl.max(tops, axis=0)
+    weights = tl.exp(tops - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(totals * weights, axis=0)
+    result = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
+    places = output_ptr + flat * output_stride + head * output_head_stride + dims
+    tl.store(places, result.to(output_ptr.dtype.element_ty), mask=dims < HEAD_SIZE)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    tree_key: torch.Tensor,
+    tree_value: torch.Tensor,
+    tree_start: torch.Tensor,
+    tree_lens: torch.Tensor,
+    bits: torch.Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    max_context_len: int | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Attends every query row to its request's whole context and to the tree rows its mask shows.
+
+    A row that is shown nothing at all gets zeros.
+
+    Args:
+        query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
+        output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, a token's key and value side by side; any
+            strides but the last.
+        block_table: int32 ``[num_reqs, max_blocks]``; entries behind the context are never read.
+        context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
+        query_start, query_lens: int32 ``[num_reqs]``; the request's rows in ``query``; 0 rows leave the request out.
+        tree_key, tree_value: ``[num_tree_rows, num_kv_heads, head_size]``; any strides but the last.
+        tree_start, tree_lens: int32 ``[num_reqs]``; the request's rows there.
+        bits: int64 ``[num_reqs, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
+        scale: factor of the scores.
+        max_query_len: no request has more rows; host value.
+        max_context_len: no context is longer; host value that only bounds the number of splits.
+        num_splits: programs that share one context; by default as many as fill the device.
+    """
+    num_heads, head_size = query.shape[1:]
+    _, num_kv_heads, page, _ = kv_cache.shape
+    group = num_heads // num_kv_heads
+    block_m = min(64, max(16, triton.next_power_of_2(max_query_len * group)))
+    block_n = 64 if head_size <= 128 else 32
+    num_reqs = context_lens.shape[0]
+    num_row_blocks = triton.cdiv(max_query_len * group, block_m)
+    if num_splits is None:
+        num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, max_context_len, block_n)
+    head_padded = triton.next_power_of_2(head_size)
+    parts = tops = totals = query  # not looked at without splits
+    if num_splits > 1:
+        tops = torch.empty(num_reqs, max_query_len, num_heads, num_splits, dtype=torch.float32, device=query.device)
+        totals = torch.empty_like(tops)
+        parts = tops.new_empty(*tops.shape, head_size)
+    _tree_attention_kernel[(num_reqs * num_row_blocks, num_kv_heads, num_splits)](
+        query,
+        query.stride(0),
+        query.stride(1),
+        output,
+        output.stride(0),
+        output.stride(1),
+        kv_cache,
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        block_table,
+        block_table.stride(0),
+        context_lens,
+        query_start,
+        query_lens,
+        tree_key,
+        tree_key.stride(0),
+        tree_key.stride(1),
+        tree_value,
+        tree_value.stride(0),
+        tree_value.stride(1),
+        tree_start,
+        tree_lens,
+        bits,
+        bits.stride(0),
+        bits.stride(1),
+        parts,
+        tops,
+        totals,
+        scale,
+        num_heads,
+        max_query_len,
+        num_row_blocks,
+        NUM_SPLITS=num_splits,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        HEAD_PADDED=head_padded,
+        PAGE=page,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        WIDEN=_INTERPRETED,
+        num_warps=4,
+        # float32 tiles of large heads would not fit the shared memory three times.
+        num_stages=2 if query.dtype == torch.float32 else 3,
+    )
+    if num_splits > 1:
+        _merge_kernel[(num_reqs * max_query_len, num_heads)](
+            output,
+            output.stride(0),
+            output.stride(1),
+            query_start,
+            query_lens,
+            parts,
+            tops,
+            totals,
+            num_heads,
+            max_query_len,
+            NUM_SPLITS=num_splits,
+            SPLITS_PADDED=triton.next_power_of_2(num_splits),
+            HEAD_SIZE=head_size,
+            HEAD_PADDED=head_padded,
+            num_warps=1,
+        )
+
+
+def _num_splits(device: torch.device, num_programs: int, max_context_len: int | None, block_n: int) -> int:
+    """As many as give every multiprocessor two programs; a power of two, for few compiled variants."""
+    wanted = 2 * _num_processors(device) // max(num_programs, 1)
+    if max_context_len is not None:
+        wanted = min(wanted, max_context_len // (2 * block_n))
+    wanted = max(1, min(wanted, MAX_SPLITS))
+    return 1 << (wanted.bit_length() - 1)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
