@@ -25,6 +25,7 @@ from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
 from vllm_specplug.proposers.swift.state import SwiftState
 
 from vllm_specplug.bench.questions import read_questions
+from vllm_specplug.environment import provenance
 from vllm_specplug.hosts.round_probe import prompts_of
 from vllm_specplug.smollm2 import prepare
 
@@ -204,6 +205,7 @@ def main() -> None:
     mixed = [text for group in zip(*by_task.values(), strict=False) for text in group]
     engine = Engine(args.max_tokens, args.eager)
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results["provenance"] = provenance("uniform skipping and pure chance at equal candidates, same run")
     for ratio in args.ratio:
         layers = engine.drafter.state.options.num_layers
         engine.drafter.options = replace(engine.drafter.options, skip_ratio=ratio)
