@@ -81,18 +81,48 @@ def write_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-def write_target(path: Path, seed: int = 0, scale: float = 0.09) -> Path:
-    """A target whose next token depends mostly on the last one, and enough on the context for KV errors to show."""
+#: Of each architecture: its name in a config, and what is special about it.
+FAMILIES = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    # Its heads share the hidden size.
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": HIDDEN // HEAD_DIM},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+
+
+def write_target(
+    path: Path,
+    seed: int = 0,
+    scale: float = 0.09,
+    num_layers: int = 2,
+    redundant: dict[str, tuple[int, ...]] | None = None,
+    family: str = "llama",
+) -> Path:
+    """A target whose next token depends mostly on the last one, and enough on the context for KV errors to show.
+
+    ``redundant``: layers whose ``attention`` or ``mlp`` adds nothing to the residual stream.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN, generator=generator),
         "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=generator) * 0.35,
         "model.norm.weight": torch.ones(HIDDEN),
     }
-    for layer in range(2):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         tensors |= _layer(prefix, generator, scale) | {f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN)}
-    return _write(path, llama_config(), tensors)
+        if family == "qwen2":
+            query, output = f"{prefix}.self_attn.q_proj", f"{prefix}.self_attn.o_proj"
+            tensors[f"{query}.weight"] = tensors[f"{query}.weight"][:HIDDEN]
+            tensors[f"{output}.weight"] = tensors[f"{output}.weight"][:, :HIDDEN].clone()
+            tensors |= {f"{prefix}.self_attn.{name}_proj.bias": torch.zeros(HIDDEN) for name in "qkv"}
+        if family == "qwen3":
+            tensors |= {f"{prefix}.self_attn.{name}_norm.weight": torch.ones(HEAD_DIM) for name in "qk"}
+        for name, output in (("attention", "self_attn.o_proj"), ("mlp", "mlp.down_proj")):
+            if redundant is not None and layer in redundant[name]:
+                tensors[f"{prefix}.{output}.weight"].zero_()
+    return _write(path, llama_config(num_hidden_layers=num_layers, **FAMILIES[family]), tensors)
 
 
 def drafter_tensors(seed: int = 1) -> dict[str, torch.Tensor]:

@@ -29,6 +29,11 @@ COMMANDS = (
     Command(("doctor",), "say what host was found and whether the plugin would be active", "vllm_specplug.doctor"),
     Command(("bench",), "measure methods against each other on a file of questions", "vllm_specplug.bench"),
     Command(("report",), "write what bench measured as one HTML page", "vllm_specplug.report"),
+    Command(
+        ("swift-report",),
+        "draw what SWIFT has learned: matchness, layer sets, latency by phase",
+        "vllm_specplug.proposers.swift.report",
+    ),
     Command(("top",), "watch the speculation of a running server", "vllm_specplug.top"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.cli"),
     Command(("inspect",), "say what a draft checkpoint is, and for which target", "vllm_specplug.inspection"),

@@ -20,7 +20,7 @@ MAX_NUM_SPECULATIVE_TOKENS = 255
 MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
 
-VERIFICATIONS = ("exact", "typical")
+VERIFICATIONS = ("exact", "typical", "rejection")
 BUDGETS = ("measured", "fixed")
 
 
@@ -38,6 +38,8 @@ class TreeOptions:
             ``fixed``: as much as the other options say.
         verification: ``exact``: the host's own sampler decides at every visited node.  ``typical``: drafts that are
             likely enough are accepted at temperatures above 0, which is faster and changes the distribution (Medusa).
+            ``rejection``: drafts are sampled and verified by multi-round rejection: the target's distribution exactly,
+            but other tokens than plain decoding draws with the same seed.
         typical_epsilon, typical_delta: limits of typical acceptance, see ``typical.threshold``; a request may bring
             its own as ``extra_args``.
         trace_trees: file that receives the first trees as JSON lines, for looking at them.
@@ -46,6 +48,8 @@ class TreeOptions:
     method: ClassVar[str]
     #: Packages of ``vllm_specplug.proposers`` whose shipped drafters the method reads; of one name, the last counts.
     drafter_packages: ClassVar[tuple[str, ...]] = ()
+    #: Whether drafts can be sampled from known probabilities, which ``rejection`` needs.
+    has_draft_probs: ClassVar[bool] = False
 
     num_speculative_tokens: int = 16
     budget: str = "fixed"
@@ -62,6 +66,14 @@ class TreeOptions:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
             )
+        if self.verification == "rejection":
+            if not self.has_draft_probs:
+                raise ConfigError(
+                    f"verification='rejection' needs draft probabilities, which {self.method} has not: use eagle2, "
+                    "hass or medusa, or leave it out"
+                )
+            if self.budget == "measured":
+                raise ConfigError("verification='rejection' needs budget='fixed': a learned choice of nodes biases it")
         check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:
             require_string("trace_trees", self.trace_trees)
@@ -83,10 +95,12 @@ class Eagle2Options(TreeOptions):
         min_level_value: no further level is drafted where the nodes to feed are worth less than this together, in
             tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
             trees are those of the paper.
+        coupled: above temperature 0, draft with the noise that the target's sampler will use.
     """
 
     method: ClassVar[str] = "eagle2"
     drafter_packages: ClassVar[tuple[str, ...]] = ("hass", "eagle2")
+    has_draft_probs: ClassVar[bool] = True
 
     model: str
     num_speculative_tokens: int = 8
@@ -94,12 +108,14 @@ class Eagle2Options(TreeOptions):
     draft_top_k: int = 3
     min_node_value: float | None = None
     min_level_value: float | None = None
+    coupled: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
+        require_bool("coupled", self.coupled)
         if self.min_node_value is not None:
             require_number("min_node_value", self.min_node_value, 0.0, 0.5)
         if self.min_level_value is not None:
@@ -234,6 +250,12 @@ def require_int(name: str, value: Any, low: int, high: int) -> None:
         raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
     if not low <= value <= high:
         raise ConfigError(f"{name}={value} is out of range: choose {low} to {high}")
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raise ``ConfigError`` unless ``value`` is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, not {value!r}")
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:

@@ -102,7 +102,7 @@ def git_commit() -> str | None:
 def command_line() -> str:
     """This process's command line, folders of absolute paths left out: they say nothing about the measurement."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
+    return shlex.join(re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", word) for word in words)
 
 
 def provenance(baseline: str) -> dict:

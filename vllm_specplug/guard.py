@@ -46,6 +46,11 @@ class Guard:
         """
         return self.run(lambda: _checked(as_draft(propose()), context, num_nodes))
 
+    def check(self, draft: Callable[[], TokenTree | Draft | None], context: DraftContext) -> Draft | None:
+        """The same for a drafter that may have nothing to say."""
+        found = self.run(draft)
+        return None if found is None else self(lambda: found, context)
+
     def run(self, call: Callable[[], T]) -> T | None:
         """The result of ``call``, None where it raises."""
         try:

@@ -69,7 +69,8 @@ def _is_text(cell: str) -> str:
     return "" if cell[:1] in "0123456789.-+" else ' class="text"'
 
 
-def _section(title: str, text: str, chart: str = "", table: str = "", wide: bool = False) -> str:
+def section_html(title: str, text: str, chart: str = "", table: str = "", wide: bool = False) -> str:
+    """A titled section: ``text`` (HTML), a chart, a table beside it."""
     sides = (f"<figure>{chart}</figure>" if chart else "") + (f"<div>{table}</div>" if table else "")
     return (
         f'<section><h2>{escape(title)}</h2><p>{text}</p><div class="{"" if wide else "side"}">{sides}</div></section>'
@@ -77,7 +78,7 @@ def _section(title: str, text: str, chart: str = "", table: str = "", wide: bool
 
 
 def _missing(title: str, how: str) -> str:
-    return _section(title, f"Not measured in this run: {escape(how)}.")
+    return section_html(title, f"Not measured in this run: {escape(how)}.")
 
 
 def _number(value: float | None, form: str = "{:.2f}") -> str:
@@ -113,7 +114,7 @@ def summary(report: dict[str, Any]) -> str:
             ]
         )
     text = "Speedup is tokens per second over plain decoding's in the same run; tau counts the bonus token."
-    return _section("Overall", text, table=html_table(headers, rows))
+    return section_html("Overall", text, table=html_table(headers, rows))
 
 
 def speedups(report: dict[str, Any]) -> str:
@@ -135,12 +136,12 @@ def speedups(report: dict[str, Any]) -> str:
         [c, str(counts[c]["questions"]), *(f"{values[name][i]:.2f}" for name in names)]
         for i, c in enumerate(categories)
     ]
-    return _section(
+    return section_html(
         "Speedup by method",
         "The dashed line is plain decoding; whiskers span the repeats.",
         by_method,
         html_table(["method", "speedup", "median over batches"], rows),
-    ) + _section(
+    ) + section_html(
         "Speedup by category",
         "Few questions per category make a rough figure.",
         legend(names) + by_category,
@@ -157,7 +158,7 @@ def tau(report: dict[str, Any]) -> str:
     chart = bar_chart("Tokens per step by method", list(found), {"tau": list(found.values())}, reference=1.0)
     rows = [[name, f"{value:.2f}"] for name, value in found.items()]
     text = "Tokens emitted per step of the target, the bonus token included; the dashed line is plain decoding."
-    return _section("Tokens per step (tau)", text, chart, html_table(["method", "tau"], rows))
+    return section_html("Tokens per step (tau)", text, chart, html_table(["method", "tau"], rows))
 
 
 def acceptance(report: dict[str, Any]) -> str:
@@ -171,7 +172,7 @@ def acceptance(report: dict[str, Any]) -> str:
     depths = max(map(len, found.values()))
     rows = [[str(d + 1), *(_number(s[d] if d < len(s) else None) for s in found.values())] for d in range(depths)]
     text = "Of all drafts, the share of which at least so many tokens in a row were accepted."
-    return _section("Acceptance by depth", text, chart, html_table(["depth", *found], rows))
+    return section_html("Acceptance by depth", text, chart, html_table(["depth", *found], rows))
 
 
 def calibration(report: dict[str, Any]) -> str:
@@ -189,7 +190,7 @@ def calibration(report: dict[str, Any]) -> str:
     errors = ", ".join(f"{escape(name)} {c['error']:.3f}" for name, c in found.items())
     text = f"A node's value is the product of confidences along its path. Expected calibration error: {errors}."
     table = html_table(["method", "nodes", "believed", "accepted"], rows)
-    return _section("Calibration", text, legend(list(series)) + chart, table)
+    return section_html("Calibration", text, legend(list(series)) + chart, table)
 
 
 def step_cost(report: dict[str, Any]) -> str:
@@ -206,7 +207,7 @@ def step_cost(report: dict[str, Any]) -> str:
         f"The dashed line is the floor: reading {cost['weight_bytes'] / 1e6:.0f} MB of weights once at "
         f"{cost['read_gb_s']:.1f} GB/s, measured in the same process ({cost['threads']} threads), takes {floor:.2f} ms."
     )
-    return _section("Cost of a step", text, chart, html_table(["nodes", "ms", "times the floor"], rows))
+    return section_html("Cost of a step", text, chart, html_table(["nodes", "ms", "times the floor"], rows))
 
 
 def stages(report: dict[str, Any]) -> str:
@@ -226,7 +227,7 @@ def stages(report: dict[str, Any]) -> str:
         "Batch 1, the engine in one process (its threads and its overhead differ a little from the runs above). "
         "Verify is the target's forward with its logits; host is everything that is neither drafting nor verifying."
     )
-    return _section("Where a round goes", text, chart, html_table(*stage_table(found)))
+    return section_html("Where a round goes", text, chart, html_table(*stage_table(found)))
 
 
 def concurrency(report: dict[str, Any]) -> str:
@@ -243,7 +244,7 @@ def concurrency(report: dict[str, Any]) -> str:
     rows = [[c, f"{base[c]['tokens_per_s']:.1f}", *(f"{m[c]['speedup']:.2f}" for m in found.values())] for c in levels]
     text = "The dashed line is plain decoding at the same concurrency. Below it, speculation costs more than it gains."
     table = html_table(["at once", "plain tokens/s", *found], rows)
-    return _section("Speedup by concurrency", text, legend(list(series)) + chart, table)
+    return section_html("Speedup by concurrency", text, legend(list(series)) + chart, table)
 
 
 def trees(report: dict[str, Any]) -> str:
@@ -261,7 +262,7 @@ def trees(report: dict[str, Any]) -> str:
             caption = f"{escape(name)}, tree {number}: {len(tree['tokens']) - 1} nodes; accepted: “{escape(path)}”"
             parts.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
     text = "Evenly spaced over a run; the numbers are the drafter's belief. The first column is the last emitted token."
-    return _section("Trees", text) + "".join(parts)
+    return section_html("Trees", text) + "".join(parts)
 
 
 def reproductions(tables: Sequence[dict[str, Any]]) -> str:
@@ -274,7 +275,9 @@ def reproductions(tables: Sequence[dict[str, Any]]) -> str:
     for table in tables:
         text = f"{escape(table['source'])} claims: {escape(table['claim'])} Here: {escape(table['verdict'])}"
         rows = [[str(cell) for cell in row] for row in table["rows"]]
-        parts.append(_section(table["title"], text, table=html_table(table["headers"], rows, table.get("note", ""))))
+        parts.append(
+            section_html(table["title"], text, table=html_table(table["headers"], rows, table.get("note", "")))
+        )
     return "".join(parts)
 
 
@@ -301,11 +304,16 @@ def build_page(report: dict[str, Any], tables: Sequence[dict[str, Any]] = ()) ->
     s = report["settings"]
     title = f"specplug bench: {s['model']}, {report['provenance']['date'][:10]}"
     body = "".join(section(report) for section in SECTIONS) + reproductions(tables)
+    return page_html(title, origin(report), body)
+
+
+def page_html(title: str, intro: str, body: str) -> str:
+    """A page of sections, in the style of all reports; ``body`` is HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main><h1>{escape(title)}</h1>"
-        f"<p>{escape(origin(report))}</p>{body}</main></body></html>\n"
+        f"<p>{escape(intro)}</p>{body}</main></body></html>\n"
     )
 
 

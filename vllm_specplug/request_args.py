@@ -21,9 +21,22 @@ def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
     return bool(value)
 
 
+def stream_of(extra_args: Mapping[str, Any] | None) -> str:
+    """The stream of tasks that a request names (``{"swift_stream": "translation"}``); empty where it names none.
+
+    Raises:
+        ConfigError: it is no short string.
+    """
+    name = (extra_args or {}).get("swift_stream", "")
+    if not isinstance(name, str) or len(name) > 64:
+        raise ConfigError(f"swift_stream must be a string of up to 64 characters, not {name!r}")
+    return name
+
+
 def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> None:
     """Raise ``ConfigError`` unless all that the request asks for can be done."""
     wants_speculation(extra_args)
+    stream_of(extra_args)
     request_limits(extra_args, options)
 
 

@@ -190,7 +190,7 @@ def prune(draft: Draft, keep: torch.Tensor) -> Draft:
     bits = None if draft.source_bits is None else draft.source_bits.gather(1, order).masked_fill(padding, 0)
     pruned = _with_padding(tree.token_ids.gather(1, order), parents, tree.depths.gather(1, order), num_rows)
     log_values = draft.log_values.gather(1, order).masked_fill(padding, NEVER)
-    return replace(draft, tree=pruned, log_values=log_values, source_bits=bits)
+    return replace(draft, tree=pruned, log_values=log_values, source_bits=bits, proposal=None)
 
 
 def _best_first(values: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,22 @@ class TokenTree:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """The distributions that the nodes of sampled trees were drawn from.
+
+    Attributes:
+        index: int64 ``[num_reqs, num_rows]``; the distribution of each node; ``PADDING`` for roots and padding rows.
+            Siblings share one and were drawn from it without replacement, in the order of their rows.
+        token_ids: int64 ``[num_reqs, num_distributions, num_candidates]``; the tokens that could be drawn.
+        probs: float32, like ``token_ids``; their probabilities, which sum to 1.
+    """
+
+    index: torch.Tensor
+    token_ids: torch.Tensor
+    probs: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Draft:
     """Draft trees with what their proposer thinks of every row.
 
@@ -50,12 +66,14 @@ class Draft:
         source_names: the proposers whose drafts were merged; empty where there is only one.
         source_bits: int64 ``[num_reqs, num_rows]``; bit ``s`` is set where ``source_names[s]`` drafted the row; 0 for
             the root and padding rows; None without source names.
+        proposal: what the nodes were drawn from; None where they were not sampled.
     """
 
     tree: TokenTree
     log_values: torch.Tensor
     source_names: tuple[str, ...] = ()
     source_bits: torch.Tensor | None = None
+    proposal: Proposal | None = None
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_specplug.draft_sampling import Children, stack_candidates
 from vllm_specplug.tree import expand, growth_can_pay, new_pool, next_beam, rerank_draft
-from vllm_specplug.types import Draft
+from vllm_specplug.types import Draft, Proposal
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class DraftFeatures:
     feed: torch.Tensor
 
 
-#: ``score(hidden [num_rows, hidden_size], top_k) -> (token_ids, log_probs)``, both ``[num_rows, top_k]``, best first.
-Score = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+#: ``score(level, hidden [num_rows, hidden_size], top_k)``: the children of the nodes fed at ``level``, the root's at 0.
+Score = Callable[[int, torch.Tensor, int], Children]
 
 #: ``forward(level, token_ids [R, b], features [R, b, h], mask [R, b, (level + 1) * b]) -> DraftFeatures`` of
 #: ``[R, b, h]``: run the drafter over the ``b`` nodes fed at ``level`` (from 0).  Each sees the context, and the
@@ -63,8 +64,8 @@ def grow_tree(
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
     pool = new_pool(num_reqs, draft_top_k, draft_depth, device)
-    token_ids, log_probs = score(root.score, draft_top_k)
-    expand(pool, None, token_ids.unsqueeze(1), log_probs.unsqueeze(1))
+    children = [score(0, root.score, draft_top_k)]
+    expand(pool, None, children[0].token_ids.unsqueeze(1), children[0].log_probs.unsqueeze(1))
     features, ancestors = root.feed.unsqueeze(1), None
     may_ask = device.type == "cpu" and not static  # reading a flag back stalls other devices
     for level in range(draft_depth - 1):
@@ -79,11 +80,16 @@ def grow_tree(
         if ancestors is not None:
             mask = torch.cat([_pick(ancestors, parent), mask], dim=2)
         fed = forward(level, pool.token_ids.gather(1, beam), _pick(features, parent), mask)
-        token_ids, log_probs = score(fed.score.flatten(0, 1), draft_top_k)
+        children.append(score(level + 1, fed.score.flatten(0, 1), draft_top_k))
         shape = (num_reqs, draft_top_k, draft_top_k)
-        expand(pool, beam, token_ids.view(shape), log_probs.view(shape))
+        expand(pool, beam, children[-1].token_ids.view(shape), children[-1].log_probs.view(shape))
         features, ancestors = fed.feed, mask
-    return rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0]
+    draft, places = rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
+    candidates = stack_candidates(children, num_reqs)
+    if candidates is None:
+        return draft
+    # The pool holds ``draft_top_k`` children of each fed node, in the order of feeding.
+    return replace(draft, proposal=Proposal(places.div(draft_top_k, rounding_mode="floor"), *candidates))
 
 
 def _pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest, stack_candidates
 from vllm_specplug.tree import expand, new_pool, next_beam, rerank_draft, static_tree
-from vllm_specplug.types import Draft
+from vllm_specplug.types import PADDING, Draft, Proposal
 
-from .sparse_tree import Paths, parents_of
+from .sparse_tree import Paths, in_draw_order, parents_of
 
 
 def fill_tree(
-    root_token_ids: torch.Tensor, logits: torch.Tensor, draft_ids: torch.Tensor | None, paths: Paths
+    root_token_ids: torch.Tensor,
+    logits: torch.Tensor,
+    draft_ids: torch.Tensor | None,
+    paths: Paths,
+    sampling: DraftSampling | None = None,
 ) -> Draft:
     """Fill a fixed shape: the node ``(..., i)`` at depth ``k`` holds the ``i``-th best token of head ``k``.
 
@@ -20,17 +27,22 @@ def fill_tree(
         logits: float ``[num_reqs, num_heads, draft_vocab]``.
         draft_ids: int64 ``[draft_vocab]``; target id of each draft id; None: the target's vocabulary.
         paths: the shape, no deeper than there are heads.
+        sampling: how to sample; by default the likeliest tokens are taken.
     """
+    if sampling is not None:
+        paths = in_draw_order(paths)
     ranks = max(max(path) for path in paths) + 1
-    log_probs, best = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(ranks, dim=-1)
+    levels = _children(logits, draft_ids, ranks, sampling)
+    token_ids = torch.stack([level.token_ids for level in levels], dim=1)
+    log_probs = torch.stack([level.log_probs for level in levels], dim=1)
     heads = torch.tensor([len(path) - 1 for path in paths])
     last = torch.tensor([path[-1] for path in paths])
     parents = parents_of(paths)
-    tree = static_tree(root_token_ids, _to_target(best, draft_ids)[:, heads, last], parents)
+    tree = static_tree(root_token_ids, token_ids[:, heads, last], parents)
     log_values = [log_probs.new_zeros(log_probs.shape[0])]
     for parent, own in zip(parents, log_probs[:, heads, last].unbind(1), strict=True):
         log_values.append(log_values[parent] + own)
-    return Draft(tree, torch.stack(log_values, dim=1))
+    return _with_proposal(Draft(tree, torch.stack(log_values, dim=1)), levels)
 
 
 def choose_tree(
@@ -40,26 +52,41 @@ def choose_tree(
     *,
     num_nodes: int,
     draft_top_k: int,
+    sampling: DraftSampling | None = None,
 ) -> Draft:
     """Keep the ``num_nodes`` combinations with the largest product of head probabilities.
 
     Args:
-        root_token_ids, logits, draft_ids: as in ``fill_tree``.
+        root_token_ids, logits, draft_ids, sampling: as in ``fill_tree``.
         num_nodes: nodes to keep.
         draft_top_k: guesses per head, and nodes extended per level.
     """
     num_reqs, num_heads, _ = logits.shape
-    log_probs, best = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(draft_top_k, dim=-1)
-    token_ids = _to_target(best, draft_ids)
+    levels = _children(logits, draft_ids, draft_top_k, sampling)
     pool = new_pool(num_reqs, draft_top_k, num_heads, logits.device)
-    expand(pool, None, token_ids[:, :1], log_probs[:, :1])
-    for head in range(1, num_heads):
+    expand(pool, None, levels[0].token_ids.unsqueeze(1), levels[0].log_probs.unsqueeze(1))
+    for level in levels[1:]:
         # A head knows nothing of the path before it: all nodes of a level have the same children.
         beam = next_beam(pool, draft_top_k)
         shape = (num_reqs, beam.shape[1], draft_top_k)
-        expand(pool, beam, token_ids[:, head : head + 1].expand(shape), log_probs[:, head : head + 1].expand(shape))
-    return rerank_draft(pool, root_token_ids, num_nodes)[0]
+        expand(pool, beam, level.token_ids.unsqueeze(1).expand(shape), level.log_probs.unsqueeze(1).expand(shape))
+    return _with_proposal(rerank_draft(pool, root_token_ids, num_nodes)[0], levels)
 
 
-def _to_target(token_ids: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
-    return token_ids if draft_ids is None else draft_ids[token_ids]
+def _children(
+    logits: torch.Tensor, draft_ids: torch.Tensor | None, count: int, sampling: DraftSampling | None
+) -> list[Children]:
+    """Guesses of every head.  All nodes of a level share them, which sampling allows: a walk visits one of them."""
+    heads = logits.unbind(1)
+    if sampling is None:
+        return [likeliest(head, count, draft_ids) for head in heads]
+    return [sampling.children(head, level, count, draft_ids) for level, head in enumerate(heads)]
+
+
+def _with_proposal(draft: Draft, levels: list[Children]) -> Draft:
+    """A node at depth ``k`` comes from head ``k``."""
+    candidates = stack_candidates(levels, len(draft.tree.token_ids))
+    if candidates is None:
+        return draft
+    index = (draft.tree.depths - 1).masked_fill(draft.tree.token_ids == PADDING, PADDING)
+    return replace(draft, proposal=Proposal(index, *candidates))

@@ -10,6 +10,7 @@ from vllm_specplug.config import (
     MAX_DRAFT_TOP_K,
     ConfigError,
     TreeOptions,
+    require_bool,
     require_int,
     require_string,
     resolve_drafter,
@@ -37,22 +38,25 @@ class MedusaOptions(TreeOptions):
             (EAGLE-2's value), instead of a fixed shape.
         draft_depth: levels of the tree, one head each; by default as many as there are heads.
         draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
+        coupled: above temperature 0, draft with the noise that the target's sampler will use.
     """
 
     method: ClassVar[str] = "medusa"
     drafter_packages: ClassVar[tuple[str, ...]] = ("medusa",)
+    has_draft_probs: ClassVar[bool] = True
 
     model: str
     tree: str | Paths | None = None
     dynamic: bool = False
     draft_depth: int | None = None
     draft_top_k: int | None = None
+    coupled: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
-        if not isinstance(self.dynamic, bool):
-            raise ConfigError(f"dynamic must be true or false, not {self.dynamic!r}")
+        require_bool("dynamic", self.dynamic)
+        require_bool("coupled", self.coupled)
         if self.draft_depth is not None:
             require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         if self.draft_top_k is not None:

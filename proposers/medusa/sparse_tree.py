@@ -97,6 +97,17 @@ def parents_of(paths: Paths) -> tuple[int, ...]:
     return tuple(rows[path[:-1]] for path in paths)
 
 
+def in_draw_order(paths: Paths) -> Paths:
+    """The same shape with siblings ranked 0, 1, 2, ... in the order of the list, as sampled ones are drawn."""
+    places: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    counts: dict[tuple[int, ...], int] = {}
+    for path in paths:
+        rank = counts.get(path[:-1], 0)
+        counts[path[:-1]] = rank + 1
+        places[path] = (*places[path[:-1]], rank)
+    return tuple(places[path] for path in paths)
+
+
 def depth_of(paths: Paths) -> int:
     """Depth of the deepest node, which is the number of heads that the tree uses."""
     return max(len(path) for path in paths)

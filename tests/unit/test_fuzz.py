@@ -17,11 +17,12 @@ from tests import tiny
 from vllm_specplug.config import ConfigError, TreeOptions, parse_options
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-METHODS = ("eagle2", "hass", "lookup", "medusa", "union")
+METHODS = ("eagle2", "hass", "lookup", "medusa", "swift", "union")
 KEYS = (
     "model", "num_speculative_tokens", "draft_depth", "draft_top_k", "min_node_value", "min_level_value",
     "verification", "typical_epsilon", "typical_delta", "trace_trees", "tree", "dynamic", "sources", "min_match",
-    "max_match", "max_candidates", "traffic_tokens", "draft_dept", "", "__class__", "method ",
+    "max_match", "max_candidates", "traffic_tokens",
+    "skip_ratio", "swift_state", "bayes_every", "streams", "draft_dept", "", "__class__", "method ",
 )  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 VALUES = st.recursive(
@@ -43,7 +44,7 @@ def test_configurations(method, given_options):
 @FUZZ
 @given(st.sampled_from(METHODS), st.sampled_from(KEYS), VALUES)
 def test_configurations_with_one_odd_value(method, key, value):
-    model = {} if method in ("lookup", "union") else {"model": "smollm2-135m-instruct"}
+    model = {} if method in ("lookup", "swift", "union") else {"model": "smollm2-135m-instruct"}
     sources = {"sources": [{"method": "lookup"}]} if method == "union" else {}
     check_configuration({"method": method, **model, **sources, key: value})
 

@@ -24,9 +24,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "hf": {"method": "hf"},  # Hugging Face transformers
     "hf-lookup": {"method": "hf", "prompt_lookup_num_tokens": 5},
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
+    "hass": {"method": "hass", "model": _DRAFTER},
     "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
     "medusa": {"method": "medusa", "model": _DRAFTER},
     "lookup": _LOOKUP,
+    "swift": {"method": "swift"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, _LOOKUP]},
 }
 _STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without any plugin loaded

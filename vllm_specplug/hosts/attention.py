@@ -70,6 +70,50 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
     tree: TreeRows | None = None
 
 
+def scratch_metadata(
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    width: int,
+    tree_start: torch.Tensor,
+    mask: torch.Tensor,
+    scratch: dict[str, KvScratch],
+) -> TreeAttentionMetadata:
+    """Metadata of a drafting forward: pages are read, and what it drafts lives in the scratch.
+
+    Args:
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        context_lens: int32 ``[num_reqs]``; cached tokens that every row sees.
+        width: rows of each request.
+        tree_start: int32 ``[num_reqs]``; its first row in the scratch.
+        mask: bool ``[num_reqs, width, tree_len]``; which of its scratch rows each row sees.
+        scratch: by layer name.
+    """
+    num_reqs = len(context_lens)
+    query_start = torch.arange(num_reqs, dtype=torch.int32) * width
+    tree = TreeRows(
+        block_table=block_table,
+        context_lens=context_lens,
+        query_start=query_start,
+        query_lens=torch.full_like(query_start, width),
+        tree_start=tree_start,
+        tree_lens=torch.full_like(query_start, mask.shape[2]),
+        mask=mask,
+        all_rows=True,
+        scratch=scratch,
+    )
+    return TreeAttentionMetadata(
+        num_actual_tokens=num_reqs * width,
+        max_query_len=width,
+        query_start_loc=query_start,
+        max_seq_len=0,
+        seq_lens=context_lens,
+        block_table=block_table,
+        slot_mapping=query_start,
+        scheduler_metadata=None,
+        tree=tree,
+    )
+
+
 class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> TreeAttentionMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)

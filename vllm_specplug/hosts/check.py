@@ -88,6 +88,9 @@ MANIFEST = (
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
     HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
+    HostSymbol(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", ("self", "logits", "generators", "k", "p")
+    ),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
     HostSymbol(f"{_RUNNER}.may_reinitialize_input_batch", ("self",)),

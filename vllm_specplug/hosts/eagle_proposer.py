@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
-from vllm_specplug.hosts.attention import KvScratch, TreeAttentionMetadata, TreeRows
+from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest
+from vllm_specplug.hosts.attention import KvScratch, scratch_metadata
 from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -39,6 +41,7 @@ class TreeEagleProposer(EagleProposer):
         #: int64 ``[num_flat_rows]``: which row of the last forward holds each flat row's accepted token.
         self.path_rows: torch.Tensor | None = None
         self._head: DraftHead | None = None
+        self._has_own_head = False
         self._draft_to_target: torch.Tensor | None = None
         self._first_pass: tuple[Any, ...] | None = None
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -64,9 +67,12 @@ class TreeEagleProposer(EagleProposer):
         if d2t is None:
             d2t = getattr(self.model, "draft_id_to_target_id", None)
             if d2t is not None:  # EAGLE-3: a head of its own in the draft vocabulary
+                self._has_own_head = True
                 self._draft_to_target = target_ids(d2t.data)
             return
         self._draft_to_target = target_ids(d2t)
+        if get_tensor_model_parallel_world_size() > 1:
+            return  # no rank has all rows of the head
         self._head = DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
 
     # ---- drafting paused
@@ -163,10 +169,15 @@ class TreeEagleProposer(EagleProposer):
         positions = self.positions[rows]
         level = _Levels(self, positions, metadata.block_table_tensor)
         growth = _Growth(self.options.level_floor, self.budget)
+        sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
+
+        def score_level(number: int, hidden: torch.Tensor, top_k: int) -> Children:
+            return self._score(hidden, top_k, number, sampling)
+
         draft = grow_tree(
             kwargs["next_token_ids"].long(),
             DraftFeatures(score[rows], feed[rows]),
-            self._score,
+            score_level,
             level.forward,
             num_nodes=self.options.num_speculative_tokens,
             draft_depth=self.options.draft_depth,
@@ -178,18 +189,20 @@ class TreeEagleProposer(EagleProposer):
             growth.report(time.perf_counter() - begin, num_rows, len(rows) * self.options.draft_top_k)
         return draft
 
-    def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(
+        self, hidden: torch.Tensor, top_k: int, level: int = 0, sampling: DraftSampling | None = None
+    ) -> Children:
         if self._head is not None:
             logits = self._head(hidden)
-        elif self._draft_to_target is not None:
+        elif self._has_own_head:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:
             logits = self.model.compute_logits(hidden)
-        # One fused pass; logsumexp of a converted copy takes several times as long here.
-        log_probs, token_ids = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-        if self._draft_to_target is not None:
-            token_ids = self._draft_to_target[token_ids]
-        return token_ids, log_probs
+            if self._draft_to_target is not None:
+                logits = logits[:, self._draft_to_target]
+        if sampling is None:
+            return likeliest(logits, top_k, self._draft_to_target)
+        return sampling.children(logits, level, top_k, self._draft_to_target)
 
     def scratch(self, num_reqs: int, level: int) -> dict[str, KvScratch]:
         """Scratch of every draft layer for the nodes fed at ``level``, allocated on first use."""
@@ -253,28 +266,9 @@ class _Levels:
         proposer = self.proposer
         num_reqs, width = token_ids.shape
         num_tokens = num_reqs * width
-        tree = TreeRows(
-            block_table=self.block_table,
-            context_lens=self.context_lens,
-            query_start=self.requests * width,
-            query_lens=torch.full_like(self.requests, width),
-            tree_start=self.requests * proposer.scratch_capacity,
-            tree_lens=torch.full_like(self.requests, mask.shape[2]),
-            mask=mask,
-            all_rows=True,
-            scratch=proposer.scratch(num_reqs, level),
-        )
-        metadata = TreeAttentionMetadata(
-            num_actual_tokens=num_tokens,
-            max_query_len=width,
-            query_start_loc=tree.query_start,
-            max_seq_len=0,
-            seq_lens=tree.context_lens,
-            block_table=tree.block_table,
-            slot_mapping=tree.query_start,
-            scheduler_metadata=None,
-            tree=tree,
-        )
+        tree_start = self.requests * proposer.scratch_capacity
+        scratch = proposer.scratch(num_reqs, level)
+        metadata = scratch_metadata(self.block_table, self.context_lens, width, tree_start, mask, scratch)
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self.positions + level + 1).clamp(max=proposer.max_model_len - 1).repeat_interleave(width)
         with set_forward_context(

@@ -77,16 +77,11 @@ WORKS = (
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
+    Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
 
 REFUSED = (
-    Refusal(
-        "tensor parallelism",
-        "--tensor-parallel-size 1",
-        lambda s: s.parallel_config.tensor_parallel_size > 1,
-        {"tensor_parallel_size": 2},
-    ),
     Refusal(
         "pipeline parallelism",
         "--pipeline-parallel-size 1",

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from vllm_specplug.types import Draft
+
+
+@dataclass(frozen=True)
+class DrawnFrom:
+    """A request's part of a ``Proposal``, its rows being the nodes without the root."""
+
+    index: torch.Tensor
+    token_ids: torch.Tensor
+    probs: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -16,17 +28,19 @@ class FlatDraft:
         parents: row of each node's parent.
         log_values: see ``Draft``.
         sources: names of the proposers of each node; empty where there is only one proposer.
+        drawn_from: the distributions that the nodes were drawn from; None where they are to be walked exactly.
     """
 
     token_ids: list[int]
     parents: list[int]
     log_values: list[float]
     sources: list[list[str]] = field(default_factory=list)
+    drawn_from: DrawnFrom | None = None
 
 
-def flatten(draft: Draft) -> list[FlatDraft]:
-    """The drafts of a batch, request by request."""
-    tree, names = draft.tree, draft.source_names
+def flatten(draft: Draft, rejected: Sequence[bool] | None = None) -> list[FlatDraft]:
+    """The drafts of a batch, request by request; ``rejected`` says which are verified by rejection (default: none)."""
+    tree, names, proposal = draft.tree, draft.source_names, draft.proposal
     sizes = tree.num_rows.tolist()
     token_ids, parents, log_values = tree.token_ids.tolist(), tree.parents.tolist(), draft.log_values.tolist()
     bits = [()] * len(sizes) if draft.source_bits is None else draft.source_bits.tolist()
@@ -36,6 +50,9 @@ def flatten(draft: Draft) -> list[FlatDraft]:
             parents[request][1:size],
             log_values[request][1:size],
             [[name for s, name in enumerate(names) if word >> s & 1] for word in bits[request][1:size]],
+            DrawnFrom(proposal.index[request, 1:size], proposal.token_ids[request], proposal.probs[request])
+            if proposal is not None and rejected is not None and rejected[request]
+            else None,
         )
         for request, size in enumerate(sizes)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,21 @@ def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftCont
     )
 
 
+def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftContext:
+    """What the host knows of each request; ``wanted`` bool ``[num_reqs]``, see ``DraftContext``."""
+    num_reqs = input_batch.num_reqs
+    token_ids = torch.from_numpy(input_batch.token_ids_cpu[:num_reqs])
+    num_tokens = torch.from_numpy(input_batch.num_tokens_no_spec[:num_reqs]).long()
+    return DraftContext(
+        root_token_ids=token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long(),
+        token_ids=token_ids,
+        num_tokens=num_tokens,
+        request_ids=tuple(input_batch.req_ids),
+        wanted=torch.from_numpy(wanted),
+        vocab_size=vocab_size,
+    )
+
+
 class HostFreeDrafting:
     """Calls a registered proposer with what the host knows of each request, and checks what it hands over."""
 
@@ -72,18 +88,8 @@ class HostFreeDrafting:
         Returns:
             The draft, or None where the proposer failed.
         """
-        num_reqs = input_batch.num_reqs
-        token_ids = torch.from_numpy(input_batch.token_ids_cpu[:num_reqs])
-        num_tokens = torch.from_numpy(input_batch.num_tokens_no_spec[:num_reqs]).long()
-        context = DraftContext(
-            root_token_ids=token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long(),
-            token_ids=token_ids,
-            num_tokens=num_tokens,
-            request_ids=tuple(input_batch.req_ids),
-            wanted=torch.from_numpy(sampled),
-            vocab_size=self._vocab_size,
-            host_draft=self._host_guard.run(draft_by_host),
-        )
+        context = context_of(input_batch, sampled, self._vocab_size)
+        context = replace(context, host_draft=self._host_guard.check(draft_by_host, context))
         return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
 
     def finish(self, request_ids: Collection[str]) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.draft_head import DraftHead
+from vllm_specplug.hosts.draft_noise import DraftNoise
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
@@ -31,6 +33,8 @@ class HostMedusaProposer:
         self.path_rows: torch.Tensor | None = None
         #: ``[num_reqs, hidden_size]``: the hidden state of each request's last accepted row; set by the runner.
         self.hidden: torch.Tensor | None = None
+        #: What requests are drafted with above temperature 0; set by the runner.
+        self.noise: DraftNoise | None = None
         self._heads: MedusaHeads | None = None
         self._lm_heads: list[DraftHead] = []
         self._target_model: torch.nn.Module | None = None
@@ -45,7 +49,7 @@ class HostMedusaProposer:
         self._draft_ids = target_ids(state["d2t"]) if info.has_d2t else None
         if info.has_lm_heads:
             self._lm_heads = [DraftHead(weight) for weight in self._heads.lm_heads.detach()]
-        elif self._draft_ids is not None:
+        elif self._draft_ids is not None and get_tensor_model_parallel_world_size() == 1:
             self._lm_heads = [DraftHead(target_model.lm_head.weight.data[self._draft_ids].contiguous())]
         else:
             self._target_model = target_model
@@ -63,7 +67,8 @@ class HostMedusaProposer:
         roots = torch.from_numpy(token_ids_cpu[requests, last]).long()
         assert self.hidden is not None
         logits = self._logits(self.hidden)
-        options = self.options
+        options, num_heads = self.options, logits.shape[1]
+        sampling = None if self.noise is None else self.noise.sampling(num_heads, 1)
         if options.dynamic:
             return choose_tree(
                 roots,
@@ -71,8 +76,9 @@ class HostMedusaProposer:
                 self._draft_ids,
                 num_nodes=options.num_speculative_tokens,
                 draft_top_k=options.draft_top_k,
+                sampling=sampling,
             )
-        return fill_tree(roots, logits, self._draft_ids, options.tree)
+        return fill_tree(roots, logits, self._draft_ids, options.tree, sampling)
 
     @torch.inference_mode()
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,4 +93,6 @@ class HostMedusaProposer:
         else:
             assert self._target_model is not None
             logits = self._target_model.compute_logits(flat)
+            if self._draft_ids is not None:  # of a head whose rows are spread over ranks
+                logits = logits[:, self._draft_ids]
         return logits.view(*features.shape[:2], -1)

@@ -15,6 +15,7 @@ from vllm_specplug.hosts.features import Setting, check_features, check_v2_optio
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
+from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
 CPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeCPUWorkerV2"
@@ -28,6 +29,9 @@ NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
 
 #: The same for Medusa heads, which see the target's hidden states.
 MEDUSA_PROPOSER = "vllm_specplug.hosts.medusa_proposer.HostMedusaProposer"
+
+#: The same for the target with layers left out.
+SWIFT_PROPOSER = "vllm_specplug.hosts.swift_proposer.HostSwiftProposer"
 
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
@@ -90,11 +94,19 @@ def build(
     check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
     if v2:
         check_v2_options(options)
+    if target_parallel_config.tensor_parallel_size > 1:
+        if v2:
+            raise ConfigError("vLLM's V2 model runner with our methods does not support tensor parallelism yet")
+        if options.budget == "measured":
+            raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
     drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
         options = _with_drafter(options, drafter, resolved)
         host_method, model = "custom_class", MEDUSA_PROPOSER
+    elif isinstance(drafter, SwiftOptions):
+        check_target(drafter, target_model_config.hf_text_config.num_hidden_layers)
+        host_method, model = "custom_class", SWIFT_PROPOSER
     elif drafter is not None:
         path = resolve_drafter(drafter.model, drafter.method)
         info = validate_checkpoint(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -18,13 +19,16 @@ from vllm_specplug.config import host_drafter
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.budgeting import ServingBudget
+from vllm_specplug.hosts.draft_noise import DraftNoise
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
-from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter
+from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter, context_of
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
+from vllm_specplug.hosts.rejection import RejectionWalk
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
+from vllm_specplug.hosts.swift_proposer import HostSwiftProposer
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
@@ -46,6 +50,7 @@ class StagedStep:
         logits_start: int64 ``[num_reqs]``; row of each root in the logits.
         masked: list of the batch indices whose rows attend by the tree mask.
         rows: the attention's view of the masked requests, or None where there are none.
+        drafts: of each request, what was drafted where all of it is verified, else None.
     """
 
     tree: TokenTree
@@ -53,12 +58,13 @@ class StagedStep:
     logits_start: torch.Tensor
     masked: list[int]
     rows: TreeRows | None
+    drafts: list[FlatDraft | None]
 
 
 class TreeCPUModelRunner(CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer
+    drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer | HostSwiftProposer
 
     def __init__(self, vllm_config: Any, device: torch.device):
         with custom_processors_hidden(vllm_config.model_config):
@@ -66,11 +72,15 @@ class TreeCPUModelRunner(CPUModelRunner):
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
+        if isinstance(self.drafter, HostSwiftProposer):
+            self.drafter.runner = self
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
-        self._counters = Counters(self.speculative_config.metrics_file)
+        # Every rank does the same; one of them tells.
+        tells = get_tensor_model_parallel_rank() == 0
+        self._counters = Counters(self.speculative_config.metrics_file if tells else None)
         self._verify_start = 0.0
-        self._trace = TreeTrace.open(options.trace_trees)
+        self._trace = TreeTrace.open(options.trace_trees if tells else None)
         #: What was drafted last, by request: a request that is not scheduled keeps its drafts.
         self._drafts: dict[str, FlatDraft] = {}
         self._step: StagedStep | None = None
@@ -79,6 +89,9 @@ class TreeCPUModelRunner(CPUModelRunner):
         self._flat_rows = torch.arange(self.max_num_tokens)
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
         self._has_custom_processors = restore_processors(self)
+        self.draft_noise = DraftNoise(self, options, self._has_custom_processors)
+        if isinstance(self.drafter, HostMedusaProposer):
+            self.drafter.noise = self.draft_noise
         self.serving_budget = ServingBudget.of(self, options)
         if isinstance(self.drafter, TreeEagleProposer):
             self.drafter.budget = self.serving_budget
@@ -110,8 +123,11 @@ class TreeCPUModelRunner(CPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         for req_id in scheduler_output.finished_req_ids:
             self._drafts.pop(req_id, None)
+        self.draft_noise.finish(scheduler_output.finished_req_ids)
         if isinstance(self.drafter, TreeEagleProposer):
             self.drafter.missed.finish(scheduler_output.finished_req_ids)
+        if isinstance(self.drafter, HostSwiftProposer):
+            self.drafter.finish(scheduler_output.finished_req_ids)
         if self._host_free is not None:
             self._host_free.finish(scheduler_output.finished_req_ids)
         if self.serving_budget is not None:
@@ -135,9 +151,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         row_start = last - num_rows
         width = int(num_rows.max())
         parents = np.tile(np.arange(-1, width - 1), (len(num_drafts), 1))  # chains, unless we know better
+        drafts: list[FlatDraft | None] = [None] * len(num_drafts)
         for index, req_id in enumerate(self.input_batch.req_ids):
             if num_drafts[index]:
-                self._fill_parents(parents[index], req_id, scheduler_output)
+                drafts[index] = self._fill_parents(parents[index], req_id, scheduler_output)
         flat_rows = np.minimum(row_start[:, None] + np.arange(width), last[-1] - 1)
         # The host clamps its -1 placeholders in input_ids only at the forward: here they still match nothing.
         token_ids = self.input_ids.cpu[torch.from_numpy(flat_rows)]
@@ -145,10 +162,14 @@ class TreeCPUModelRunner(CPUModelRunner):
         masked = np.flatnonzero(num_scheduled_tokens == num_rows).tolist()
         rows = self._lay_out(tree, row_start, num_rows, masked, int(last[-1])) if masked else None
         logits_start = np.cumsum(num_rows) - num_rows
-        return StagedStep(tree, torch.from_numpy(row_start), torch.from_numpy(logits_start), masked, rows)
+        return StagedStep(tree, torch.from_numpy(row_start), torch.from_numpy(logits_start), masked, rows, drafts)
 
-    def _fill_parents(self, row: np.ndarray, req_id: str, scheduler_output: Any) -> None:
-        """Any prefix of a parent-first list is a tree, so a truncated draft keeps its parents."""
+    def _fill_parents(self, row: np.ndarray, req_id: str, scheduler_output: Any) -> FlatDraft | None:
+        """Any prefix of a parent-first list is a tree, so a truncated draft keeps its parents.
+
+        Returns:
+            The draft, if all of it was scheduled.
+        """
         draft_token_ids = scheduler_output.scheduled_spec_decode_tokens[req_id]
         count = len(draft_token_ids)
         known = self._drafts.get(req_id)
@@ -156,6 +177,8 @@ class TreeCPUModelRunner(CPUModelRunner):
             row[1 : count + 1] = scheduler_output.parents[req_id]
         elif known is not None and known.token_ids[:count] == list(draft_token_ids):
             row[1 : count + 1] = known.parents[:count]
+            return known if count == len(known.token_ids) else None
+        return None
 
     def _lay_out(
         self, tree: TokenTree, row_start: np.ndarray, num_rows: np.ndarray, masked: list[int], num_tokens: int
@@ -206,7 +229,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             return self._sample_plainly(logits)
         num_reqs = self.input_batch.num_reqs
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
-        walk_trees = self._walker(num_reqs)
+        walk_trees = self._walker(step, num_reqs)
         walk, output = walk_trees(step.tree, logits, step.logits_start, active)
         moves = plan_moves(walk, step.row_start)
         self._commit(step, moves)
@@ -237,12 +260,15 @@ class TreeCPUModelRunner(CPUModelRunner):
             metadata = replace(metadata, generators=drawing)
         return self.sampler(logits=logits, sampling_metadata=metadata)
 
-    def _walker(self, num_reqs: int) -> SampledWalk:
+    def _walker(self, step: StagedStep, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
-        arguments = (self.sampler, batch.sampling_metadata, batch.req_output_token_ids[:num_reqs])
-        # Typical acceptance knows temperature, top_k and top_p only.
+        metadata = replace(batch.sampling_metadata, generators=self.draft_noise.generators())
+        arguments = (self.sampler, metadata, batch.req_output_token_ids[:num_reqs])
+        # The others know temperature, top_k and top_p only.
         if options.verification == "exact" or self._has_custom_processors:
             return SampledWalk(*arguments)
+        if options.verification == "rejection":
+            return RejectionWalk(*arguments, drafts=step.drafts)
         requests = [self.requests[req_id] for req_id in batch.req_ids]
         return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
 
@@ -301,6 +327,8 @@ class TreeCPUModelRunner(CPUModelRunner):
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
+        if isinstance(self.drafter, HostSwiftProposer):
+            self.drafter.begin_round(wanted)
         draft_by_host = functools.partial(
             super().propose_draft_token_ids,
             scheduler_output,
@@ -322,13 +350,16 @@ class TreeCPUModelRunner(CPUModelRunner):
             if arm is PLAIN:
                 draft = None
             elif self._host_free is None:
-                draft = self._draft_guard.run(draft_by_host)
+                context = context_of(self.input_batch, wanted, self.model_config.get_vocab_size())
+                draft = self._draft_guard.check(draft_by_host, context)
             else:
                 draft = self._host_free.propose(self.input_batch, wanted, draft_by_host)
             if self.serving_budget is not None:
                 draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
         flat = self._remember(draft)
+        if isinstance(self.drafter, HostSwiftProposer):
+            self._draft_guard.run(functools.partial(self.drafter.end_round, self._verify_start))
         if self.serving_budget is not None:
             self.serving_budget.end_round()
         return flat
@@ -353,7 +384,7 @@ class TreeCPUModelRunner(CPUModelRunner):
             for req_id in req_ids:
                 self._drafts.pop(req_id, None)
             return [[] for _ in req_ids]
-        flat = flatten(draft)
+        flat = flatten(draft, self.draft_noise.rejected(len(req_ids)))
         for index, req_id in enumerate(req_ids):
             if not self._speculates(req_id):
                 self._counters.add("turned off by the request")

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_specplug.config import host_drafter
+from vllm_specplug.draft_sampling import Children, likeliest
 from vllm_specplug.hosts.v2_attention import LevelMetadata
 from vllm_specplug.hosts.v2_growth import Growth
 from vllm_specplug.hosts.v2_trees import DeviceTreeRows, DeviceTrees, LevelScratch
@@ -137,17 +138,14 @@ class TreeEagleSpeculator(EagleSpeculator):
         ).tree
         return tree.token_ids, tree.parents
 
-    def _score(self, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, _level: int, hidden: torch.Tensor, top_k: int) -> Children:
         if self._draft_head is not None:
             logits = F.linear(hidden, self._draft_head)
         elif self._draft_to_target is not None:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:
             logits = self.model.compute_logits(hidden)
-        log_probs, token_ids = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-        if self._draft_to_target is not None:
-            token_ids = self._draft_to_target[token_ids]
-        return token_ids, log_probs
+        return likeliest(logits, top_k, self._draft_to_target)
 
     @property
     def scratch_capacity(self) -> int:

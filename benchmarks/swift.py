@@ -1,0 +1,231 @@
+"""SWIFT on SmolLM2-135M-Instruct: the search against uniform skipping and pure chance, speed, cost, drift.
+
+python benchmarks/swift.py --questions spec_bench_dev.jsonl --out swift.json [--part search speed drift]
+
+The engine runs in this process.  Each part takes some minutes on two cores; timings are ratios inside one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm_specplug.proposers.swift.layer_set import LayerSet
+from vllm_specplug.proposers.swift.ledger import Ledger
+from vllm_specplug.proposers.swift.report import acceptance_of, expected_speedup, phases_of
+from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
+from vllm_specplug.proposers.swift.state import SwiftState
+
+from vllm_specplug.bench.questions import read_questions
+from vllm_specplug.hosts.round_probe import prompts_of
+from vllm_specplug.smollm2 import prepare
+
+TASKS = ("summarization", "math_reasoning", "qa", "translation", "rag")  # the paper's five kinds, in its order
+
+
+class Engine:
+    """SmolLM2 with SWIFT; drafting can be switched off, the layer set be given."""
+
+    def __init__(self, max_tokens: int, eager: bool, **options: Any):
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
+        from vllm import LLM, SamplingParams
+
+        swift = {"method": "swift", "budget": "fixed", "num_speculative_tokens": 16, **options}
+        self.llm = LLM(
+            str(prepare()),
+            dtype="bfloat16",
+            max_model_len=1536,
+            max_num_seqs=8,
+            enforce_eager=eager,
+            kv_cache_memory_bytes=256 << 20,
+            enable_prefix_caching=False,
+            speculative_config=swift,
+        )
+        self.runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.drafter, self._sampling = self.runner.drafter, SamplingParams(temperature=0, max_tokens=max_tokens)
+        self._max_tokens, self._draft = max_tokens, self.drafter._draft
+
+    def drafting(self, on: bool) -> None:
+        """Without it, steps are plain ones."""
+        self.drafter._draft = self._draft if on else lambda *_: []
+
+    def answer(self, text: str) -> int:
+        """Tokens of a greedy answer."""
+        prompt = prompts_of(self.llm, [text], self._max_tokens)
+        return len(self.llm.generate(prompt, self._sampling, use_tqdm=False)[0].outputs[0].token_ids)
+
+    def restart(self, options: SearchOptions, share: float = 1.0, seed: int = 0) -> LayerSearch:
+        """A search that knows nothing, which may take that share of the time."""
+        drafter = self.drafter
+        drafter.state, drafter._window = SwiftState(options), None
+        drafter.state.streams[""] = LayerSearch(options, seed)
+        drafter.state.search("other")  # accounts of every stream
+        drafter.state.acceptance[""] = type(drafter.state.acceptance["other"])()
+        drafter.ledger = Ledger(share, share)
+        drafter.options = replace(drafter.options, optimise_share=share)
+        return drafter.state.search()
+
+    def score(self, sets: dict[str, LayerSet], texts: list[str]) -> dict[str, list[float]]:
+        """Matchness of each set on every window of plain answers."""
+        drafter, found = self.drafter, {name: [] for name in sets}
+        gamma, seen, honest = drafter.options.context_window, Counter(), drafter._optimise
+        batch = self.runner.input_batch
+
+        def score(request_ids: list[str], _seconds: float) -> None:
+            new = int(batch.num_tokens_no_spec[0] - batch.num_prompt_tokens[0])
+            if drafter._wanted[0] and new // gamma > seen[request_ids[0]]:
+                seen[request_ids[0]] = new // gamma
+                start = int(batch.num_tokens_no_spec[0]) - 1 - gamma
+                for name, layer_set in sets.items():
+                    found[name].append(drafter._matchness(layer_set, 0, start))
+
+        drafter._optimise = score
+        self.drafting(False)
+        try:
+            for text in texts:
+                self.answer(text)
+        finally:
+            drafter._optimise = honest
+            self.drafting(True)
+        return found
+
+
+def search_part(engine: Engine, texts: list[str], held_out: list[str], steps: int) -> dict[str, Any]:
+    """Ours and pure chance at equal steps on the same questions; then all sets on questions that neither has seen."""
+    found: dict[str, Any] = {}
+    ratio, layers = engine.drafter.options.skip_ratio, engine.drafter.state.options.num_layers
+    sets = {"uniform": LayerSet.uniform(layers, ratio)}
+    for name, changes in {"ours": {}, "pure chance": {"bayes_every": 0, "fresh": 1.0}}.items():
+        options = SearchOptions(layers, ratio, max_steps=steps, patience=steps, goal=1.0, **changes)
+        search = engine.restart(options)
+        engine.drafting(False)
+        begin = time.perf_counter()
+        while not search.stopped:
+            for text in texts:
+                engine.answer(text)
+                if search.stopped:
+                    break
+        sets[name] = search.best
+        found[name] = {
+            "seconds": round(time.perf_counter() - begin, 1),
+            "curve": [[s, round(m, 4)] for s, m, _ in search.history],
+            "phases": {k: round(v, 2) for k, v in phases_of(engine.drafter.state).items()},
+            "set": [list(search.best.attention), list(search.best.mlp)],
+        }
+        engine.drafting(True)
+    scores = engine.score(sets, held_out)
+    found["held out"] = {
+        name: {"matchness": round(float(np.mean(s)), 4), "windows": len(s)} for name, s in scores.items()
+    }
+    against = np.subtract(scores["ours"], scores["uniform"]), np.subtract(scores["ours"], scores["pure chance"])
+    found["held out"]["ours ahead of (uniform, pure chance)"] = [
+        {"mean": round(float(d.mean()), 4), "standard error": round(float(d.std() / len(d) ** 0.5), 4)} for d in against
+    ]
+    return found
+
+
+def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confidence: float) -> dict[str, Any]:
+    """Each question with drafts and without: acceptance, the speedup expected from it, the real one."""
+    options = engine.drafter.state.options
+    engine.restart(options, share=0.0).best = layer_set
+    engine.drafter.options = replace(engine.drafter.options, min_confidence=min_confidence)
+    engine.answer(texts[0])
+    engine.restart(options, share=0.0).best = layer_set
+    ratios, tokens, seconds = [], [0, 0], [0.0, 0.0]
+    for text in texts:
+        rates = []
+        for number, drafting in enumerate((True, False)):
+            engine.drafting(drafting)
+            kept = dict(vars(engine.drafter.state.acceptance[""]))
+            begin = time.perf_counter()
+            count = engine.answer(text)
+            seconds[number] += time.perf_counter() - begin
+            tokens[number] += count
+            rates.append(count / (time.perf_counter() - begin))
+            if not drafting:  # steps without drafts are no rounds
+                vars(engine.drafter.state.acceptance[""]).update(kept)
+        ratios.append(rates[0] / rates[1])
+    engine.drafting(True)
+    accepted = acceptance_of(engine.drafter.state, "")
+    assert accepted is not None
+    return {
+        "skip_ratio": options.skip_ratio,
+        "min_confidence": min_confidence,
+        "M": round(accepted[0], 3),
+        "alpha": round(accepted[1], 3),
+        "expected speedup": round(expected_speedup(*accepted, options.skip_ratio), 3),
+        "real speedup": round(tokens[0] / seconds[0] / (tokens[1] / seconds[1]), 3),
+        "median speedup of a question": round(statistics.median(ratios), 3),
+    }
+
+
+def drift_part(engine: Engine, by_task: dict[str, list[str]]) -> dict[str, Any]:
+    """A stream of five kinds of tasks: acceptance of each segment, with adaptation and without."""
+    old = engine.drafter.state.options
+    found = {}
+    for name, adapt in (("adaptation", True), ("no adaptation", False)):
+        options = SearchOptions(old.num_layers, old.skip_ratio, max_steps=1000, patience=120, goal=0.95, adapt=adapt)
+        search = engine.restart(options)
+        segments = {}
+        for task, texts in by_task.items():
+            before = dict(vars(engine.drafter.state.acceptance[""]))
+            for text in texts:
+                engine.answer(text)
+            now = vars(engine.drafter.state.acceptance[""])
+            steps, accepted = (now[key] - before[key] for key in ("draft_steps", "accepted"))
+            segments[task] = {"alpha": round(accepted / max(steps, 1), 4), "candidates": search.all_steps}
+        found[name] = {"segments": segments, "restarts": search.restarts}
+    return found
+
+
+def main() -> None:
+    """Run the parts and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--questions", required=True, type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--part", nargs="+", choices=("search", "speed", "drift"), default=["search", "speed", "drift"])
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.45])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--count", type=int, default=10, help="questions of each part (drift: of each task)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    args = parser.parse_args()
+    questions = read_questions(args.questions)
+    by_task = {task: [q.text for q in questions if q.category == task] for task in args.tasks}
+    mixed = [text for group in zip(*by_task.values(), strict=False) for text in group]
+    engine = Engine(args.max_tokens, args.eager)
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for ratio in args.ratio:
+        layers = engine.drafter.state.options.num_layers
+        engine.drafter.options = replace(engine.drafter.options, skip_ratio=ratio)
+        engine.restart(SearchOptions(layers, ratio))
+        found = results.setdefault(str(ratio), {})
+        best = LayerSet.uniform(layers, ratio)
+        if "search" in args.part:
+            found["search"] = search_part(engine, mixed[: 4 * args.count], mixed[-args.count :], args.steps)
+            args.out.write_text(json.dumps(results, indent=1))
+        if "search" in found:
+            best = LayerSet(layers, *map(tuple, found["search"]["ours"]["set"]))
+        if "speed" in args.part:
+            engine.restart(SearchOptions(layers, ratio))
+            sets = {"uniform": LayerSet.uniform(layers, ratio), "searched": best}
+            found["speed"] = {name: speed_part(engine, mixed[-args.count :], s, 0.8) for name, s in sets.items()}
+            args.out.write_text(json.dumps(results, indent=1))
+        if "drift" in args.part:
+            engine.restart(SearchOptions(layers, ratio))
+            found["drift"] = drift_part(engine, {task: texts[: args.count] for task, texts in by_task.items()})
+            args.out.write_text(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""EAGLE and Medusa drafters that fail in every way: the tokens stay plain decoding's, and the server lives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm_specplug.proposers.eagle2.checkpoint import save_head
+from vllm_specplug.proposers.medusa.heads import MedusaHeads
+
+from tests import tiny
+from tests.hosts.conftest import TREE, make_prompts, token_ids
+from vllm_specplug.guard import Guard
+from vllm_specplug.hosts import eagle_proposer, medusa_proposer
+from vllm_specplug.types import Draft, TokenTree
+
+MEDUSA = {"method": "medusa", "num_speculative_tokens": 8}
+
+
+def with_tree(draft: Draft, **changes) -> Draft:
+    return replace(draft, tree=replace(draft.tree, **changes))
+
+
+def raising(draft: Draft) -> Draft:
+    raise RuntimeError("out of luck")
+
+
+def garbage_ids(draft: Draft) -> Draft:
+    token_ids = draft.tree.token_ids.clone()
+    token_ids[:, 1:] = 1 << 40
+    return with_tree(draft, token_ids=token_ids)
+
+
+def negative_ids(draft: Draft) -> Draft:
+    return with_tree(draft, token_ids=draft.tree.token_ids - 1000)
+
+
+def cyclic_parents(draft: Draft) -> Draft:
+    return with_tree(draft, parents=draft.tree.parents + 3)
+
+
+def too_few_requests(draft: Draft) -> Draft:
+    tree = draft.tree
+    return Draft(
+        TokenTree(tree.token_ids[1:], tree.parents[1:], tree.depths[1:], tree.num_rows[1:]), draft.log_values[1:]
+    )
+
+
+def too_flat(draft: Draft) -> Draft:
+    return with_tree(draft, token_ids=draft.tree.token_ids[:, 0])
+
+
+def nan_values(draft: Draft) -> Draft:
+    return replace(draft, log_values=torch.full_like(draft.log_values, float("nan")))
+
+
+FAULTS = (raising, garbage_ids, negative_ids, cyclic_parents, too_few_requests, too_flat, nan_values)
+
+
+def generate(llm):
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
+    return token_ids(llm.generate(make_prompts(6, seed=8), params, use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def engines(engine, checkpoints, tmp_path_factory):
+    # Untrained heads: they guess what the LM head says of the last token, again and again.
+    checkpoints["new medusa"] = tmp_path_factory.mktemp("heads") / "medusa"
+    save_head(checkpoints["new medusa"], {}, MedusaHeads(3, 1, tiny.HIDDEN).checkpoint_state())
+    return {"eagle2": engine("eagle", TREE), "medusa": engine("new medusa", MEDUSA), "plain": engine()}
+
+
+@pytest.fixture(scope="module")
+def expected(engines):
+    return generate(engines["plain"])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("method", ["eagle2", "medusa"])
+def test_faulty_drafts(engines, expected, monkeypatch, method, fault):
+    """Every other draft is faulty; each costs that step's draft."""
+    module, name = {"eagle2": (eagle_proposer, "grow_tree"), "medusa": (medusa_proposer, "fill_tree")}[method]
+    honest, calls = getattr(module, name), []
+
+    def sometimes(*args, **kwargs):
+        draft = honest(*args, **kwargs)
+        calls.append(1)
+        return fault(draft) if len(calls) % 2 else draft
+
+    monkeypatch.setattr(module, name, sometimes)
+    before = Guard.failures_of_all
+    assert generate(engines[method]) == expected
+    # Fewer requests than one cannot be: the last one alone is no fault then.
+    assert 1 <= Guard.failures_of_all - before <= (len(calls) + 1) // 2
+
+
+@pytest.mark.parametrize("method", ["eagle2", "medusa"])
+@pytest.mark.parametrize("wrong", ["nan", "infinite", "misshapen"])
+def test_faulty_scores(engines, expected, monkeypatch, method, wrong):
+    """The drafter's own numbers are wrong, all of the time."""
+    proposer = engines[
+        method
+    ].llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    name = "_score" if method == "eagle2" else "_logits"
+    honest, calls = getattr(proposer, name), []
+
+    def faulty(logits: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if wrong == "misshapen":
+            return logits[:, :1]
+        return torch.full_like(logits, float("nan" if wrong == "nan" else "inf"))
+
+    if method == "medusa":
+        monkeypatch.setattr(proposer, name, lambda hidden: faulty(honest(hidden)))
+    else:
+        compute = proposer.model.compute_logits
+        monkeypatch.setattr(proposer.model, "compute_logits", lambda hidden: faulty(compute(hidden)))
+    assert generate(engines[method]) == expected
+    assert calls

@@ -1,0 +1,334 @@
+"""SWIFT in the real engine: token identity, committed key/value, layer sets that change, and every refusal."""
+
+from __future__ import annotations
+
+import json
+from itertools import cycle
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import get_layers_from_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm_specplug.proposers.swift.layer_set import LayerSet
+from vllm_specplug.proposers.swift.report import acceptance_of
+
+from tests import tiny
+from tests.hosts.conftest import ENGINE, check_prefix_cache_hits, make_prompts, token_ids
+from vllm_specplug.hosts import attention as hosts_attention
+from vllm_specplug.hosts.layer_skipping import LayerSkipping
+from vllm_specplug.kernels.tree_attention import tree_attention_reference, unpack_pages
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LAYERS = 8
+#: Chains that go on whatever the model believes, and a search that never waits.
+SWIFT = {
+    "method": "swift",
+    "budget": "fixed",
+    "num_speculative_tokens": 16,
+    "draft_depth": 5,
+    "min_confidence": 0.05,
+    "context_window": 8,
+    "optimise_share": 1.0,
+    "max_delay": 1.0,
+}
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    """A target of eight layers whose layers 3 and 5 and MLP 2 add nothing."""
+    path = tmp_path_factory.mktemp("swift") / "target"
+    return tiny.write_target(path, num_layers=LAYERS, redundant={"attention": (3, 5), "mlp": (2, 3, 5)})
+
+
+@pytest.fixture(scope="session")
+def start(engine, target):
+    """``start(changes, **engine_options)``: an engine with SWIFT, or a plain one for None, kept for the session."""
+    engine()  # before the others: the newest engine owns the process's metrics
+
+    def make(changes, **options):
+        key = json.dumps([str(target), changes, options], sort_keys=True)
+        found = {kept_key: llm for kept_key, llm in engine.kept if isinstance(kept_key, str)}
+        if key not in found:
+            speculative = {} if changes is None else {"speculative_config": {**SWIFT, **changes}}
+            engine.kept.append((key, LLM(str(target), **speculative, **{**ENGINE, **options})))
+            return engine.kept[-1][1]
+        return found[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(24, seed=4)
+
+
+def runner_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def drafter_of(llm):
+    return runner_of(llm).drafter
+
+
+# ---- exactness
+
+
+def test_greedy_and_the_set_changes_while_requests_run(start, prompts, monkeypatch):
+    llm, plain = start({}), start(None)
+    wanted = token_ids(plain.generate(prompts, GREEDY, use_tqdm=False))
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
+    state = drafter_of(llm).state
+    search = state.search()
+    assert acceptance_of(state, "")[0] > 1.5 and search.all_steps > 20  # candidates were scored between the steps
+    others = cycle([LayerSet(LAYERS, (1, 2, 6), (4,)), LayerSet(LAYERS, (), (1, 2, 3)), search.best])
+    propose, used = drafter_of(llm).propose, set()
+
+    def change(*args, **kwargs):
+        search.best = next(others)
+        used.add(search.best)
+        return propose(*args, **kwargs)
+
+    monkeypatch.setattr(drafter_of(llm), "propose", change)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
+    assert len(used) == 3 and runner_of(llm)._draft_guard.failures == 0
+
+
+def test_seeded_sampling(start, prompts):
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
+    ]
+    wanted = token_ids(start(None).generate(prompts, params, use_tqdm=False))
+    assert token_ids(start({}).generate(prompts, params, use_tqdm=False)) == wanted
+
+
+def test_torch_compile(start, prompts):
+    """The verification keeps the compiled graph; no set of layers is compiled for."""
+    from torch._dynamo.utils import counters
+
+    llm = start({}, enforce_eager=False)
+    wanted = token_ids(start(None).generate(prompts[:12], GREEDY, use_tqdm=False))
+    llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    before, search = counters["stats"]["unique_graphs"], drafter_of(llm).state.search()
+    first = search.all_steps
+    assert token_ids(llm.generate(prompts[:12], GREEDY, use_tqdm=False)) == wanted
+    assert search.all_steps > first + 5 and runner_of(llm)._draft_guard.failures == 0
+    assert before > 0 and counters["stats"]["unique_graphs"] == before
+
+
+def test_prefix_cache_hits_and_chunked_prefill(start, prompts):
+    llm = start({}, block_size=32, max_num_batched_tokens=48, max_num_seqs=2)
+    check_prefix_cache_hits(start(None, block_size=32), llm, prompts[:4])
+
+
+def test_running_into_max_model_len(start, prompts):
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    wanted = token_ids(start(None, max_model_len=96).generate(prompts[:6], endless, use_tqdm=False))
+    llm = start({}, max_model_len=96)
+    assert token_ids(llm.generate(prompts[:6], endless, use_tqdm=False)) == wanted
+    assert runner_of(llm)._draft_guard.failures == 0
+
+
+def test_streams_have_sets_of_their_own(start, prompts):
+    llm = start({"streams": True})
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args={"swift_stream": "ab"[i % 2]})
+        for i in range(len(prompts))
+    ]
+    wanted = token_ids(start(None).generate(prompts, GREEDY, use_tqdm=False))
+    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == wanted
+    state = drafter_of(llm).state
+    for stream in "ab":
+        assert state.search(stream).all_steps > 5 and state.acceptance[stream].accepted > 20
+
+
+# ---- committed key/value
+
+
+def committed(llm, prompt, num_tokens):
+    """Token ids and the pages' content of every layer after ``num_tokens`` of the answer, and draft rounds so far."""
+    engine, runner = llm.llm_engine, runner_of(llm)
+    engine.add_request("kv", prompt, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    count = len(prompt["prompt_token_ids"]) + num_tokens
+    while not (runner.input_batch.num_reqs and runner.input_batch.num_tokens_no_spec[0] > count):
+        engine.step()
+    table, found = runner.input_batch.block_table[0].get_device_tensor(1)[0].long(), {}
+    for name, layer in attention(llm).items():
+        pages = layer.kv_cache[table[: -(-count // layer.kv_cache.shape[2])]]
+        found[name] = torch.stack(unpack_pages(pages, layer.isa))[:, :, :count].clone()
+    token_ids = runner.input_batch.token_ids_cpu[0, :count].tolist()
+    engine.abort_request(["kv"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return token_ids, found
+
+
+def attention(llm):
+    return get_layers_from_vllm_config(llm.llm_engine.vllm_config, AttentionLayerBase)
+
+
+@pytest.fixture
+def rounded_attention(start, monkeypatch):
+    """Plain decoding and SWIFT with all attention in float64, rounded once: the host's kernel and ours sum in different
+    orders otherwise."""
+    engines = [start(changes, enable_prefix_caching=False, max_num_seqs=1) for changes in (None, {})]
+
+    def compute(query, output, kv_cache, layout, table, context, start, lens, key, value, tree_start, tree_lens, *rest):
+        exact = torch.zeros(output.shape, dtype=torch.float64)
+        pages, query, key, value = (t.double().nan_to_num() for t in (kv_cache, query, key, value))
+        places = (table, context, start, lens, key, value, tree_start, tree_lens)
+        tree_attention_reference(query, exact, pages, layout, *places, *rest)
+        output.copy_(exact)
+
+    def forward(impl, layer, query, key, value, kv_cache, attn_metadata, output, *_, **__):
+        if attn_metadata is None:
+            return output
+        start = attn_metadata.query_start_loc
+        lens = start.diff()
+        width = int(lens.max())
+        mask = torch.ones(len(lens), width, width, dtype=torch.bool).tril()
+        rows = (start[:-1], lens, key, value, start[:-1], lens, mask, impl.scale)
+        compute(
+            query, output, kv_cache, layer.isa, attn_metadata.block_table, attn_metadata.seq_lens - lens, *rows
+        )  # fmt: skip
+        return output
+
+    monkeypatch.setattr(hosts_attention, "tree_attention", compute)
+    monkeypatch.setattr(hosts_attention.CPUAttentionBackendImpl, "forward", forward)
+    return engines
+
+
+def test_committed_kv_is_plain_decodings(prompts, rounded_attention):
+    """Bit by bit, in every layer, after many rounds of drafting and scoring."""
+    plainly, swift = rounded_attention
+    for prompt in prompts[:3]:
+        plain_ids, plain = committed(plainly, prompt, 90)
+        ids, found = committed(swift, prompt, 90)
+        assert ids == plain_ids and found.keys() == plain.keys() and len(found) == LAYERS
+        for name, content in found.items():
+            assert torch.equal(content, plain[name]), name
+    state = drafter_of(swift).state
+    assert state.acceptance[""].rounds > 30 and state.search().all_steps > 30
+
+
+def test_drafting_and_scoring_change_no_page(start, prompts, monkeypatch):
+    """Every byte of every page is what it was, committed or not."""
+    llm = start({})
+    drafter, layers, checked = drafter_of(llm), list(attention(llm).values()), []
+
+    def watched(name):
+        call = getattr(drafter, name)
+
+        def wrapper(*args, **kwargs):
+            before = [layer.kv_cache.clone() for layer in layers]
+            result = call(*args, **kwargs)
+            checked.append(name)
+            assert all(torch.equal(a, layer.kv_cache) for a, layer in zip(before, layers, strict=True))
+            return result
+
+        monkeypatch.setattr(drafter, name, wrapper)
+
+    failures = runner_of(llm)._draft_guard.failures
+    for name in ("propose", "_matchness"):
+        watched(name)
+    llm.generate(prompts[:2], GREEDY, use_tqdm=False)
+    assert {"propose", "_matchness"} <= set(checked) and runner_of(llm)._draft_guard.failures == failures
+
+
+# ---- layers left out
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_families(engine, family, tmp_path_factory, prompts, monkeypatch):
+    """Without sub-layers that add nothing the target says what it says with them; without others it does not."""
+    path = tmp_path_factory.mktemp("families") / family
+    tiny.write_target(path, num_layers=6, redundant={"attention": (1, 3), "mlp": (3, 4)}, family=family)
+    settings = {**ENGINE, "kv_cache_memory_bytes": 16 << 20}
+    llm = LLM(str(path), speculative_config={**SWIFT, "skip_ratio": 0.5}, **settings)
+    engine.kept.append((None, llm))
+    drafter, scores = drafter_of(llm), {LayerSet(6, (1, 3), (3, 4)): [], LayerSet(6, (2, 4), (1, 2)): []}
+
+    @torch.inference_mode()
+    def score(*_):
+        batch = drafter.runner.input_batch
+        start = int(batch.num_tokens_no_spec[0]) - 9
+        if start >= batch.num_prompt_tokens[0]:
+            for layer_set, found in scores.items():
+                found.append(drafter._matchness(layer_set, 0, start))
+
+    monkeypatch.setattr(drafter, "_optimise", score)
+    llm.generate(prompts[:4], GREEDY, use_tqdm=False)
+    redundant, others = scores.values()
+    assert len(redundant) > 5 and min(redundant) == 1.0 and sum(others) < 0.95 * len(others)
+    assert runner_of(llm)._draft_guard.failures == 0
+
+
+def test_redundant_layers_are_found_while_serving(start, prompts):
+    """The search leaves out what adds nothing, and acceptance rises."""
+    llm = start({"skip_ratio": 5 / 12, "patience": 400}, enable_prefix_caching=False)
+    drafter = drafter_of(llm)
+    before = drafter.state.search().best
+    for _ in range(12):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+        if drafter.state.search().stopped:
+            break
+    search = drafter.state.search()
+    assert search.best != before and search.matchness > search.history[0][1]
+    assert "matchness above" in search.stopped
+    assert len(set(search.best.attention) & {3, 5}) + len(set(search.best.mlp) & {2, 3, 5}) >= 4
+
+
+# ---- state, switching off, refusals
+
+
+def test_state_is_kept(start, prompts, tmp_path, target, engine):
+    path = tmp_path / "state.json"
+    llm = start({"swift_state": str(path)})
+    llm.generate(prompts[:8], GREEDY, use_tqdm=False)
+    state = drafter_of(llm).state
+    state.save(str(path))
+    options = {**SWIFT, "swift_state": str(path)}
+    again = LLM(str(target), speculative_config=options, **ENGINE)
+    engine.kept.append((None, again))
+    assert drafter_of(again).state.search().best == state.search().best
+    assert drafter_of(again).state.search().all_steps == state.search().all_steps > 0
+
+
+def test_switches_itself_off(start, prompts):
+    """With a measured budget and drafts that cost more than they give, requests decode plainly."""
+    llm = start({"budget": "measured", "min_confidence": 0.0, "skip_ratio": 0.1, "draft_depth": 8})
+    wanted = token_ids(start(None).generate(prompts, GREEDY, use_tqdm=False))
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
+    budget = runner_of(llm).serving_budget.budget
+    budget.costs["host"].observe(1, 10.0)
+    for count in range(1, 9):
+        for _ in range(50):
+            budget.costs["host"].observe(count, 10.0)
+    rounds = drafter_of(llm).state.acceptance[""].rounds
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
+    assert budget.arm.name == "plain"
+    assert drafter_of(llm).state.acceptance[""].rounds - rounds < 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"skip_ratio": 0.0}, {}, "leaves out nothing"),
+        ({"skip_ratio": 0.9}, {}, "0.8"),
+        ({"skip_ratio": 0.01}, {}, "raise skip_ratio"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    ],
+)
+def test_refused_before_the_engine_starts(target, changes, options, message):
+    args = EngineArgs(str(target), speculative_config={**SWIFT, **changes}, **{**ENGINE, **options})
+    with pytest.raises(ValueError, match=message):
+        args.create_engine_config()
+
+
+def test_architectures_are_refused_by_name():
+    class OlmoForCausalLM(torch.nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match="cannot leave out layers of OlmoForCausalLM"):
+        LayerSkipping(OlmoForCausalLM())

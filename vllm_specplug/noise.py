@@ -1,0 +1,62 @@
+"""The Gumbel noise of a sampler whose noise is a function of (seed, token): one seed per drawn token.
+
+The host's CPU sampler is one: it draws an integer seed per emitted token and picks the largest ``logit + noise``.  So
+the noise of the tokens to come can be looked at without drawing: from a copy of the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: SplitMix64 in signed 64-bit integers, whose products wrap as unsigned ones do.
+_GAMMA, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+#: Seeds are drawn from 0 to this, the last excluded.
+SEED_RANGE = 2**31
+
+
+def gumbel_noise(seeds: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise of tokens.
+
+    Args:
+        seeds: int64, broadcast against ``token_ids``.
+        token_ids: int64.
+
+    Returns:
+        float32, finite.
+    """
+    bits = _shift(_mix(_mix(seeds) + (token_ids + 1) * _GAMMA), 11)
+    uniform = (bits.double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def upcoming_seeds(generators: Sequence[torch.Generator | None], count: int) -> torch.Tensor:
+    """The next seeds that each generator will draw, one by one, without drawing them.
+
+    Args:
+        generators: CPU generators; None gives seeds of 0.
+        count: seeds of each.
+
+    Returns:
+        int64 ``[len(generators), count]``.
+    """
+    seeds = torch.zeros(len(generators), count, dtype=torch.int64)
+    copy = torch.Generator()
+    for row, generator in enumerate(generators):
+        if generator is not None:
+            copy.set_state(generator.get_state())
+            seeds[row] = torch.randint(0, SEED_RANGE, (count,), generator=copy)
+    return seeds
+
+
+def _mix(values: torch.Tensor) -> torch.Tensor:
+    values = (values ^ _shift(values, 30)) * _FIRST
+    values = (values ^ _shift(values, 27)) * _SECOND
+    return values ^ _shift(values, 31)
+
+
+def _shift(values: torch.Tensor, count: int) -> torch.Tensor:
+    """To the right, zeros coming in: torch repeats the sign."""
+    return (values >> count) & ((1 << (64 - count)) - 1)
