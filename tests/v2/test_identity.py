@@ -108,7 +108,7 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempted = []
     preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *args: (preempted.append(request), preempt(request, *args))[1]
+    scheduler._preempt_request = lambda *args, **kwargs: (preempted.append(args), preempt(*args, **kwargs))[1]
     try:
         assert same(answers(llm, prompts), plain)
     finally:
@@ -116,11 +116,11 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
     assert preempted
 
 
-def skip_moves(patch):
-    patch.setattr(TreeRunner, "_commit", lambda *_: None)
+def skip_moves(patch, runner):
+    patch.setattr(runner.rejection_sampler, "commit", lambda *_: None)
 
 
-def wrong_bit(patch):
+def wrong_bit(patch, _):
     """Rows see the first node whether or not it is an ancestor."""
     honest = DeviceTrees.stage
 
@@ -132,7 +132,7 @@ def wrong_bit(patch):
     patch.setattr(DeviceTrees, "stage", stage)
 
 
-def stale_positions(patch):
+def stale_positions(patch, _):
     """Rows at their flat positions."""
     honest = DeviceTrees.stage
 
@@ -148,7 +148,7 @@ def stale_positions(patch):
 @pytest.mark.parametrize("spoil", [skip_moves, wrong_bit, stale_positions])
 def test_controls(llm, prompts, plain, monkeypatch, spoil):
     """The negative controls: each must make the identity tests fail."""
-    spoil(monkeypatch)
+    spoil(monkeypatch, runner_of(llm))
     llm.reset_prefix_cache()
     try:
         spoiled = answers(llm, prompts)
