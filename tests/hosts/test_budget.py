@@ -72,8 +72,8 @@ def verified(monkeypatch):
     """(nodes, accepted ones) of every tree that is verified from now on."""
     trees, walker = [], TreeCPUModelRunner._walker
 
-    def counting(self, num_reqs):
-        walk_trees = walker(self, num_reqs)
+    def counting(self, step, num_reqs):
+        walk_trees = walker(self, step, num_reqs)
 
         def walk(tree, *args):
             result = walk_trees(tree, *args)
