@@ -139,7 +139,7 @@ def test_stage_rows():
     assert (positions[int(starts[1]) : int(starts[2])] == -5).all()  # no tree: the host's own positions
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 3, 4])  # of 2, no accepted row has to move
 def test_walk_and_moves(seed):
     tree = make_trees(seed=seed, vocab=2)
     num_reqs, width = tree.parents.shape
