@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -129,5 +130,8 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
 
     start.kept = []
     yield start
+    # Every engine's end collects garbage, and all that the tests have made would be looked through each time.
+    gc.collect()
+    gc.freeze()
     start.kept.clear()
     started.clear()

@@ -46,15 +46,15 @@ def target(tmp_path_factory):
 def start(engine, target):
     """``start(changes, **engine_options)``: an engine with SWIFT, or a plain one for None, kept for the session."""
     engine()  # before the others: the newest engine owns the process's metrics
+    started = {}
 
     def make(changes, **options):
-        key = json.dumps([str(target), changes, options], sort_keys=True)
-        found = {kept_key: llm for kept_key, llm in engine.kept if isinstance(kept_key, str)}
-        if key not in found:
+        key = json.dumps([changes, options], sort_keys=True)
+        if key not in started:
             speculative = {} if changes is None else {"speculative_config": {**SWIFT, **changes}}
-            engine.kept.append((key, LLM(str(target), **speculative, **{**ENGINE, **options})))
-            return engine.kept[-1][1]
-        return found[key]
+            started[key] = LLM(str(target), **speculative, **{**ENGINE, **options})
+            engine.kept.append(started[key])
+        return started[key]
 
     return make
 
@@ -246,7 +246,7 @@ def test_families(engine, family, tmp_path_factory, prompts, monkeypatch):
     tiny.write_target(path, num_layers=6, redundant={"attention": (1, 3), "mlp": (3, 4)}, family=family)
     settings = {**ENGINE, "kv_cache_memory_bytes": 16 << 20}
     llm = LLM(str(path), speculative_config={**SWIFT, "skip_ratio": 0.5}, **settings)
-    engine.kept.append((None, llm))
+    engine.kept.append(llm)
     drafter, scores = drafter_of(llm), {LayerSet(6, (1, 3), (3, 4)): [], LayerSet(6, (2, 4), (1, 2)): []}
 
     @torch.inference_mode()
@@ -290,7 +290,7 @@ def test_state_is_kept(start, prompts, tmp_path, target, engine):
     state.save(str(path))
     options = {**SWIFT, "swift_state": str(path)}
     again = LLM(str(target), speculative_config=options, **ENGINE)
-    engine.kept.append((None, again))
+    engine.kept.append(again)
     assert drafter_of(again).state.search().best == state.search().best
     assert drafter_of(again).state.search().all_steps == state.search().all_steps > 0
 
