@@ -18,9 +18,55 @@ therefore grows by E, rollback is nothing but forgetting, and row d's target C +
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 from vllm_specplug.types import KvMoves, Walk
+
+
+@dataclass(frozen=True)
+class KvScratch:
+    """Key/value of drafted nodes in a layer, outside the pages: thrown away after each round (stable KV).
+
+    Attributes:
+        key, value: ``[num_reqs * capacity, num_kv_heads, head_size]``.
+        rows: int64 ``[num_tokens]``; where this forward's rows go.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    rows: torch.Tensor
+
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put this forward's key/value in their rows; the whole scratch."""
+        self.key.index_copy_(0, self.rows, key)
+        self.value.index_copy_(0, self.rows, value)
+        return self.key, self.value
+
+
+class DraftScratch:
+    """The scratch of a drafter's attention layers: allocated on first use, anew where it must hold more rows.
+
+    Args:
+        shapes: by layer name, ``(num_kv_heads, head_size)``.
+        dtype, device: of the layers.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device | str = "cpu"):
+        self._shapes, self._dtype, self._device = dict(shapes), dtype, device
+        self._size = 0
+        self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def at(self, rows: torch.Tensor, size: int) -> dict[str, KvScratch]:
+        """By layer name, for a forward whose rows go to ``rows``; ``size`` rows are needed in all."""
+        if size > self._size:
+            self._size = size
+            for name, shape in self._shapes.items():
+                key = torch.zeros(size, *shape, dtype=self._dtype, device=self._device)
+                self._tensors[name] = (key, torch.zeros_like(key))
+        return {name: KvScratch(key, value, rows) for name, (key, value) in self._tensors.items()}
 
 
 def plan_moves(walk: Walk, row_start: torch.Tensor, compact: bool | None = None) -> KvMoves:

@@ -135,3 +135,25 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
     gc.freeze()
     start.kept.clear()
     started.clear()
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every walk of a tree in this test (the host's counters are the newest engine's)."""
+    from vllm_specplug.hosts.sampling import SampledWalk
+
+    counts: list[int] = []
+    honest = SampledWalk.__call__
+
+    def counted(self, tree, *args):
+        walk, output = honest(self, tree, *args)
+        counts.extend(walk.num_emitted[tree.num_rows > 1].tolist())
+        return walk, output
+
+    monkeypatch.setattr(SampledWalk, "__call__", counted)
+    return counts

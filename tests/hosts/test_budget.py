@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, make_prompts, runner_of, token_ids
 from vllm_specplug import costs
 from vllm_specplug.budget import PLAIN
 from vllm_specplug.hosts.catch_up import MissedRows
@@ -61,10 +61,6 @@ def plain(engine, prompts):
 
 def budget_of(llm):
     return runner_of(llm).serving_budget.budget
-
-
-def runner_of(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 @pytest.fixture

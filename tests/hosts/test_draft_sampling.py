@@ -8,11 +8,10 @@ from scipy.stats import chi2
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
-from tests.hosts.conftest import WHOLE, make_prompts, token_ids
+from tests.hosts.conftest import WHOLE, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts import draft_noise
 from vllm_specplug.hosts.draft_noise import noise_is_known
 from vllm_specplug.hosts.rejection import RejectionWalk
-from vllm_specplug.hosts.sampling import SampledWalk
 
 COUPLED = {"method": "eagle2", "num_speculative_tokens": 8, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 REJECTION = {**COUPLED, "verification": "rejection"}
@@ -27,25 +26,6 @@ def parameters(count: int, **changes) -> list[SamplingParams]:
 def test_the_host_draws_the_noise_that_is_drafted_with():
     assert noise_is_known(Sampler())
     assert not noise_is_known(Sampler(use_fp64_gumbel=True))
-
-
-@pytest.fixture
-def emitted(monkeypatch) -> list[int]:
-    """Tokens of every walk of a tree in this test."""
-    counts: list[int] = []
-    honest = SampledWalk.__call__
-
-    def counted(self, tree, *args):
-        walk, output = honest(self, tree, *args)
-        counts.extend(walk.num_emitted[tree.num_rows > 1].tolist())
-        return walk, output
-
-    monkeypatch.setattr(SampledWalk, "__call__", counted)
-    return counts
-
-
-def runner_of(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def test_coupled_drafts_keep_the_seed(engine, emitted, monkeypatch):

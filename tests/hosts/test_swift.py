@@ -15,7 +15,7 @@ from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.report import acceptance_of
 
 from tests import tiny
-from tests.hosts.conftest import ENGINE, check_prefix_cache_hits, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, check_prefix_cache_hits, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts import attention as hosts_attention
 from vllm_specplug.hosts.layer_skipping import LayerSkipping
 from vllm_specplug.kernels.tree_attention import tree_attention_reference, unpack_pages
@@ -62,10 +62,6 @@ def start(engine, target):
 @pytest.fixture(scope="module")
 def prompts():
     return make_prompts(24, seed=4)
-
-
-def runner_of(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def drafter_of(llm):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts.v2_runner import TreeRunner
 from vllm_specplug.hosts.v2_trees import DeviceTrees
 
@@ -51,10 +51,6 @@ def plain(engine, prompts):
 @pytest.fixture(scope="module")
 def llm(engine):
     return engine("eagle", TREE, **ENGINE)
-
-
-def runner_of(llm):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def test_greedy_trees(prompts, plain, llm):

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from vllm.v1.attention import selector
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.backends import overridden_backends, refuse_features
 from vllm_specplug.kernels.tree_attention import tree_attention
-
-
-@dataclass
-class KvScratch:
-    """Key/value of drafted nodes, outside the pages: thrown away after each round (stable KV).
-
-    Attributes:
-        key, value: ``[num_reqs * capacity, num_kv_heads, head_size]``.
-        rows: int64 ``[num_tokens]``; where this forward's rows go.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    rows: torch.Tensor
+from vllm_specplug.kv import KvScratch
 
 
 @dataclass
@@ -140,10 +126,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             return output
         name = layer.layer_name
         if tree.scratch is not None:
-            scratch = tree.scratch[name]
-            scratch.key[scratch.rows] = key
-            scratch.value[scratch.rows] = value
-            key, value = scratch.key, scratch.value
+            key, value = tree.scratch[name].write(key, value)
         elif tree.commit_rows is not None:
             # A copy: compiled graphs reuse the buffers of key and value.
             rows = tree.commit_rows
@@ -180,16 +163,9 @@ class TreeAttentionBackend(CPUAttentionBackend):
 _PATH = f"{TreeAttentionBackend.__module__}.{TreeAttentionBackend.__qualname__}"
 
 
-@contextlib.contextmanager
-def tree_backend_selected() -> Iterator[None]:
+def tree_backend_selected() -> AbstractContextManager[None]:
     """Attention layers built inside use our backend; other engines of the process do not."""
-    selector._cached_get_attn_backend.cache_clear()
-    register_backend(AttentionBackendEnum.CPU_ATTN, _PATH)
-    try:
-        yield
-    finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
-        selector._cached_get_attn_backend.cache_clear()
+    return overridden_backends({AttentionBackendEnum.CPU_ATTN: _PATH})
 
 
 def check_layers(layers: dict[str, object]) -> None:
@@ -202,13 +178,12 @@ def check_layers(layers: dict[str, object]) -> None:
         impl = getattr(layer, "impl", None)
         if not isinstance(impl, TreeAttentionImpl):
             raise ConfigError(f"tree speculation does not support the attention of {name} ({type(impl).__name__})")
-        for used, feature in (
+        features = (
             (impl.sliding_window != -1, "a sliding window"),
             (impl.alibi_slopes is not None, "ALiBi"),
             (impl.sinks is not None, "attention sinks"),
             (bool(impl.logits_soft_cap), "a logit soft cap"),
             (impl.is_fp8_kv_cache, "a quantised KV cache"),
             (impl.kv_sharing_target_layer_name is not None, "KV sharing between layers"),
-        ):
-            if used:
-                raise ConfigError(f"tree speculation does not support {feature} (layer {name}): use another method")
+        )
+        refuse_features(name, features)

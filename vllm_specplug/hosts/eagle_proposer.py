@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest
-from vllm_specplug.hosts.attention import KvScratch, scratch_metadata
+from vllm_specplug.hosts.attention import scratch_metadata
 from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.draft_head import DraftHead
+from vllm_specplug.hosts.drafter import RoundHooks
+from vllm_specplug.kv import DraftScratch, KvScratch
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from vllm_specplug.hosts.budgeting import ServingBudget
 
 
-class TreeEagleProposer(EagleProposer):
+class TreeEagleProposer(RoundHooks, EagleProposer):
     """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) on the host's paged draft KV.
 
     The first forward of a round is the host's own: it re-runs the drafter over the accepted
@@ -44,11 +47,13 @@ class TreeEagleProposer(EagleProposer):
         self._has_own_head = False
         self._draft_to_target: torch.Tensor | None = None
         self._first_pass: tuple[Any, ...] | None = None
-        self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         #: What the drafter has not seen of the requests, see ``catch_up``.
         self.missed = MissedRows(self.max_num_tokens)
         #: The measured budget; None with a fixed one.
         self.budget: ServingBudget | None = None
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        self.missed.finish(request_ids)
 
     # ---- loading
 
@@ -57,6 +62,8 @@ class TreeEagleProposer(EagleProposer):
         self.model.register_forward_hook(self._keep_output)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
+        shapes = {name: (impl.num_kv_heads, impl.head_size) for name, impl in self.draft_layers.items()}
+        self._scratch = DraftScratch(shapes, self.dtype)
 
     def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
         self._last_output = output
@@ -209,15 +216,7 @@ class TreeEagleProposer(EagleProposer):
         top_k, capacity = self.options.draft_top_k, self.scratch_capacity
         requests = torch.arange(num_reqs).unsqueeze(1) * capacity
         rows = (requests + torch.arange(level * top_k, (level + 1) * top_k)).flatten()
-        result = {}
-        for name, impl in self.draft_layers.items():
-            key, value = self._scratch.get(name, (None, None))
-            if key is None or key.shape[0] < num_reqs * capacity:
-                shape = (num_reqs * capacity, impl.num_kv_heads, impl.head_size)
-                key, value = torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)
-                self._scratch[name] = (key, value)
-            result[name] = KvScratch(key, value, rows)
-        return result
+        return self._scratch.at(rows, num_reqs * capacity)
 
     @property
     def scratch_capacity(self) -> int:

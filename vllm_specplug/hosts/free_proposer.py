@@ -11,17 +11,13 @@ import torch
 
 from vllm_specplug.config import TreeOptions
 from vllm_specplug.guard import Guard
+from vllm_specplug.hosts.drafter import CustomDrafter
 from vllm_specplug.proposer import DraftContext, Proposer, Remembering, find_method
 from vllm_specplug.types import Draft
 
 
-class NoHostDrafter:
-    """Stands where the host expects a drafter (its ``custom_class``) and leaves drafting to the runner."""
-
-    def __init__(self, _vllm_config: Any):
-        #: Attention layers of a draft model: there is none.
-        self.draft_layers: dict[str, Any] = {}
-        self.path_rows: torch.Tensor | None = None
+class NoHostDrafter(CustomDrafter):
+    """Stands where the host expects a drafter and leaves drafting to the runner."""
 
     def load_model(self, _target_model: torch.nn.Module) -> None:
         """Nothing to load."""

@@ -10,7 +10,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.config import host_drafter
 from vllm_specplug.hosts.draft_head import DraftHead
-from vllm_specplug.hosts.draft_noise import DraftNoise
+from vllm_specplug.hosts.drafter import CustomDrafter
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
@@ -18,23 +18,19 @@ from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
 from vllm_specplug.types import Draft
 
 
-class HostMedusaProposer:
-    """Loaded through the host's ``custom_class`` method; the runner hands it the hidden states it asks for.
+class HostMedusaProposer(CustomDrafter):
+    """The runner hands it the hidden states it asks for.
 
     The heads keep no state between steps: preemption, prefix caching and chunked prefill need no care.
     """
 
     def __init__(self, vllm_config: Any):
+        super().__init__(vllm_config)
         self.options = host_drafter(vllm_config.speculative_config.specplug)
         self.dtype = vllm_config.model_config.dtype
         self.vocab_size = vllm_config.model_config.get_vocab_size()
-        #: Attention layers of a draft model: there is none.
-        self.draft_layers: dict[str, Any] = {}
-        self.path_rows: torch.Tensor | None = None
         #: ``[num_reqs, hidden_size]``: the hidden state of each request's last accepted row; set by the runner.
         self.hidden: torch.Tensor | None = None
-        #: What requests are drafted with above temperature 0; set by the runner.
-        self.noise: DraftNoise | None = None
         self._heads: MedusaHeads | None = None
         self._lm_heads: list[DraftHead] = []
         self._target_model: torch.nn.Module | None = None
@@ -68,7 +64,7 @@ class HostMedusaProposer:
         assert self.hidden is not None
         logits = self._logits(self.hidden)
         options, num_heads = self.options, logits.shape[1]
-        sampling = None if self.noise is None else self.noise.sampling(num_heads, 1)
+        sampling = self.runner.draft_noise.sampling(num_heads, 1)
         if options.dynamic:
             return choose_tree(
                 roots,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
@@ -35,16 +37,16 @@ def is_plainly_sampled(params: SamplingParams | None) -> bool:
     return not any(shaped)
 
 
-class SettledWalk(SampledWalk):
+class SettledWalk(SampledWalk, ABC):
     """Emits what ``settle`` says; where a path ends in it, the walk goes on exactly."""
 
     _settled = torch.empty(0)
 
+    @abstractmethod
     def settle(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
     ) -> torch.Tensor:
         """Tokens to emit, int64 ``[num_reqs, any width]``, ``PADDING`` behind them (arguments as of the walk)."""
-        raise NotImplementedError
 
     def __call__(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor

@@ -21,8 +21,10 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_specplug.config import host_drafter
-from vllm_specplug.hosts.attention import KvScratch, scratch_metadata
+from vllm_specplug.hosts.attention import scratch_metadata
+from vllm_specplug.hosts.drafter import CustomDrafter
 from vllm_specplug.hosts.layer_skipping import LayerSkipping
+from vllm_specplug.kv import DraftScratch
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
@@ -55,21 +57,16 @@ class _Open(NamedTuple):
     stream: str
 
 
-class HostSwiftProposer:
-    """Loaded through the host's ``custom_class`` method; the runner calls ``begin_round`` and ``end_round`` around."""
+class HostSwiftProposer(CustomDrafter):
+    """The target itself, with layers left out; it looks for better layer sets at the end of a round."""
 
     def __init__(self, vllm_config: Any):
+        super().__init__(vllm_config)
         self.vllm_config = vllm_config
         self.options: SwiftOptions = host_drafter(vllm_config.speculative_config.specplug)
         self.max_model_len = vllm_config.model_config.max_model_len
-        #: Attention layers of a draft model: there is none.
-        self.draft_layers: dict[str, Any] = {}
-        self.path_rows: torch.Tensor | None = None
-        #: Set by the runner.
-        self.runner: Any = None
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
         self._wanted = np.zeros(0, dtype=bool)
-        self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         #: Rows of the scratch that belong to each place in the batch.
         self._capacity = max(self.options.draft_depth, self.options.context_window)
         self._open: dict[str, _Open] = {}
@@ -84,6 +81,8 @@ class HostSwiftProposer:
         self._skipping = LayerSkipping(target_model)
         names = self._skipping.attention_names()
         self._layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, names)
+        shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in self._layers.items()}
+        self._scratch = DraftScratch(shapes, self.vllm_config.model_config.dtype)
         options, path = self.options.search_options(self._skipping.num_layers), self.options.swift_state
         self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
         self.state.search()
@@ -91,7 +90,6 @@ class HostSwiftProposer:
     # ---- one round
 
     def begin_round(self, wanted: np.ndarray) -> None:
-        """The step's tokens are known; ``wanted`` bool ``[num_reqs]`` is false for requests that take no draft."""
         self._wanted = wanted
         batch = self.runner.input_batch
         for place, request_id in enumerate(batch.req_ids):
@@ -104,7 +102,7 @@ class HostSwiftProposer:
                 acceptance.accepted += new - 1
 
     def end_round(self, step_began: float) -> None:
-        """Look for better layer sets, if there is time; ``step_began`` by ``time.perf_counter``."""
+        """Look for better layer sets, if there is time."""
         request_ids, seconds = self.runner.input_batch.req_ids, time.perf_counter() - step_began
         self.ledger.serve(request_ids, seconds)
         begin = time.perf_counter()
@@ -115,7 +113,6 @@ class HostSwiftProposer:
             self.state.save_now_and_then(self.options.swift_state)
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """Forget requests that have ended."""
         self.ledger.finish(request_ids)
         for request_id in request_ids:
             self._open.pop(request_id, None)
@@ -274,7 +271,7 @@ class HostSwiftProposer:
             width,
             start.to(torch.int32),
             mask,
-            self._scratch_rows(batch.num_reqs * self._capacity, rows),
+            self._scratch.at(rows, batch.num_reqs * self._capacity),
         )
         with (
             self._skipping.left_out(layer_set),
@@ -293,11 +290,3 @@ class HostSwiftProposer:
                 inputs_embeds=None,
             )
         return self._model.compute_logits(hidden)
-
-    def _scratch_rows(self, size: int, rows: torch.Tensor) -> dict[str, KvScratch]:
-        if not self._scratch or next(iter(self._scratch.values()))[0].shape[0] < size:
-            dtype = self.vllm_config.model_config.dtype
-            for name, layer in self._layers.items():
-                shape = (size, layer.impl.num_kv_heads, layer.impl.head_size)
-                self._scratch[name] = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-        return {name: KvScratch(key, value, rows) for name, (key, value) in self._scratch.items()}

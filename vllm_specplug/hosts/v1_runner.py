@@ -20,15 +20,15 @@ from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.budgeting import ServingBudget
 from vllm_specplug.hosts.draft_noise import DraftNoise
+from vllm_specplug.hosts.drafter import CustomDrafter
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.flat_draft import FlatDraft, flatten
-from vllm_specplug.hosts.free_proposer import HostFreeDrafting, NoHostDrafter, context_of
+from vllm_specplug.hosts.free_proposer import HostFreeDrafting, context_of
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.rejection import RejectionWalk
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
-from vllm_specplug.hosts.swift_proposer import HostSwiftProposer
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
@@ -64,7 +64,7 @@ class StagedStep:
 class TreeCPUModelRunner(CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    drafter: TreeEagleProposer | NoHostDrafter | HostMedusaProposer | HostSwiftProposer
+    drafter: TreeEagleProposer | CustomDrafter
 
     def __init__(self, vllm_config: Any, device: torch.device):
         with custom_processors_hidden(vllm_config.model_config):
@@ -72,8 +72,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
             self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
-        if isinstance(self.drafter, HostSwiftProposer):
-            self.drafter.runner = self
+        self.drafter.runner = self
         self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
         # Every rank does the same; one of them tells.
@@ -90,8 +89,6 @@ class TreeCPUModelRunner(CPUModelRunner):
         self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
         self._has_custom_processors = restore_processors(self)
         self.draft_noise = DraftNoise(self, options, self._has_custom_processors)
-        if isinstance(self.drafter, HostMedusaProposer):
-            self.drafter.noise = self.draft_noise
         self.serving_budget = ServingBudget.of(self, options)
         if isinstance(self.drafter, TreeEagleProposer):
             self.drafter.budget = self.serving_budget
@@ -124,10 +121,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         for req_id in scheduler_output.finished_req_ids:
             self._drafts.pop(req_id, None)
         self.draft_noise.finish(scheduler_output.finished_req_ids)
-        if isinstance(self.drafter, TreeEagleProposer):
-            self.drafter.missed.finish(scheduler_output.finished_req_ids)
-        if isinstance(self.drafter, HostSwiftProposer):
-            self.drafter.finish(scheduler_output.finished_req_ids)
+        self.drafter.finish(scheduler_output.finished_req_ids)
         if self._host_free is not None:
             self._host_free.finish(scheduler_output.finished_req_ids)
         if self.serving_budget is not None:
@@ -327,8 +321,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         if isinstance(self.drafter, HostMedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
-        if isinstance(self.drafter, HostSwiftProposer):
-            self.drafter.begin_round(wanted)
+        self.drafter.begin_round(wanted)
         draft_by_host = functools.partial(
             super().propose_draft_token_ids,
             scheduler_output,
@@ -358,8 +351,7 @@ class TreeCPUModelRunner(CPUModelRunner):
                 draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
         flat = self._remember(draft)
-        if isinstance(self.drafter, HostSwiftProposer):
-            self._draft_guard.run(functools.partial(self.drafter.end_round, self._verify_start))
+        self._draft_guard.run(functools.partial(self.drafter.end_round, self._verify_start))
         if self.serving_budget is not None:
             self.serving_budget.end_round()
         return flat

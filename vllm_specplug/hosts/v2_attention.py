@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -22,6 +20,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.backends import overridden_backends, refuse_features
 from vllm_specplug.hosts.v2_trees import DeviceTreeRows
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 
@@ -60,10 +59,7 @@ class TreeImpl:
         if tree is None:
             return output
         if tree.scratch is not None:
-            scratch = tree.scratch[layer.layer_name]
-            scratch.key.index_copy_(0, scratch.rows, key)
-            scratch.value.index_copy_(0, scratch.rows, value)
-            key, value = scratch.key, scratch.value
+            key, value = tree.scratch[layer.layer_name].write(key, value)
         tree_attention(
             query,
             output,
@@ -121,19 +117,9 @@ def _overrides() -> dict[AttentionBackendEnum, str]:
     return {AttentionBackendEnum.TRITON_ATTN: _TRITON, AttentionBackendEnum.FLASH_ATTN: _FLASH}
 
 
-@contextlib.contextmanager
-def device_tree_backends() -> Iterator[None]:
+def device_tree_backends() -> AbstractContextManager[None]:
     """Attention layers built inside use our backends; other engines of the process do not."""
-    selector._cached_get_attn_backend.cache_clear()
-    overrides = _overrides()
-    for backend, path in overrides.items():
-        register_backend(backend, path)
-    try:
-        yield
-    finally:
-        for backend in overrides:
-            backend.clear_override()
-        selector._cached_get_attn_backend.cache_clear()
+    return overridden_backends(_overrides())
 
 
 def check_layers(layers: dict[str, Any]) -> None:
@@ -149,13 +135,12 @@ def check_layers(layers: dict[str, Any]) -> None:
                 f"tree speculation does not support the attention of {name} ({type(impl).__name__}): use "
                 "--attention-backend FLASH_ATTN or TRITON_ATTN"
             )
-        for used, feature in (
+        features = (
             (tuple(impl.sliding_window) != (-1, -1), "a sliding window"),
             (impl.alibi_slopes is not None, "ALiBi"),
             (getattr(impl, "sinks", None) is not None, "attention sinks"),
             (bool(impl.logits_soft_cap), "a logit soft cap"),
             (impl.kv_cache_dtype.startswith(("fp8", "int")), "a quantised KV cache"),
             (impl.kv_sharing_target_layer_name is not None, "KV sharing between layers"),
-        ):
-            if used:
-                raise ConfigError(f"tree speculation does not support {feature} (layer {name}): use another method")
+        )
+        refuse_features(name, features)

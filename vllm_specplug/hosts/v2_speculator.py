@@ -15,7 +15,8 @@ from vllm_specplug.config import host_drafter
 from vllm_specplug.draft_sampling import Children, likeliest
 from vllm_specplug.hosts.v2_attention import LevelMetadata
 from vllm_specplug.hosts.v2_growth import Growth
-from vllm_specplug.hosts.v2_trees import DeviceTreeRows, DeviceTrees, LevelScratch
+from vllm_specplug.hosts.v2_trees import DeviceTreeRows, DeviceTrees
+from vllm_specplug.kv import DraftScratch, KvScratch
 from vllm_specplug.layout import ancestor_bits
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
@@ -41,7 +42,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         self._growth = Growth(self._grow, self.max_num_reqs)
         self._draft_head: torch.Tensor | None = None
         self._draft_to_target: torch.Tensor | None = None
-        self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scratch: DraftScratch | None = None
 
     # ---- loading
 
@@ -152,18 +153,14 @@ class TreeEagleSpeculator(EagleSpeculator):
         """Nodes that one request feeds in a round."""
         return self.options.draft_top_k * max(self.options.draft_depth - 1, 1)
 
-    def scratch(self, rows: torch.Tensor) -> dict[str, LevelScratch]:
+    def scratch(self, rows: torch.Tensor) -> dict[str, KvScratch]:
         """Scratch of every draft layer for the nodes that go to ``rows``; allocated once, for all requests."""
-        if not self._scratch:
-            layers = get_layers_from_vllm_config(
-                self.vllm_config, AttentionLayerBase, list(self.draft_attn_layer_names)
-            )
-            for name, layer in layers.items():
-                impl = layer.impl
-                shape = (self.max_num_reqs * self.scratch_capacity, impl.num_kv_heads, impl.head_size)
-                key = torch.zeros(shape, dtype=self.dtype, device=self.device)
-                self._scratch[name] = (key, torch.zeros_like(key))
-        return {name: LevelScratch(key, value, rows) for name, (key, value) in self._scratch.items()}
+        if self._scratch is None:
+            names = list(self.draft_attn_layer_names)
+            layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, names)
+            shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()}
+            self._scratch = DraftScratch(shapes, self.dtype, self.device)
+        return self._scratch.at(rows, self.max_num_reqs * self.scratch_capacity)
 
 
 class _Levels:

@@ -12,23 +12,10 @@ import numpy as np
 import torch
 
 from vllm_specplug.kernels.triton_round import stage_rows, store_trees
+from vllm_specplug.kv import KvScratch
 from vllm_specplug.layout import WORD_BITS, ancestor_bits, ancestor_mask
 from vllm_specplug.tree import depths_from_parents, valid_rows
 from vllm_specplug.types import PADDING, TokenTree
-
-
-@dataclass
-class LevelScratch:
-    """Key/value of drafted nodes, outside the pages: thrown away after each round (stable KV).
-
-    Attributes:
-        key, value: ``[num_reqs * capacity, num_kv_heads, head_size]``.
-        rows: int64 ``[num_tokens]``; where this forward's rows go.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    rows: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,7 @@ class DeviceTreeRows:
     max_query_len: int
     max_context_len: int | None
     all_rows: bool
-    scratch: dict[str, LevelScratch] | None = None
+    scratch: dict[str, KvScratch] | None = None
 
 
 class DeviceTrees:
