@@ -5,7 +5,7 @@ import torch
 
 from tests.unit import oracle
 from tests.unit.oracle_tensors import emitted, to_tree
-from vllm_specplug.kv import apply_moves, plan_moves
+from vllm_specplug.kv import DraftScratch, apply_moves, plan_moves
 from vllm_specplug.seed import plan_reseed
 from vllm_specplug.types import PADDING
 from vllm_specplug.walk import walk_tokens
@@ -84,3 +84,13 @@ def test_reseed_plan_on_2000_walks(batch):
         assert plan.target_rows[request].tolist() == [start + d for d in range(len(tokens))] + [PADDING] * behind
         assert plan.token_ids[request].tolist() == tokens + [PADDING] * behind
         assert plan.next_token_ids[request] == (tokens[-1] if tokens else PADDING)
+
+
+def test_scratch_is_allocated_once_and_grows():
+    scratch = DraftScratch({"a": (2, 4), "b": (1, 8)}, torch.float32)
+    rows = torch.tensor([3, 1])
+    first = scratch.at(rows, 4)
+    written, _ = first["a"].write(torch.ones(2, 2, 4), torch.zeros(2, 2, 4))
+    assert written[rows].eq(1).all() and written[[0, 2]].eq(0).all()
+    assert scratch.at(torch.tensor([0]), 4)["a"].key is first["a"].key
+    assert scratch.at(rows, 6)["b"].key.shape == (6, 1, 8)
