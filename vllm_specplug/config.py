@@ -20,6 +20,8 @@ MAX_NUM_SPECULATIVE_TOKENS = 255
 MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
 
+#: What a verified node must be worth with a fixed budget: a further row costs about 5% of a plain step (CPU).
+DEFAULT_NODE_FLOOR = 0.06
 VERIFICATIONS = ("exact", "typical", "rejection")
 BUDGETS = ("measured", "fixed")
 
@@ -130,7 +132,7 @@ class Eagle2Options(TreeOptions):
     @property
     def node_floor(self) -> float:
         """``min_node_value``, its default resolved."""
-        return _or(self.min_node_value, 0.06 if self.budget == "fixed" else 0.0)
+        return _or(self.min_node_value, DEFAULT_NODE_FLOOR if self.budget == "fixed" else 0.0)
 
     @property
     def level_floor(self) -> float:

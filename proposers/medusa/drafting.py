@@ -52,6 +52,7 @@ def choose_tree(
     *,
     num_nodes: int,
     draft_top_k: int,
+    min_node_value: float = 0.0,
     sampling: DraftSampling | None = None,
 ) -> Draft:
     """Keep the ``num_nodes`` combinations with the largest product of head probabilities.
@@ -60,6 +61,7 @@ def choose_tree(
         root_token_ids, logits, draft_ids, sampling: as in ``fill_tree``.
         num_nodes: nodes to keep.
         draft_top_k: guesses per head, and nodes extended per level.
+        min_node_value: nodes of a lower value are not kept.
     """
     num_reqs, num_heads, _ = logits.shape
     levels = _children(logits, draft_ids, draft_top_k, sampling)
@@ -70,7 +72,7 @@ def choose_tree(
         beam = next_beam(pool, draft_top_k)
         shape = (num_reqs, beam.shape[1], draft_top_k)
         expand(pool, beam, level.token_ids.unsqueeze(1).expand(shape), level.log_probs.unsqueeze(1).expand(shape))
-    return _with_proposal(rerank_draft(pool, root_token_ids, num_nodes)[0], levels)
+    return _with_proposal(rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0], levels)
 
 
 def _children(

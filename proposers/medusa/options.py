@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from vllm_specplug.config import (
+    DEFAULT_NODE_FLOOR,
     MAX_DRAFT_DEPTH,
     MAX_DRAFT_TOP_K,
     ConfigError,
     TreeOptions,
     require_bool,
     require_int,
+    require_number,
     require_string,
     resolve_drafter,
 )
@@ -38,6 +40,7 @@ class MedusaOptions(TreeOptions):
             (EAGLE-2's value), instead of a fixed shape.
         draft_depth: levels of the tree, one head each; by default as many as there are heads.
         draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
+        min_node_value: with ``dynamic``: nodes of a lower value are not verified; by default 0.06 with a fixed budget.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
     """
 
@@ -50,6 +53,7 @@ class MedusaOptions(TreeOptions):
     dynamic: bool = False
     draft_depth: int | None = None
     draft_top_k: int | None = None
+    min_node_value: float | None = None
     coupled: bool = True
 
     def __post_init__(self) -> None:
@@ -61,14 +65,24 @@ class MedusaOptions(TreeOptions):
             require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         if self.draft_top_k is not None:
             require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
-            if not self.dynamic:
-                raise ConfigError("draft_top_k is for dynamic trees: set dynamic to true, or leave draft_top_k out")
+        if self.min_node_value is not None:
+            require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        for key in ("draft_top_k", "min_node_value"):
+            if getattr(self, key) is not None and not self.dynamic:
+                raise ConfigError(f"{key} is for dynamic trees: set dynamic to true, or leave {key} out")
         if isinstance(self.tree, str):
             require_string("tree", self.tree)
         elif self.tree is not None:
             object.__setattr__(self, "tree", check_paths(self.tree, "tree"))
         if self.tree is not None and self.dynamic:
             raise ConfigError("dynamic trees have no fixed shape: leave out either tree or dynamic")
+
+    @property
+    def node_floor(self) -> float:
+        """``min_node_value``, its default resolved."""
+        if self.min_node_value is not None:
+            return self.min_node_value
+        return DEFAULT_NODE_FLOOR if self.dynamic and self.budget == "fixed" else 0.0
 
 
 def resolve(options: MedusaOptions, target_hidden_size: int, target_vocab_size: int) -> MedusaOptions:

@@ -247,6 +247,8 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
         ({"tree": "nowhere.json"}, "cannot be read"),
         ({"tree": [[0]], "dynamic": True}, "leave out either tree or dynamic"),
         ({"draft_top_k": 3}, "set dynamic to true"),
+        ({"min_node_value": 0.1}, "min_node_value is for dynamic trees: set dynamic to true"),
+        ({"dynamic": True, "min_node_value": 0.6}, "min_node_value=0.6"),
         ({"draft_depth": 4}, r"asks for more heads than .* has \(3\)"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,6 +145,8 @@ def test_resolution_settles_tree_depth_and_nodes(tmp_path):
     assert (dynamic.num_speculative_tokens, dynamic.draft_top_k, dynamic.tree) == (8, 8, None)
     with pytest.raises(ConfigError, match="draft_depth=4 asks for more heads"):
         resolve(MedusaOptions(model=path, draft_depth=4), HIDDEN, VOCAB)
+    assert (dynamic.node_floor, replace(dynamic, min_node_value=0.2).node_floor) == (0.06, 0.2)
+    assert MedusaOptions(model=path).node_floor == replace(dynamic, budget="measured").node_floor == 0
     with pytest.raises(ConfigError, match="dynamic must be true or false"):
         MedusaOptions(model=path, dynamic="yes")
 
@@ -230,9 +234,10 @@ def test_a_fixed_shape_is_filled_by_rank():
     assert tree.parents[0].tolist() == [-1, 0, 0, 1, 3] and tree.num_rows.tolist() == [5, 5]
 
 
-def test_chosen_nodes_are_the_likeliest_products():
+@pytest.mark.parametrize("floor", [0.0, 0.06])
+def test_chosen_nodes_are_the_likeliest_products(floor):
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(2)) * 2
-    tree = choose_tree(torch.tensor([0, 0]), logits, None, num_nodes=12, draft_top_k=6).tree
+    tree = choose_tree(torch.tensor([0, 0]), logits, None, num_nodes=12, draft_top_k=6, min_node_value=floor).tree
     log_probs = logits.log_softmax(-1)
     for r in range(2):
         worth = {
@@ -244,7 +249,10 @@ def test_chosen_nodes_are_the_likeliest_products():
         for row in range(1, int(tree.num_rows[r])):
             paths.append((*paths[int(tree.parents[r, row])], int(tree.token_ids[r, row])))
             drafted[paths[-1]] = worth[paths[-1]]
-        assert set(drafted) == set(sorted(worth, key=worth.get, reverse=True)[:12])
+        best = sorted(worth, key=worth.get, reverse=True)[:12]
+        kept = {path for path in best if math.exp(worth[path]) >= floor}
+        assert set(drafted) == kept
+        assert (len(kept) == 12) == (floor == 0)
 
 
 # ---- ranks and calibration

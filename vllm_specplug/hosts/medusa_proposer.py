@@ -72,6 +72,7 @@ class HostMedusaProposer(CustomDrafter):
                 self._draft_ids,
                 num_nodes=options.num_speculative_tokens,
                 draft_top_k=options.draft_top_k,
+                min_node_value=options.node_floor,
                 sampling=sampling,
             )
         return fill_tree(roots, logits, self._draft_ids, options.tree, sampling)
