@@ -50,6 +50,8 @@ def llm(engine):
 def test_greedy_trees(llm, prompts, plain, monkeypatch):
     """And no value is read back between the sampled rows and the next drafts."""
     assert isinstance(runner_of(llm).speculator, TreeMedusaSpeculator)
+    # Else the host would choose its V1 runner where nothing else is asked for.
+    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
     rounds = watch_rounds(llm, monkeypatch)
     assert same(answers(llm, prompts), plain)
     assert len(rounds) > 4
