@@ -77,6 +77,14 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
     check_preemption(engine("medusa", TREE, **SCARCE), prompts, plain)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [TREE, DYNAMIC], ids=["static", "dynamic"])
+def test_cuda_graphs(engine, prompts, plain, shape):
+    """Verification and the heads from recorded graphs."""
+    llm = engine("medusa", shape, enforce_eager=False, async_scheduling=True, **ENGINE)
+    assert same(answers(llm, prompts), plain)
+
+
 def tau(llm, prompts, plain, monkeypatch):
     """Tokens of a walk; the answers must be plain decoding's.  (The host's counters are the newest engine's.)"""
     runner, emitted = runner_of(llm), []
