@@ -120,10 +120,11 @@ def same(ours, theirs):
 def check_prefix_cache_hits(plainly, llm, prompts):
     """Requests that go on behind their answers, on blocks whose key/value came from accepted paths."""
     first, _ = plainly(prompts)
-    assert answers(llm, prompts)[0] == first
+    prompts = prompts[:2]
+    assert answers(llm, prompts)[0] == first[:2]
     grown = [
         {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
-        for prompt, answer in zip(prompts[:2], first, strict=False)
+        for prompt, answer in zip(prompts, first, strict=False)
     ]
     outputs = llm.generate(grown, GREEDY, use_tqdm=False)
     assert sum(output.num_cached_tokens for output in outputs) >= 2 * 16

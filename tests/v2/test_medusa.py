@@ -103,15 +103,6 @@ def tau(llm, prompts, plain, monkeypatch):
 
 def test_control_with_the_wrong_hidden_row(llm, prompts, plain, monkeypatch):
     """Heads that see a row of the flat prefix, not of the path, accept less; nothing else changes."""
-    honest = tau(llm, prompts[:2], plain, monkeypatch)
+    honest = tau(llm, prompts[:1], plain, monkeypatch)
     monkeypatch.setattr(DeviceTrees, "accepted_rows", lambda self, rows: rows)
-    assert tau(llm, prompts[:2], plain, monkeypatch) < 0.9 * honest
-
-
-def test_control_without_the_moves(llm, prompts, plain, monkeypatch):
-    monkeypatch.setattr(runner_of(llm).rejection_sampler, "commit", lambda *_: None)
-    llm.reset_prefix_cache()
-    try:
-        assert not same(answers(llm, prompts), plain)
-    finally:
-        llm.reset_prefix_cache()  # of what was computed wrongly
+    assert tau(llm, prompts[:1], plain, monkeypatch) < 0.9 * honest
