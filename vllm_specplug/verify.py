@@ -43,10 +43,49 @@ def tree_attention(
     # 0 * NaN is NaN: values never written must be cleared, for the mask only makes their weights 0.
     value = value.where(torch.cat([in_context, row_is_valid], dim=1)[:, :, None, None], 0)
 
-    group_size = num_heads // key.shape[2]
+    return partial_attention(query, key, value, visible, scale)[0].to(query.dtype)
+
+
+def partial_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to some of a row's keys, with what ``merge_attention`` needs to add the others.
+
+    Args:
+        query: float ``[num_reqs, num_rows, num_heads, head_dim]``.
+        key, value: float ``[num_reqs, num_keys, num_kv_heads, head_dim]``; NaN only in keys that no row sees.
+        visible: bool ``[num_reqs, num_rows, num_keys]``.
+        scale: factor of the scores.
+
+    Returns:
+        Outputs like ``query``, float32 or wider, and float ``[num_reqs, num_rows, num_heads]``: the log of the sum of
+        the exponentials of the scores.  A row that sees nothing gets 0 and -inf.
+    """
+    group_size = query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(group_size, dim=2), value.repeat_interleave(group_size, dim=2)
     compute = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("rihd,rjhd->rhij", query.to(compute), key.to(compute)) * scale
-    weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(dim=3)
-    weights = weights.where(row_is_valid[:, None, :, None], 0)  # A padding row sees nothing: its softmax is NaN.
-    return torch.einsum("rhij,rjhd->rihd", weights, value.to(compute)).to(query.dtype)
+    scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    # The softmax of a row that sees nothing is NaN.
+    weights = scores.softmax(dim=3).where(visible.any(dim=2)[:, None, :, None], 0)
+    return torch.einsum("rhij,rjhd->rihd", weights, value.to(compute)), scores.logsumexp(dim=3).transpose(1, 2)
+
+
+def merge_attention(
+    output: torch.Tensor, log_sum_exp: torch.Tensor, other: torch.Tensor, other_log_sum_exp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to two disjoint sets of keys, from the attention to each (see ``partial_attention``).
+
+    Args:
+        output, other: float ``[..., head_dim]``; read only where their own set shows something.
+        log_sum_exp, other_log_sum_exp: float ``[...]``; -inf where the set shows nothing.
+
+    Returns:
+        The same of both sets together: as if all keys had stood in one softmax.
+    """
+    parts, sums = torch.stack([output, other]), torch.stack([log_sum_exp, other_log_sum_exp])
+    shown = sums > float("-inf")
+    # Shares from differences to the larger sum: of large sums, their merged one is rounded too much.
+    weights = (sums - sums.amax(dim=0).nan_to_num(neginf=0.0)).exp()
+    shares = (weights / weights.sum(dim=0)).unsqueeze(-1)
+    return (parts * shares).where(shown.unsqueeze(-1), 0).sum(dim=0), torch.logaddexp(log_sum_exp, other_log_sum_exp)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest, stack_candidates
 from vllm_specplug.tree import expand, new_pool, next_beam, rerank_draft, static_tree
@@ -31,18 +33,41 @@ def fill_tree(
     """
     if sampling is not None:
         paths = in_draw_order(paths)
-    ranks = max(max(path) for path in paths) + 1
-    levels = _children(logits, draft_ids, ranks, sampling)
+    levels = _children(logits, draft_ids, max(max(path) for path in paths) + 1, sampling)
     token_ids = torch.stack([level.token_ids for level in levels], dim=1)
     log_probs = torch.stack([level.log_probs for level in levels], dim=1)
-    heads = torch.tensor([len(path) - 1 for path in paths])
-    last = torch.tensor([path[-1] for path in paths])
-    parents = parents_of(paths)
-    tree = static_tree(root_token_ids, token_ids[:, heads, last], parents)
-    log_values = [log_probs.new_zeros(log_probs.shape[0])]
-    for parent, own in zip(parents, log_probs[:, heads, last].unbind(1), strict=True):
-        log_values.append(log_values[parent] + own)
-    return _with_proposal(Draft(tree, torch.stack(log_values, dim=1)), levels)
+    guesses = _guesses_of(paths, len(levels), logits.device)
+    tree = static_tree(root_token_ids, token_ids[:, guesses.heads, guesses.ranks], parents_of(paths))
+    along_paths = log_probs[:, torch.arange(len(levels), device=logits.device), guesses.path_ranks]
+    # A child adds a number <= 0 to its parent's sum, in the same order: it is never worth more.
+    log_values = along_paths.masked_fill(~guesses.on_path, 0.0).sum(dim=2)
+    return _with_proposal(Draft(tree, pad(log_values, (1, 0))), levels)
+
+
+@dataclass(frozen=True)
+class _Guesses:
+    """Which guesses of which heads stand along the paths of a shape.
+
+    Attributes:
+        heads, ranks: int64 ``[num_nodes]``; the node's own head and the rank of its guess.
+        path_ranks: int64 ``[num_nodes, num_heads]``; the rank of each head's guess along the node's path; 0 behind it.
+        on_path: bool ``[num_nodes, num_heads]``; false behind it.
+    """
+
+    heads: torch.Tensor
+    ranks: torch.Tensor
+    path_ranks: torch.Tensor
+    on_path: torch.Tensor
+
+
+@lru_cache(maxsize=64)
+def _guesses_of(paths: Paths, num_heads: int, device: torch.device) -> _Guesses:
+    """One upload per shape and device: a round on a GPU takes nothing from the host."""
+    lens = torch.tensor([len(path) for path in paths])
+    padded = torch.tensor([[*path, *[0] * (num_heads - len(path))] for path in paths])
+    on_path = torch.arange(num_heads) < lens.unsqueeze(1)
+    ranks = torch.tensor([path[-1] for path in paths])
+    return _Guesses(*(values.to(device) for values in (lens - 1, ranks, padded, on_path)))
 
 
 def choose_tree(

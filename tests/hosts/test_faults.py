@@ -13,7 +13,7 @@ from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from tests import tiny
 from tests.hosts.conftest import TREE, make_prompts, token_ids
 from vllm_specplug.guard import Guard
-from vllm_specplug.hosts import eagle_proposer, medusa_proposer
+from vllm_specplug.hosts import eagle_proposer, medusa_heads
 from vllm_specplug.types import Draft, TokenTree
 
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 8}
@@ -81,7 +81,7 @@ def expected(engines):
 @pytest.mark.parametrize("method", ["eagle2", "medusa"])
 def test_faulty_drafts(engines, expected, monkeypatch, method, fault):
     """Every other draft is faulty; each costs that step's draft."""
-    module, name = {"eagle2": (eagle_proposer, "grow_tree"), "medusa": (medusa_proposer, "fill_tree")}[method]
+    module, name = {"eagle2": (eagle_proposer, "grow_tree"), "medusa": (medusa_heads, "fill_tree")}[method]
     honest, calls = getattr(module, name), []
 
     def sometimes(*args, **kwargs):
@@ -103,8 +103,7 @@ def test_faulty_scores(engines, expected, monkeypatch, method, wrong):
     proposer = engines[
         method
     ].llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    name = "_score" if method == "eagle2" else "_logits"
-    honest, calls = getattr(proposer, name), []
+    calls = []
 
     def faulty(logits: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -113,7 +112,8 @@ def test_faulty_scores(engines, expected, monkeypatch, method, wrong):
         return torch.full_like(logits, float("nan" if wrong == "nan" else "inf"))
 
     if method == "medusa":
-        monkeypatch.setattr(proposer, name, lambda hidden: faulty(honest(hidden)))
+        honest = proposer.heads._logits
+        monkeypatch.setattr(proposer.heads, "_logits", lambda hidden: faulty(honest(hidden)))
     else:
         compute = proposer.model.compute_logits
         monkeypatch.setattr(proposer.model, "compute_logits", lambda hidden: faulty(compute(hidden)))

@@ -21,7 +21,8 @@ def test_the_smallest_graph_that_fits_is_replayed():
 
     growth = Growth(grow, 6)
     assert growth(2, torch.ones(2, 4))[0].shape == (2, 3) and eager == [2]
-    own = growth._block_table = torch.zeros(6, 5)
+    own = torch.zeros(6, 5)
+    growth._inputs = (own,)
     growth._recorded = {size: (Graph(size), (torch.ones(size, 3), torch.ones(size, 3))) for size in (1, 4)}
     token_ids, parents = growth(3, torch.ones(3, 4))
     assert token_ids.shape == parents.shape == (3, 3)

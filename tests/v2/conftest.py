@@ -27,7 +27,29 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
-from tests.hosts.conftest import checkpoints, cost_models, engine  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+
+from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
+
+#: With logprobs: an error in the key/value shows there long before it changes a token.
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+SAMPLED = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1.2, seed=2, top_k=9, top_p=0.9, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, min_p=0.05, logit_bias={7: 2.0}, max_tokens=6, min_tokens=3),
+]
+#: What depends on the tokens before: sampled depth by depth.
+WITH_HISTORY = [
+    SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.4, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, frequency_penalty=0.8, presence_penalty=0.5, max_tokens=6, ignore_eos=True),
+]
+#: Blocks of 16 tokens, so that contexts span several and requests are short: the interpreter is slow.
+ENGINE = {"block_size": 16}
+#: The host's CPU attention takes no smaller ones.
+PLAIN = {"block_size": 32}
+#: Too few blocks for the requests, and too few tokens for their prompts.
+SCARCE = {"max_model_len": 96, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 24, "max_num_seqs": 3, **ENGINE}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,3 +61,110 @@ def host_without_its_top_k_kernel():
         if not torch.cuda.is_available():
             patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
         yield
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    return make_prompts(3, longest=40)
+
+
+@pytest.fixture(scope="session")
+def plainly(engine):  # noqa: F811
+    """``plainly(prompts, params)``: the answers of plain decoding, each asked for once."""
+    known = {}
+
+    def ask(prompts, params=GREEDY):
+        key = repr((prompts, params))
+        if key not in known:
+            known[key] = answers(engine(**PLAIN), prompts, params)
+        return known[key]
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def plain(plainly, prompts):
+    return plainly(prompts)
+
+
+@pytest.fixture(scope="session")
+def features(checkpoints, prompts, plain, tmp_path_factory):  # noqa: F811
+    """Files of the target's features over those answers: heads fitted to them accept often."""
+    from vllm_specplug.proposers.eagle3.head import layer_ids
+    from vllm_specplug.proposers.training.answers import Answer
+    from vllm_specplug.proposers.training.features import extract
+
+    rows = [Answer("tiny", one["prompt_token_ids"], out[0]) for one, out in zip(prompts, plain[0], strict=True)]
+    folder, layers = tmp_path_factory.mktemp("features"), layer_ids({"num_hidden_layers": 2})
+    return extract(str(checkpoints["target"]), rows, folder, layers=layers, progress=False)
+
+
+def answers(llm, prompts, params=GREEDY):
+    """Token ids of every answer, and the log-probability of every token."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    logprobs = [
+        [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)]
+        for one in (output.outputs[0] for output in outputs)
+        if one.logprobs is not None
+    ]
+    return token_ids(outputs), logprobs
+
+
+def same(ours, theirs):
+    """Equal tokens, and logprobs that differ by rounding only."""
+    return ours[0] == theirs[0] and all(
+        mine == pytest.approx(his, abs=1e-4) for mine, his in zip(ours[1], theirs[1], strict=True)
+    )
+
+
+def check_prefix_cache_hits(plainly, llm, prompts):
+    """Requests that go on behind their answers, on blocks whose key/value came from accepted paths."""
+    first, _ = plainly(prompts)
+    prompts = prompts[:2]
+    assert answers(llm, prompts)[0] == first[:2]
+    grown = [
+        {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
+        for prompt, answer in zip(prompts, first, strict=False)
+    ]
+    outputs = llm.generate(grown, GREEDY, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in outputs) >= 2 * 16
+    assert token_ids(outputs) == plainly(grown)[0]
+
+
+def check_preemption(llm, prompts, expected):
+    """The same answers from an engine that is ``SCARCE``."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempted = []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **kwargs: (preempted.append(args), preempt(*args, **kwargs))[1]
+    try:
+        assert same(answers(llm, prompts), expected)
+    finally:
+        scheduler._preempt_request = preempt
+    assert preempted
+
+
+class NoLookAtTheDevice(TorchDispatchMode):
+    """Fails on what would make the host wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"), name
+        return func(*args, **(kwargs or {}))
+
+
+def watch_rounds(llm, monkeypatch):
+    """Verification and drafting look at no value from now on; the list grows by one with each of them."""
+    runner, rounds = runner_of(llm), []
+
+    def watched(function):
+        def call(*args, **kwargs):
+            rounds.append(function)
+            with NoLookAtTheDevice():
+                return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(runner, "rejection_sampler", watched(runner.rejection_sampler))
+    monkeypatch.setattr(runner.speculator, "_growth", watched(runner.speculator._growth))
+    return rounds

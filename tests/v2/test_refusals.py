@@ -21,7 +21,9 @@ def test_host_has_the_seams():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"method": "lookup", "model": None}, "'lookup'"),
+        ({"method": "lookup", "model": None}, "'lookup'.*use eagle2, hass or medusa"),
+        ({"method": "swift", "model": None}, "'swift'"),
+        ({"method": "union", "model": None, "sources": [{"method": "lookup"}]}, "'union'"),
         ({"budget": "measured"}, "budget"),
         ({"verification": "typical"}, "verification"),
         ({"trace_trees": "trees.jsonl"}, "trace_trees"),
@@ -39,6 +41,7 @@ def test_options(changes, named):
 def test_what_v2_serves():
     for method in ("eagle2", "hass"):
         check_v2_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}))
+    check_v2_options(parse_options({"method": "medusa", "model": "heads"}))
 
 
 @pytest.mark.parametrize(

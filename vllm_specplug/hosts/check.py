@@ -124,6 +124,21 @@ MANIFEST_V2 = (
     HostSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),
     HostSymbol(f"{_V2}.spec_decode.eagle.speculator:EagleSpeculator.load_draft_model", ("self", "target_model")),
     HostSymbol(
+        f"{_V2}.spec_decode.speculator:BaseSpeculator.propose",
+        (
+            "self",
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+        ),
+    ),
+    HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager", ("self", "cudagraph_mode")),
+    HostSymbol(
         f"{_V2_SPECULATOR}.propose",
         (
             "self",
@@ -200,6 +215,7 @@ MANIFEST_V2 = (
     HostSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu.model_runner:CPUModelRunner"),
     HostSymbol("vllm.forward_context:set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
 )

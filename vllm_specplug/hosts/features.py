@@ -226,7 +226,7 @@ def uses_v2_runner() -> bool:
 
 
 #: Methods of the V2 model runner.
-V2_METHODS = ("eagle2", "hass")
+V2_METHODS = ("eagle2", "hass", "medusa")
 
 
 def check_v2_options(options: TreeOptions) -> None:
@@ -236,17 +236,19 @@ def check_v2_options(options: TreeOptions) -> None:
         ConfigError: naming the option and the fix.
     """
     if options.method not in V2_METHODS:
+        served = ", ".join(V2_METHODS[:-1]) + " or " + V2_METHODS[-1]
         raise ConfigError(
-            f"method {options.method!r} does not run on vLLM's V2 model runner yet: use {' or '.join(V2_METHODS)}, or "
-            "set VLLM_USE_V2_MODEL_RUNNER=0 (CPU)"
+            f"method {options.method!r} does not run on vLLM's V2 model runner yet: use {served}, or set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 (CPU)"
         )
+    least_node, least_level = (getattr(options, name, None) for name in ("min_node_value", "min_level_value"))
     for used, option, fix in (
         (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
         (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
         (options.trace_trees is not None, "trace_trees", "no trace_trees"),
         # Shapes are fixed there: a node left out would save nothing.
-        (bool(options.min_node_value), "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
-        (bool(options.min_level_value), "min_level_value", "min_level_value=0, and a lower draft_depth"),
+        (bool(least_node), "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
+        (bool(least_level), "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):
         if used:
             raise ConfigError(f"{option} does not work on vLLM's V2 model runner yet: use {fix}")

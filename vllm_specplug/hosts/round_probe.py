@@ -48,8 +48,8 @@ class RoundClock:
         if hasattr(drafter, "model") and hasattr(drafter.model, "forward"):
             self._wrap(drafter.model, "forward", "draft_forward")
             self._wrap(*((drafter, "_score") if hasattr(drafter, "_score") else (drafter.model, "compute_logits")))
-        elif hasattr(drafter, "_logits"):  # Medusa's heads
-            self._wrap(drafter, "_logits", "draft_forward")
+        elif hasattr(drafter, "heads"):  # Medusa's
+            self._wrap(drafter.heads, "_logits", "draft_forward")
         execute, step = self.runner.execute_model, engine.step
 
         def noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

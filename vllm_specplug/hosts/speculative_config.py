@@ -30,6 +30,9 @@ NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
 #: The same for Medusa heads, which see the target's hidden states.
 MEDUSA_PROPOSER = "vllm_specplug.hosts.medusa_proposer.HostMedusaProposer"
 
+#: The host's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.
+V2_WITHOUT_DRAFTER = "ngram_gpu"
+
 #: The same for the target with layers left out.
 SWIFT_PROPOSER = "vllm_specplug.hosts.swift_proposer.HostSwiftProposer"
 
@@ -103,7 +106,7 @@ def build(
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
         options = _with_drafter(options, drafter, resolved)
-        host_method, model = "custom_class", MEDUSA_PROPOSER
+        host_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else ("custom_class", MEDUSA_PROPOSER)
     elif isinstance(drafter, SwiftOptions):
         check_target(drafter, target_model_config.hf_text_config.num_hidden_layers)
         host_method, model = "custom_class", SWIFT_PROPOSER

@@ -78,12 +78,13 @@ def main() -> None:
             [draw.randrange(vocab_size) for _ in range(all_drafts)] for _ in sampled_token_ids
         ]
     clock = _StepClock(runner)
-    whole = getattr(getattr(runner, "drafter", None), "options", None)
+    heads = getattr(getattr(runner, "drafter", None), "heads", None)
+    whole = getattr(heads, "options", None)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if "nodes" in request:
-            runner.drafter.options = replace(whole, tree=whole.tree[: request["nodes"]])
+            heads.options = replace(whole, tree=whole.tree[: request["nodes"]])
         batch = request.get("batch", 1)
         clock.expect(request.get("nodes", all_drafts), batch)
         prompts = [

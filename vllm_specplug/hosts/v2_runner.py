@@ -18,6 +18,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.patches import Patch, apply_all
+from vllm_specplug.hosts.v2_drafter import TreeSpeculator
+from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
 from vllm_specplug.hosts.v2_sampler import TreeRejectionSampler
 from vllm_specplug.hosts.v2_speculator import TreeEagleSpeculator
 from vllm_specplug.hosts.v2_trees import DeviceTreeRows, DeviceTrees
@@ -27,9 +29,10 @@ from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
 def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_speculator(vllm_config, device, req_states):
-        if getattr(vllm_config.speculative_config, "specplug", None) is None:
+        options = getattr(vllm_config.speculative_config, "specplug", None)
+        if options is None:
             return original(vllm_config, device, req_states)
-        return TreeEagleSpeculator(vllm_config, device)
+        return (TreeMedusaSpeculator if options.method == "medusa" else TreeEagleSpeculator)(vllm_config, device)
 
     return init_speculator
 
@@ -92,11 +95,12 @@ class TreeModelState:
 class TreeRunner:
     """Mixed into a V2 runner of the host."""
 
-    speculator: TreeEagleSpeculator
+    speculator: TreeSpeculator
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
         super().load_model(*args, **kwargs)
+        self.speculator.load_heads(self.model)
         trees = self.speculator.trees
         self.model_state = TreeModelState(self.model_state, trees, self.speculator.draft_attn_layer_names)
         self.rejection_sampler = TreeRejectionSampler(

@@ -5,25 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vllm_specplug.config import host_drafter
 from vllm_specplug.draft_sampling import Children, likeliest
+from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.hosts.v2_attention import LevelMetadata
-from vllm_specplug.hosts.v2_growth import Growth
-from vllm_specplug.hosts.v2_trees import DeviceTreeRows, DeviceTrees
+from vllm_specplug.hosts.v2_drafter import TreeSpeculator
+from vllm_specplug.hosts.v2_trees import DeviceTreeRows
 from vllm_specplug.kv import DraftScratch, KvScratch
 from vllm_specplug.layout import ancestor_bits
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 
 
-class TreeEagleSpeculator(EagleSpeculator):
-    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) of a fixed shape, without a look at the device.
+class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
+    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees).
 
     The first forward of a round is the host's own: it re-runs the drafter over the accepted tokens with the target's
     hidden states (stable KV), on rows that were brought into path order.  The levels behind it keep their key/value in
@@ -32,15 +31,11 @@ class TreeEagleSpeculator(EagleSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
-        self.options = host_drafter(self.speculative_config.specplug)
-        self.trees = DeviceTrees(
-            self.max_num_reqs, self.num_speculative_steps, self.options.draft_depth, self.max_num_tokens, device
-        )
+        self.init_trees(vllm_config, device)
         #: What goes to the LM head for each request's newest token; ``hidden_states`` holds what its children are fed.
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
         self._root_token_ids = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
-        self._growth = Growth(self._grow, self.max_num_reqs)
-        self._draft_head: torch.Tensor | None = None
+        self._draft_head: DraftHead | None = None
         self._draft_to_target: torch.Tensor | None = None
         self._scratch: DraftScratch | None = None
 
@@ -51,7 +46,7 @@ class TreeEagleSpeculator(EagleSpeculator):
         d2t = getattr(model, "d2t", None)
         if d2t is not None:
             self._draft_to_target = target_ids(d2t).to(self.device)
-            self._draft_head = model.lm_head.weight.data[self._draft_to_target].contiguous()
+            self._draft_head = DraftHead(model.lm_head.weight.data[self._draft_to_target].contiguous())
         elif (d2t := getattr(model, "draft_id_to_target_id", None)) is not None:  # EAGLE-3: a head of its own
             self._draft_to_target = target_ids(d2t.data).to(self.device)
         return model
@@ -118,15 +113,11 @@ class TreeEagleSpeculator(EagleSpeculator):
             return self.draft_tokens[:num_reqs]
         block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
         self._root_token_ids[:num_reqs].copy_(last_sampled[input_batch.idx_mapping].view(-1))
-        token_ids, parents = self._growth(num_reqs, block_table)
-        if not dummy_run:
-            self.trees.keep(parents, input_batch.idx_mapping)
-        # A node that could not be drafted still is a row of the next forward: any valid id will do.
-        return token_ids[:, 1:].clamp(min=0)
+        return self._draft(input_batch, dummy_run, block_table)
 
-    def _grow(self, num_reqs: int, block_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The levels behind the first forward, from and to fixed places: token ids and parents ``[num_reqs, rows]``."""
-        levels = _Levels(self, num_reqs, block_table)
+    def _grow(self, num_reqs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The levels behind the first forward, from fixed places and the block table ``[num_reqs, max_blocks]``."""
+        levels = _Levels(self, num_reqs, *inputs)
         tree = grow_tree(
             self._root_token_ids[:num_reqs],
             DraftFeatures(self.root_scores[:num_reqs], self.hidden_states[:num_reqs]),
@@ -141,7 +132,7 @@ class TreeEagleSpeculator(EagleSpeculator):
 
     def _score(self, _level: int, hidden: torch.Tensor, top_k: int) -> Children:
         if self._draft_head is not None:
-            logits = F.linear(hidden, self._draft_head)
+            logits = self._draft_head(hidden)
         elif self._draft_to_target is not None:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:

@@ -178,6 +178,10 @@ class DeviceTrees:
         ids.copy_(ids[self.path_index[:num_tokens]])
         input_batch.positions[:num_tokens].copy_(self._flat_positions[:num_tokens])
 
+    def accepted_rows(self, flat_rows: torch.Tensor) -> torch.Tensor:
+        """Which rows of the last forward hold the accepted tokens at flat rows (int64 ``[n]``)."""
+        return self.path_index[flat_rows] if self.staged else flat_rows
+
     def in_path_order(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows ``[num_tokens, ...]`` of the last forward, the accepted ones first in each tree."""
         return rows[self.path_index[: rows.shape[0]]] if self.staged else rows

@@ -1,0 +1,38 @@
+"""Kinds of EAGLE heads on the V2 model runner: EAGLE-3, and reduced draft vocabularies."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_specplug.proposers.eagle3.train import Eagle3Options, train_eagle3
+from vllm_specplug.proposers.training.features import load_features
+
+from tests import tiny
+from tests.hosts.conftest import WHOLE, acceptance_length
+from tests.v2.conftest import ENGINE, answers, same
+
+TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
+
+
+@pytest.fixture(scope="module")
+def eagle3(checkpoints, features, tmp_path_factory):
+    """An EAGLE-3 head that knows the answers by heart, over the ids that occur."""
+    out = tmp_path_factory.mktemp("heads") / "trained-eagle3"
+    data = load_features(features, layers=True)
+    ids = data.ids.unique()
+    assert len(ids) < tiny.VOCAB
+    options = Eagle3Options(epochs=80, batch_tokens=1024, lr=5e-3, draft_vocab_size=len(ids), align_steps=2)
+    train_eagle3(str(checkpoints["target"]), data, str(out), ids, options, progress=False)
+    checkpoints[out.name] = out
+    return out.name
+
+
+def test_eagle3(engine, prompts, plain, eagle3):
+    llm = engine(eagle3, TREE, **ENGINE)
+    assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
+    assert acceptance_length(llm) > 1.8
+
+
+def test_reduced_vocabulary(engine, prompts, plain):
+    llm = engine("reduced", TREE, **ENGINE)
+    assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
+    assert acceptance_length(llm) > 1.2

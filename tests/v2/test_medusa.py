@@ -1,0 +1,108 @@
+"""Medusa heads on the V2 model runner: the tokens of plain decoding, and drafts from the right hidden state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.training.features import load_features
+
+from tests import tiny
+from tests.hosts.conftest import acceptance_length, runner_of, token_ids
+from tests.v2.conftest import (
+    ENGINE,
+    GREEDY,
+    SAMPLED,
+    SCARCE,
+    answers,
+    check_preemption,
+    check_prefix_cache_hits,
+    same,
+    watch_rounds,
+)
+from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
+from vllm_specplug.hosts.v2_trees import DeviceTrees
+
+#: Siblings before the best path: accepted rows are no flat prefix.
+TREE = {"method": "medusa", "num_speculative_tokens": 8, "budget": "fixed"}
+TREE["tree"] = [[1], [0], [2], [1, 0], [0, 1], [0, 0], [0, 0, 1], [0, 0, 0]]
+CHAIN = {**TREE, "tree": [[0], [0, 0], [0, 0, 0]]}
+DYNAMIC = {"method": "medusa", "num_speculative_tokens": 8, "budget": "fixed", "dynamic": True, "draft_top_k": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heads(checkpoints, features, tmp_path_factory):
+    """Heads that know the answers by heart."""
+    out = tmp_path_factory.mktemp("heads") / "medusa"
+    training = MedusaTraining(
+        num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
+    )
+    data = load_features(features)
+    train_medusa(str(checkpoints["target"]), data, str(out), torch.arange(tiny.VOCAB), training, progress=False)
+    checkpoints["medusa"] = out
+
+
+@pytest.fixture(scope="module")
+def llm(engine):
+    return engine("medusa", TREE, **ENGINE)
+
+
+def test_greedy_trees(llm, prompts, plain, monkeypatch):
+    """And no value is read back between the sampled rows and the next drafts."""
+    assert isinstance(runner_of(llm).speculator, TreeMedusaSpeculator)
+    # Else the host would choose its V1 runner where nothing else is asked for.
+    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
+    rounds = watch_rounds(llm, monkeypatch)
+    assert same(answers(llm, prompts), plain)
+    assert len(rounds) > 4
+    assert acceptance_length(llm) > 1.8
+
+
+@pytest.mark.parametrize("shape", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])
+def test_other_shapes(engine, prompts, plain, shape):
+    llm = engine("medusa", shape, **ENGINE)
+    assert same(answers(llm, prompts), plain)
+    assert acceptance_length(llm) > 1.8
+
+
+def test_same_seed_same_tokens(llm, prompts, plainly):
+    assert same(answers(llm, prompts, SAMPLED), plainly(prompts, SAMPLED))
+
+
+def test_prefix_cache_hits_on_blocks_written_by_trees(llm, prompts, plainly):
+    check_prefix_cache_hits(plainly, llm, prompts)
+
+
+def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
+    check_preemption(engine("medusa", TREE, **SCARCE), prompts, plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [TREE, DYNAMIC], ids=["static", "dynamic"])
+def test_cuda_graphs(engine, prompts, plain, shape):
+    """Verification and the heads from recorded graphs."""
+    llm = engine("medusa", shape, enforce_eager=False, async_scheduling=True, **ENGINE)
+    assert same(answers(llm, prompts), plain)
+
+
+def tau(llm, prompts, plain, monkeypatch):
+    """Tokens of a walk; the answers must be plain decoding's.  (The host's counters are the newest engine's.)"""
+    runner, emitted = runner_of(llm), []
+    honest = runner.rejection_sampler
+
+    def counted(*args, **kwargs):
+        output = honest(*args, **kwargs)
+        emitted.append(output.num_sampled.float().mean())
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "rejection_sampler", counted)
+        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain[0][: len(prompts)]
+    return float(torch.stack(emitted).mean())
+
+
+def test_control_with_the_wrong_hidden_row(llm, prompts, plain, monkeypatch):
+    """Heads that see a row of the flat prefix, not of the path, accept less; nothing else changes."""
+    honest = tau(llm, prompts[:1], plain, monkeypatch)
+    monkeypatch.setattr(DeviceTrees, "accepted_rows", lambda self, rows: rows)
+    assert tau(llm, prompts[:1], plain, monkeypatch) < 0.9 * honest
