@@ -1,25 +1,27 @@
-"""The host's HTTP API with real requests: a server with draft trees answers as the plain one does.
+"""The host's HTTP API with real requests: a server with draft trees answers as the plain one does, also under stress.
 
-Both serve the tiny random model in float32; the one with trees has little KV space.
+Both serve the tiny random model in float32; the one with trees has KV space for a part of the traffic only.
 """
 
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 
+import jsonschema
 import pytest
 
-from tests import tiny
-from vllm_specplug.demo import Server, wait_until_ready
+from benchmarks import stress
+from vllm_specplug.demo import Server, read_counter
 
-TREE = {
-    "method": "eagle2",
-    "num_speculative_tokens": 8,
-    "draft_depth": 4,
-    "min_node_value": 0.0,
-    "min_level_value": 0.0,
-}
+CONCURRENCY = 32
+#: Tool calls need a parser; without white space every object ends within some tokens.
+OPTIONS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+)
+PATHS = ("/v1/completions", "/v1/chat/completions")
 SETTINGS = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 0.9, "seed": 11},
@@ -31,35 +33,27 @@ SETTINGS = {
 }  # fmt: skip
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "strict": True,  # else the host holds the model to a call, and not its arguments to the schema
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> dict[str, Server]:
-    root = tmp_path_factory.mktemp("api")
-    target = tiny.write_target(root / "target")
-    tiny.write_tokenizer(target)
-    speculative = json.dumps({**TREE, "model": str(tiny.write_drafter(root / "eagle"))})
-    common = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    kv = ["--kv-cache-memory-bytes", "552960", "--block-size", "32"]  # 360 tokens
-    started: dict[str, Server] = {}
-    # Each server would bind itself to the same cores.
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        environment.setenv("OMP_NUM_THREADS", "1")
-        started |= start_pair(target, speculative, common, kv, root)
-    try:
-        wait_until_ready(list(started.values()), 900)
-        yield started
-    finally:
-        for server in started.values():
-            server.stop()
-
-
-def start_pair(target, speculative: str, common: list[str], kv: list[str], root) -> dict[str, Server]:
-    return {
-        "trees": Server(
-            "trees", target, ["--speculative-config", speculative, *common, *kv], root / "trees.log", plugins=True
-        ),
-        "plain": Server("plain", target, common, root / "plain.log", plugins=False),
-    }
+    folder = tmp_path_factory.mktemp("api")
+    speculative = stress.write_models(folder)["eagle2"]
+    with stress.pair_of_servers(folder, speculative, CONCURRENCY, OPTIONS) as (trees, plain):
+        yield {"trees": trees, "plain": plain}
 
 
 def post(server: Server, path: str, **body) -> urllib.request.Request:
@@ -72,7 +66,10 @@ def post(server: Server, path: str, **body) -> urllib.request.Request:
 def ask(server: Server, path: str, **body) -> list[dict]:
     """The choices of a reply, or the texts of a streamed one."""
     if not body.get("stream"):
-        return json.load(post(server, path, **body))["choices"]
+        try:
+            return json.load(post(server, path, **body))["choices"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
     texts: dict[int, list] = {}
     with post(server, path, **body) as reply:
         for line in reply:
@@ -90,7 +87,7 @@ def prompt_of(path: str, text: str = "count the green lights, then tell a story"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", PATHS)
 def test_whole_and_streamed(servers, path, settings):
     body = {**prompt_of(path), **SETTINGS[settings], "max_tokens": 40}
     whole = [ask(servers[name], path, **body) for name in ("trees", "plain")]
@@ -102,22 +99,109 @@ def test_whole_and_streamed(servers, path, settings):
     assert [choice["finish_reason"] for choice in streamed] == [choice["finish_reason"] for choice in whole[0]]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", PATHS)
 def test_logprobs(servers, path):
     wanted = {"logprobs": 3} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 3}
     body = {**prompt_of(path), **wanted, "max_tokens": 20, "temperature": 0.8, "seed": 4}
-    found, expected = (ask(servers[name], path, **body)[0]["logprobs"] for name in ("trees", "plain"))
-    assert list(numbers(found)) == pytest.approx(list(numbers(expected)), abs=1e-4)
-    assert len(list(numbers(found))) > 60
+    both = (ask(servers[name], path, **body)[0]["logprobs"] for name in ("trees", "plain"))
+    found, expected = (list(stress.numbers(logprobs)) for logprobs in both)
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert len(found) > 60
 
 
-def numbers(value):
-    """All numbers in a JSON value, in order."""
-    if isinstance(value, dict):
-        for key in value:
-            yield from numbers(value[key])
-    elif isinstance(value, list):
-        for item in value:
-            yield from numbers(item)
-    elif isinstance(value, int | float):
-        yield value
+def calls_of(message: dict) -> list[dict]:
+    """Names and arguments; the ids are random."""
+    return [call["function"] for call in message["tool_calls"]]
+
+
+def streamed_calls(server: Server, body: dict) -> list[dict]:
+    """The same, put together from a stream."""
+    calls: dict[int, dict] = {}
+    with post(server, "/v1/chat/completions", **body, stream=True) as reply:
+        for line in reply:
+            if line.startswith(b"data: {"):
+                for part in json.loads(line[6:])["choices"][0]["delta"].get("tool_calls") or ():
+                    call = calls.setdefault(part["index"], {"name": "", "arguments": ""})
+                    for key in call:
+                        call[key] += part["function"].get(key) or ""
+    return [calls[index] for index in sorted(calls)]
+
+
+@pytest.mark.parametrize("choice", ["named", "required"])
+def test_tool_call(servers, choice):
+    """Its arguments follow the JSON schema, whole and streamed."""
+    named = {"type": "function", "function": {"name": "look_up"}}
+    body = {**prompt_of("chat"), "tools": [TOOL], "tool_choice": named if choice == "named" else choice}
+    # The grammar of calls leaves white space free, and further calls: neither is liked, so that the answer ends.
+    body |= {"max_tokens": 160, "logit_bias": {"2": 8.0, "3": -20.0}}
+    for settings in ({"temperature": 0}, {"temperature": 0.9, "seed": 5}, {"temperature": 0.9, "seed": 6}):
+        body |= settings
+        whole = [ask(servers[name], "/v1/chat/completions", **body)[0] for name in ("trees", "plain")]
+        found, expected = (calls_of(one["message"]) for one in whole)
+        assert found == expected and whole[0]["finish_reason"] == whole[1]["finish_reason"]
+        assert [call["name"] for call in found] == ["look_up"] * len(found) and found
+        for call in found:
+            jsonschema.validate(json.loads(call["arguments"]), TOOL["function"]["parameters"])
+        streamed = streamed_calls(servers["trees"], body)
+        assert streamed == streamed_calls(servers["plain"], body)
+        # The host's two ways differ in white space.
+        assert [json.loads(one["arguments"]) for one in streamed] == [json.loads(one["arguments"]) for one in found]
+
+
+def test_tools_are_left_to_the_model(servers):
+    body = {**prompt_of("chat"), "tools": [TOOL], "max_tokens": 30, "temperature": 0.9, "seed": 3}
+    found, expected = (ask(servers[name], "/v1/chat/completions", **body) for name in ("trees", "plain"))
+    assert found == expected
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.7, "seed": 6}], ids=["greedy", "seeded"])
+def test_json_schema(servers, settings):
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": stress.SCHEMA}}
+    body = {**prompt_of("chat"), "response_format": schema, "max_tokens": 90, **settings}
+    found, expected = (ask(servers[name], "/v1/chat/completions", **body)[0] for name in ("trees", "plain"))
+    assert found == expected
+    jsonschema.validate(json.loads(found["message"]["content"]), stress.SCHEMA)
+    (streamed,) = ask(servers["trees"], "/v1/chat/completions", **body, stream=True)
+    assert streamed == {"text": found["message"]["content"], "finish_reason": "stop"}
+
+
+def test_bad_requests_are_refused_as_by_the_plain_server(servers):
+    for body in ({"temperature": -1}, {"top_p": 2.0}, {"max_tokens": 10**6}, {"logit_bias": {"100000": 1.0}}):
+        answers = []
+        for server in servers.values():
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                post(server, "/v1/completions", prompt="a", **body)
+            answers.append((refused.value.code, json.load(refused.value)["error"]["message"]))
+        assert answers[0] == answers[1] and answers[0][0] == 400
+
+
+def test_abort_in_the_middle_of_a_stream(servers):
+    """The client leaves: the server stops, has nothing left of the request, and answers the next ones as ever."""
+
+    def figure(name: str) -> float:
+        with urllib.request.urlopen(f"{servers['trees'].url}/metrics", timeout=30) as reply:
+            return read_counter(reply.read().decode(), f"vllm:{name}")
+
+    before = figure("generation_tokens_total")
+    body = {"max_tokens": 240, "ignore_eos": True, "temperature": 0, "stream": True}
+    replies = [post(servers["trees"], path, **prompt_of(path, "a"), **body) for path in PATHS]
+    for reply in replies:
+        assert reply.readline().startswith(b"data: {")
+    assert figure("num_requests_running") > 0
+    for reply in replies:
+        reply.close()
+    figures = stress.settle(servers["trees"])
+    assert [figures[name] for name in stress.AT_REST] == [0, 0, 0]
+    assert 0 < figure("generation_tokens_total") - before < 240 * len(PATHS)  # they did not end by themselves
+    for i in range(4):
+        body = {"prompt": "next one" * i + "a", "max_tokens": 30, "temperature": 0}
+        assert ask(servers["trees"], PATHS[0], **body) == ask(servers["plain"], PATHS[0], **body)
+
+
+def test_stress(servers):
+    """``benchmarks/stress.py`` for a minute: the answers are plain decoding's, and nothing is left."""
+    result = stress.stress(servers["trees"], servers["plain"], 60, CONCURRENCY, seed=1)
+    assert result["problems"] == []
+    assert result["compared"] == result["finished"] > 40 and result["aborted"] > 5
+    assert result["figures"]["vllm:num_preemptions_total"] > 0
+    assert result["figures"]["vllm:spec_decode_num_accepted_tokens_total"] > 100

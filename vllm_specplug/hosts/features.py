@@ -77,6 +77,7 @@ WORKS = (
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
+    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments held to the schema as the host does"),
     Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )

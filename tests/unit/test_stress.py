@@ -1,0 +1,47 @@
+"""The stress command's own judgement, without servers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks import stress
+
+ANSWER = {"token_ids": [1, 2], "text": "ab", "ended": "stop", "logprobs": [-1.5]}
+AT_REST = dict.fromkeys((*stress.AT_REST, stress.FAILED), 0.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"token_ids": [1, 3]}, {"text": "ac"}, {"ended": "length"}, {"logprobs": [-1.4]}, {"logprobs": []}]
+)
+def test_other_answers_differ(change):
+    assert stress.same([ANSWER, ANSWER], [ANSWER, {**ANSWER, "logprobs": [-1.50001]}])
+    assert not stress.same([ANSWER, ANSWER], [ANSWER, {**ANSWER, **change}])
+    assert not stress.same([ANSWER], [ANSWER, ANSWER])
+
+
+def test_what_is_left_is_seen():
+    assert stress.left_behind(AT_REST) == []
+    for name in AT_REST:
+        assert stress.left_behind({**AT_REST, name: 0.1})
+
+
+def test_growth_is_seen_and_the_plain_servers_own_is_not_held_against_us():
+    steady, growing = [100.0, 900.0, 900.0] * 30, [10.0 * i for i in range(90)]
+    assert stress.grown({"trees": steady, "plain": steady}) == []
+    assert stress.grown({"trees": growing, "plain": growing}) == []
+    assert stress.grown({"trees": growing, "plain": steady})
+
+
+def test_cases_are_the_mixture_that_is_promised():
+    rng = random.Random(0)
+    cases = [stress.make_case(rng) for _ in range(2000)]
+    assert sum(case.abort_after is not None for case in cases) / len(cases) == pytest.approx(0.2, abs=0.03)
+    assert all(case.body["temperature"] == 0 or "seed" in case.body for case in cases)
+    assert max(case.asked_tokens / case.body.get("n", 1) for case in cases) <= stress.MAX_MODEL_LEN
+    asked = sum(case.asked_tokens for case in cases) / len(cases)
+    room = (stress.num_kv_blocks(32) - 1) * stress.BLOCK_SIZE
+    assert room == pytest.approx(0.1 * 32 * asked, rel=0.06)
+    with pytest.raises(ValueError, match="raise --concurrency"):
+        stress.num_kv_blocks(8)
