@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -183,6 +184,7 @@ def drift_part(engine: Engine, by_task: dict[str, list[str]]) -> dict[str, Any]:
             now = vars(engine.drafter.state.acceptance[""])
             steps, accepted = (now[key] - before[key] for key in ("draft_steps", "accepted"))
             segments[task] = {"alpha": round(accepted / max(steps, 1), 4), "candidates": search.all_steps}
+            print(f"drift, {name}: {task} {segments[task]}", file=sys.stderr)
         found[name] = {"segments": segments, "restarts": search.restarts}
     return found
 

@@ -25,6 +25,17 @@ from tests import tiny
 #: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
 WHOLE = {"budget": "fixed", "min_node_value": 0.0, "min_level_value": 0.0}
 TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4, **WHOLE}
+#: Chains that go on whatever the model believes, and a search that never waits.
+SWIFT = {
+    "method": "swift",
+    "budget": "fixed",
+    "num_speculative_tokens": 16,
+    "draft_depth": 5,
+    "min_confidence": 0.05,
+    "context_window": 8,
+    "optimise_share": 1.0,
+    "max_delay": 1.0,
+}
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -101,6 +112,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         "target": tiny.write_target(root / "target"),
+        # Layers 3 and 5 and MLP 2 add nothing.
+        "deep": tiny.write_target(root / "deep", num_layers=8, redundant={"attention": (3, 5), "mlp": (2, 3, 5)}),
         "eagle": tiny.write_drafter(root / "eagle"),
         "reduced": tiny.write_drafter(root / "reduced", draft_vocab=96, bias=True),
         "eagle3": tiny.write_eagle3_drafter(root / "eagle3"),
@@ -109,7 +122,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
-    """``engine(drafter=None, tree=None, **engine_options)``: a started LLM, kept for the session.
+    """``engine(drafter=None, tree=None, target="target", **engine_options)``: a started LLM, kept for the session.
 
     ``engine.kept`` takes engines made elsewhere: the end of one takes the process's parallel state with it.
     """
@@ -117,15 +130,17 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
 
     started: dict[str, Any] = {}
 
-    def start(drafter: str | None = None, tree: dict[str, Any] | None = None, **options: Any) -> Any:
-        key = repr((drafter, tree, sorted(options.items())))
+    def start(
+        drafter: str | None = None, tree: dict[str, Any] | None = None, target: str = "target", **options: Any
+    ) -> Any:
+        key = repr((drafter, tree, target, sorted(options.items())))
         if key not in started:
             settings = {**ENGINE, **options}
             if drafter is not None:
                 tree = tree or {}
                 defaults = {} if "method" in tree else TREE
                 settings["speculative_config"] = {**defaults, **tree, "model": str(checkpoints[drafter])}
-            started[key] = LLM(str(checkpoints["target"]), **settings)
+            started[key] = LLM(str(checkpoints[target]), **settings)
         return started[key]
 
     start.kept = []

@@ -15,11 +15,13 @@ from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
 
 from tests import tiny
-from tests.hosts.conftest import TREE, make_prompts, token_ids
+from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
 
-METHODS = ("eagle2", "medusa", "union")
+METHODS = ("eagle2", "medusa", "union", "swift")
+#: Of a method that leaves layers out, the others have the small one.
+TARGETS = {"swift": "deep"}
 STOPS = {"ignore_eos": False, "stop_token_ids": list(range(40, 46))}
 #: Alone with temperature 0, and with 0.8 and a seed.
 PARAMETERS = {
@@ -68,8 +70,9 @@ def parameters(changes: dict, index: int, temperature: float = 0.8) -> SamplingP
 
 @pytest.fixture(scope="module")
 def start(engine, checkpoints, tmp_path_factory):
-    """``start(method)``: an engine of the method, plain decoding without one, all with a tokenizer."""
-    tiny.write_tokenizer(checkpoints["target"])
+    """``start(method)``: an engine of the method, or plain decoding of a target, all with a tokenizer."""
+    for target in ("target", "deep"):
+        tiny.write_tokenizer(checkpoints[target])
     plain = engine(**OPTIONS)
     prompts = make_prompts(16, seed=3)
     outputs = token_ids(plain.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
@@ -88,23 +91,27 @@ def start(engine, checkpoints, tmp_path_factory):
         "eagle2": eagle,
         "medusa": {"method": "medusa", "model": str(root / "heads"), "num_speculative_tokens": 20},
         "union": {"method": "union", "sources": [source, {"method": "lookup"}], "num_speculative_tokens": 20},
+        "swift": SWIFT | {"optimise_share": 0.02, "max_delay": 0.1},
     }
 
-    def make(method: str | None = None):
-        return engine(**OPTIONS, **({"speculative_config": speculative[method]} if method else {}))
+    def make(method: str | None = None, target: str = "target"):
+        if method is None:
+            return engine(target=target, **OPTIONS)
+        return engine(target=TARGETS.get(method, target), **OPTIONS, speculative_config=speculative[method])
 
     return make
 
 
 @pytest.fixture(scope="module")
 def plain_outputs(start):
-    """``plain_outputs(prompts, params)``: plain decoding's outputs, computed once for all methods."""
+    """``plain_outputs(prompts, params, method)``: plain decoding of the method's target, computed once for all."""
     known = {}
 
-    def answer(prompts, params):
-        key = pickle.dumps((prompts, params))  # their repr leaves out some
+    def answer(prompts, params, method=None):
+        target = TARGETS.get(method, "target")
+        key = pickle.dumps((prompts, params, target))  # their repr leaves out some
         if key not in known:
-            known[key] = start().generate(prompts, params, use_tqdm=False)
+            known[key] = start(target=target).generate(prompts, params, use_tqdm=False)
         return known[key]
 
     return answer
@@ -144,7 +151,7 @@ def test_same_as_plain(start, plain_outputs, name, temperature, method):
         pytest.skip("the host refuses n > 1 at temperature 0")
     prompts = make_prompts(5, seed=3)
     params = [parameters(PARAMETERS[name], i, temperature) for i in range(len(prompts))]
-    expected = plain_outputs(prompts, params)
+    expected = plain_outputs(prompts, params, method)
     check_same(start(method).generate(prompts, params, use_tqdm=False), expected, loose_ranks=name == "logprobs -1")
 
 
@@ -163,7 +170,7 @@ def test_mixed_batch(start, plain_outputs, tokens_per_tree, method):
     params = [parameters(changes, i, 0.8 if i % 3 else 0.0) if "n" not in changes else parameters(changes, i)
               for i, changes in enumerate(kinds)]  # fmt: skip
     llm = start(method)
-    check_same(llm.generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params))
+    check_same(llm.generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params, method))
     assert tokens_per_tree() > 1.05  # else trees would not have been exercised
 
 
@@ -182,7 +189,7 @@ def test_speculation_off_for_one_request(start, plain_outputs, tokens_per_tree, 
     monkeypatch.setattr(TreeCPUModelRunner, "_remember", remembered)
     prompts = make_prompts(8, seed=3)
     params = [parameters({"extra_args": {"speculation": False}} if i % 2 else {}, i, 0.0) for i in range(8)]
-    check_same(start(method).generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params))
+    check_same(start(method).generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params, method))
     assert (True, False) in plainly and (False, True) in plainly and (True, True) not in plainly
     with pytest.raises(ValueError, match="speculation must be true or false, not 'maybe'"):
         start(method).generate(prompts[:1], parameters({"extra_args": {"speculation": "maybe"}}, 0))

@@ -15,31 +15,19 @@ from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.report import acceptance_of
 
 from tests import tiny
-from tests.hosts.conftest import ENGINE, check_prefix_cache_hits, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import ENGINE, SWIFT, check_prefix_cache_hits, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts import attention as hosts_attention
 from vllm_specplug.hosts.layer_skipping import LayerSkipping
 from vllm_specplug.kernels.tree_attention import tree_attention_reference, unpack_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LAYERS = 8
-#: Chains that go on whatever the model believes, and a search that never waits.
-SWIFT = {
-    "method": "swift",
-    "budget": "fixed",
-    "num_speculative_tokens": 16,
-    "draft_depth": 5,
-    "min_confidence": 0.05,
-    "context_window": 8,
-    "optimise_share": 1.0,
-    "max_delay": 1.0,
-}
 
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory):
-    """A target of eight layers whose layers 3 and 5 and MLP 2 add nothing."""
-    path = tmp_path_factory.mktemp("swift") / "target"
-    return tiny.write_target(path, num_layers=LAYERS, redundant={"attention": (3, 5), "mlp": (2, 3, 5)})
+def target(checkpoints):
+    """A target of eight layers, some of which add nothing."""
+    return checkpoints["deep"]
 
 
 @pytest.fixture(scope="session")

@@ -208,9 +208,13 @@ class TreeCPUModelRunner(CPUModelRunner):
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self._step is not None and self._step.rows is not None and isinstance(attn_metadata, dict):
+            with_trees: dict[int, Any] = {}  # layers share their metadata
             for layer_name, metadata in attn_metadata.items():
-                if layer_name not in self.drafter.draft_layers:
-                    attn_metadata[layer_name] = replace(metadata, tree=self._step.rows)
+                if layer_name in self.drafter.draft_layers:
+                    continue
+                if id(metadata) not in with_trees:
+                    with_trees[id(metadata)] = replace(metadata, tree=self._step.rows)
+                attn_metadata[layer_name] = with_trees[id(metadata)]
         return attn_metadata, common
 
     # ---- after the forward
