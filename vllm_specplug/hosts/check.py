@@ -113,6 +113,17 @@ MANIFEST = (
 _V2 = "vllm.v1.worker.gpu"
 _V2_SPECULATOR = f"{_V2}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 _V2_REJECTION = f"{_V2}.spec_decode.rejection_sampler"
+_V2_PROPOSE = (
+    "self",
+    "input_batch",
+    "attn_metadata",
+    "slot_mappings",
+    "last_hidden_states",
+    "aux_hidden_states",
+    "num_sampled",
+    "num_rejected",
+    "last_sampled",
+)
 _TRITON_ATTENTION = "vllm.v1.attention.backends.triton_attn"
 _FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
 
@@ -123,35 +134,9 @@ MANIFEST_V2 = (
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
     HostSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),
     HostSymbol(f"{_V2}.spec_decode.eagle.speculator:EagleSpeculator.load_draft_model", ("self", "target_model")),
-    HostSymbol(
-        f"{_V2}.spec_decode.speculator:BaseSpeculator.propose",
-        (
-            "self",
-            "input_batch",
-            "attn_metadata",
-            "slot_mappings",
-            "last_hidden_states",
-            "aux_hidden_states",
-            "num_sampled",
-            "num_rejected",
-            "last_sampled",
-        ),
-    ),
+    HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.propose", _V2_PROPOSE),
     HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager", ("self", "cudagraph_mode")),
-    HostSymbol(
-        f"{_V2_SPECULATOR}.propose",
-        (
-            "self",
-            "input_batch",
-            "attn_metadata",
-            "slot_mappings",
-            "last_hidden_states",
-            "aux_hidden_states",
-            "num_sampled",
-            "num_rejected",
-            "last_sampled",
-        ),
-    ),
+    HostSymbol(f"{_V2_SPECULATOR}.propose", _V2_PROPOSE),
     HostSymbol(f"{_V2_SPECULATOR}.sample_draft", ("self", "hidden_states")),
     HostSymbol(f"{_V2_SPECULATOR}.capture", ("self",)),
     HostSymbol(
