@@ -41,7 +41,8 @@ def mean_log_likelihood(model, tokenizer, questions, answers: list[list[int]]) -
         messages = [{"role": "user", "content": question.text}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompt = prompt[: 2048 - MAX_TOKENS]  # as the worker cuts it
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+        # The head only over what counts: a long prompt's logits would take most of the time.
+        logits = model(torch.tensor([prompt + answer]), logits_to_keep=len(answer) + 1).logits[0, :-1].float()
         total += logits.log_softmax(-1).gather(1, torch.tensor(answer).unsqueeze(1)).sum().item()
         count += len(answer)
     return total / count

@@ -16,6 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.budget import PLAIN
 from vllm_specplug.config import host_drafter
+from vllm_specplug.frames import with_room
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.budgeting import ServingBudget
@@ -107,10 +108,10 @@ class TreeCPUModelRunner(CPUModelRunner):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.serving_budget is not None:
             self.serving_budget.begin(scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        return with_room(super().execute_model, scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)
+        output = with_room(super().sample_tokens, *args, **kwargs)
         if self.serving_budget is not None:
             self.serving_budget.end()
         return output
