@@ -6,13 +6,18 @@ allows behind their path are scheduled, and every row's logits get the mask of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+from vllm_specplug.hosts.patches import Patch, apply_all
+
+_DRAFTS = "tree_draft_token_ids"
 
 
 @dataclass
@@ -29,13 +34,50 @@ class TreeSchedulerOutput(SchedulerOutput):
     parents: dict[str, list[int]] = field(default_factory=dict)
 
 
+def _wrap_post_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_step(self, model_executed):
+        if not getattr(self.scheduler, "has_drafts", False):
+            original(self, model_executed)
+
+    return post_step
+
+
+#: A host that has changed here still works, more slowly: asked again, the worker gives the same drafts.
+POST_STEP = Patch(
+    target="vllm.v1.engine.core:EngineCore",
+    attribute="post_step",
+    parameters=("self", "model_executed"),
+    reason="it asks the worker for drafts that have come with the worker's output",
+    wrap=_wrap_post_step,
+)
+
+
+def attach_drafts(output: Any, drafts: TreeDraftTokenIds | None) -> Any:
+    """Send a worker's drafts with its output: the host asks for them in a call of its own, a step's third."""
+    if drafts is not None and isinstance(output, ModelRunnerOutput) and output.req_ids:  # not the host's shared empty one
+        setattr(output, _DRAFTS, drafts)
+    return output
+
+
 class TreeScheduler(Scheduler):
-    """Changes nothing but for requests with structured output."""
+    """Takes drafts from the worker's output, and changes the steps of requests with structured output."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        #: Whether the last output brought its drafts.
+        self.has_drafts = False
+        apply_all([POST_STEP])
         #: Of structured requests: the drafts last allowed, and their parents.
         self._trees: dict[str, tuple[list[int], list[int]]] = {}
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        drafts = getattr(model_runner_output, _DRAFTS, None)
+        self.has_drafts = drafts is not None
+        if drafts is not None:
+            self.update_draft_token_ids(drafts)
+        return outputs
 
     def update_draft_token_ids(self, draft_token_ids: TreeDraftTokenIds) -> None:
         free = DraftTokenIds([], [])

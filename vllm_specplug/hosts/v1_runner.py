@@ -29,7 +29,7 @@ from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.rejection import RejectionWalk
 from vllm_specplug.hosts.sampling import SampledWalk
-from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
+from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput, attach_drafts
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
 from vllm_specplug.kv import plan_moves
@@ -114,7 +114,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         output = with_room(super().sample_tokens, *args, **kwargs)
         if self.serving_budget is not None:
             self.serving_budget.end()
-        return output
+        return attach_drafts(output, self.take_draft_token_ids())
 
     # ---- before the forward
 
