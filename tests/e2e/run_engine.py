@@ -13,13 +13,18 @@ def main() -> None:
     results_fd = os.dup(1)
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(**request["engine"])
     answers = {}
     for name, params in request["sampling"].items():
-        seeds = range(len(request["conversations"]))
-        each = [SamplingParams(**params, seed=seed) for seed in seeds]
-        outputs = llm.chat(request["conversations"], each, use_tqdm=False)
+        conversations = request["conversations"][: params.pop("conversations", None)]
+        if "logit_bias" in params:
+            params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+        if "structured_outputs" in params:
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        each = [SamplingParams(**params, seed=seed) for seed in range(len(conversations))]
+        outputs = llm.chat(conversations, each, use_tqdm=False)
         answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
     values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     answers["drafts"] = values.get("vllm:spec_decode_num_drafts", 0)

@@ -22,8 +22,28 @@ SAMPLING = {
     "temperature 0.7": {"temperature": 0.7, "max_tokens": 24},
     "temperature 1.0, top_p, top_k": {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24},
 }
+#: On the first conversations only, greedy or with a seed; what each does is told from the tests on the tiny model.
+FEW = 8
+PARAMETERS = {
+    "min_p": {"temperature": 0.8, "min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "penalties, seeded": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.8},
+    "logit_bias": {"logit_bias": {28: 2.0, 30: -3.0}},
+    "bad_words": {"bad_words": [" the", " a", "."]},
+    "stop": {"temperature": 0.8, "stop": [".", "\n"]},
+    "min_tokens": {"temperature": 0.8, "stop": [","], "min_tokens": 16},
+    "regex": {"structured_outputs": {"regex": "(Yes|No|Maybe), because [a-z ]{5,60}\\."}},
+    "all together": {
+        "temperature": 0.9, "top_p": 0.95, "top_k": 60, "min_p": 0.02, "repetition_penalty": 1.1,
+        "logit_bias": {28: 1.0}, "bad_words": [" is"], "min_tokens": 8,
+    },
+}  # fmt: skip
+EVERYTHING = SAMPLING | {
+    name: {"temperature": 0.0, "max_tokens": 24, "conversations": FEW} | params for name, params in PARAMETERS.items()
+}
 EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 MEDUSA = {"method": "medusa", "model": "smollm2-135m-instruct"}
+SWIFT = {"method": "swift", "num_speculative_tokens": 8}
 
 pytestmark = pytest.mark.smollm2
 
@@ -57,16 +77,31 @@ def answer(model: str, conversations: list, sampling: dict, **engine) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(smollm2, conversations):
-    return answer(smollm2, conversations, SAMPLING, max_num_seqs=8)
+    return answer(smollm2, conversations, EVERYTHING, max_num_seqs=8)
 
 
 def test_batch_of_8(smollm2, conversations, plain):
     # A fixed budget: whether drafting pays at this batch size depends on the machine.
     fixed = {**EAGLE2, "budget": "fixed"}
-    found = answer(smollm2, conversations, SAMPLING, max_num_seqs=8, speculative_config=fixed)
-    for name in SAMPLING:
+    found = answer(smollm2, conversations, EVERYTHING, max_num_seqs=8, speculative_config=fixed)
+    for name in EVERYTHING:
         assert found[name] == plain[name], name
     assert 1 + found["accepted"] / found["drafts"] > 1.4
+
+
+def test_parameters_do_something(plain):
+    few = [plain["greedy"][:FEW], plain["temperature 0.7"][:FEW]]
+    assert all(plain[name] not in few for name in PARAMETERS)
+
+
+@pytest.mark.parametrize("method", [MEDUSA, SWIFT], ids=lambda config: config["method"])
+def test_parameters(smollm2, conversations, plain, method):
+    few = {name: params for name, params in EVERYTHING.items() if name in PARAMETERS}
+    fixed = {**method, "budget": "fixed"}
+    found = answer(smollm2, conversations[:FEW], few, max_num_seqs=8, speculative_config=fixed)
+    for name in PARAMETERS:
+        assert found[name] == plain[name], name
+    assert found["drafts"]
 
 
 def test_batch_of_1(smollm2, conversations, plain):
