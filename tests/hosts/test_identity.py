@@ -94,6 +94,23 @@ def test_torch_compile(engine, prompts, plain):
     assert token_ids(llm.generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
 
 
+def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
+    """The host need not ask for them; where they are lost, it does."""
+    from vllm_specplug.hosts import v1_runner
+
+    llm = engine("eagle")
+    executor, asked = llm.llm_engine.engine_core.engine_core.model_executor, []
+    honest = executor.take_draft_token_ids
+    monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or honest())
+    before, _ = _drafts(llm)
+    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
+    between, _ = _drafts(llm)
+    assert not asked and between > before
+    monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, _drafts: output)
+    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
+    assert asked and _drafts(llm)[0] == 2 * between - before
+
+
 def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
     """The negative control: leave the accepted rows where they are, and the tests above must fail."""
     from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
