@@ -99,16 +99,17 @@ def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
     from vllm_specplug.hosts import v1_runner
 
     llm = engine("eagle")
-    executor, asked = llm.llm_engine.engine_core.engine_core.model_executor, []
-    honest = executor.take_draft_token_ids
-    monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or honest())
-    before, _ = _drafts(llm)
+    executor, asked, sent = llm.llm_engine.engine_core.engine_core.model_executor, [], []
+    ask, attach = executor.take_draft_token_ids, v1_runner.attach_drafts
+    monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or ask())
+    monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, drafts: sent.append(drafts) or attach(output, drafts))
     assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
-    between, _ = _drafts(llm)
-    assert not asked and between > before
+    assert not asked and any(any(drafts.draft_token_ids) for drafts in sent)
+    tau = 8 * 40 / sum(len(drafts.req_ids) for drafts in sent)
+    assert tau > 1.2  # they were verified
     monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, _drafts: output)
     assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
-    assert asked and _drafts(llm)[0] == 2 * between - before
+    assert asked
 
 
 def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
