@@ -72,6 +72,7 @@ def plot(speedups: dict[int, dict[int, float]], best: dict[int, int], file: Path
     """Draw speedup by nodes, one line per batch, the best of each marked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -80,6 +81,8 @@ def plot(speedups: dict[int, dict[int, float]], best: dict[int, int], file: Path
         if best[batch]:
             axes.plot(best[batch], row[best[batch]], "o", color=line.get_color())
     axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set(xlabel="nodes verified per step", ylabel="expected speedup", xscale="log", title="Tree size and batch")
+    axes.set(xlabel="nodes verified per step", ylabel="expected speedup", title="Tree size and batch")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.legend()
     FigureCanvasAgg(figure).print_figure(str(file), dpi=120)
