@@ -43,8 +43,8 @@ def engine_environment(kv_gib: int = 1, plugins: bool = True) -> dict[str, str]:
         plugins: false keeps every vLLM plugin out, this one included: a stock baseline.
     """
     env = dict(os.environ, VLLM_CPU_KVCACHE_SPACE=str(kv_gib), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-    # vLLM 0.32 stores what it compiled ahead of time for a CPU and cannot load it: each start compiles anew, for a minute.
-    # Without that, inductor's own cache serves.
+    # vLLM 0.32 stores what it compiled ahead of time for a CPU and cannot load it: each start compiles anew, for a
+    # minute.  Without that, inductor's own cache serves.
     env.setdefault("VLLM_USE_AOT_COMPILE", "0")
     preload, library = env.get("LD_PRELOAD", ""), find_libiomp5()
     if library is not None and "libiomp5" not in preload:

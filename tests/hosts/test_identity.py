@@ -102,7 +102,7 @@ def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
     executor, asked, sent = llm.llm_engine.engine_core.engine_core.model_executor, [], []
     ask, attach = executor.take_draft_token_ids, v1_runner.attach_drafts
     monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or ask())
-    monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, drafts: sent.append(drafts) or attach(output, drafts))
+    monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, found: sent.append(found) or attach(output, found))
     assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
     assert not asked and any(any(drafts.draft_token_ids) for drafts in sent)
     tau = 8 * 40 / sum(len(drafts.req_ids) for drafts in sent)

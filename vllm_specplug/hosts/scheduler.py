@@ -55,7 +55,8 @@ POST_STEP = Patch(
 
 def attach_drafts(output: Any, drafts: TreeDraftTokenIds | None) -> Any:
     """Send a worker's drafts with its output: the host asks for them in a call of its own, a step's third."""
-    if drafts is not None and isinstance(output, ModelRunnerOutput) and output.req_ids:  # not the host's shared empty one
+    # Without requests it may be the host's one empty output, shared by all such steps.
+    if drafts is not None and isinstance(output, ModelRunnerOutput) and output.req_ids:
         setattr(output, _DRAFTS, drafts)
     return output
 
