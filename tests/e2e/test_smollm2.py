@@ -25,6 +25,8 @@ SAMPLING = {
 #: On the first conversations only, greedy or with a seed; what each does is told from the tests on the tiny model.
 FEW = 8
 PARAMETERS = {
+    "nothing else": {},
+    "nothing else, seeded": {"temperature": 0.8},
     "min_p": {"temperature": 0.8, "min_p": 0.1},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     "penalties, seeded": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.8},
@@ -34,7 +36,7 @@ PARAMETERS = {
     "min_tokens": {"temperature": 0.8, "stop": [","], "min_tokens": 16},
     "regex": {"structured_outputs": {"regex": "(Yes|No|Maybe), because [a-z ]{5,60}\\."}},
     "all together": {
-        "temperature": 0.9, "top_p": 0.95, "top_k": 60, "min_p": 0.02, "repetition_penalty": 1.1,
+        "temperature": 0.8, "top_p": 0.95, "top_k": 60, "min_p": 0.02, "repetition_penalty": 1.1,
         "logit_bias": {28: 1.0}, "bad_words": [" is"], "min_tokens": 8,
     },
 }  # fmt: skip
@@ -90,8 +92,10 @@ def test_batch_of_8(smollm2, conversations, plain):
 
 
 def test_parameters_do_something(plain):
-    few = [plain["greedy"][:FEW], plain["temperature 0.7"][:FEW]]
-    assert all(plain[name] not in few for name in PARAMETERS)
+    without = {0.0: plain["nothing else"], 0.8: plain["nothing else, seeded"]}
+    for name, params in PARAMETERS.items():
+        changed = plain[name] != without[params.get("temperature", 0.0)]
+        assert changed == (not name.startswith("nothing")), name
 
 
 @pytest.mark.parametrize("method", [MEDUSA, SWIFT], ids=lambda config: config["method"])

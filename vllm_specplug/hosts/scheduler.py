@@ -1,7 +1,7 @@
 """The host's scheduler with grammars that follow trees, where its own follow the flat list of drafts.
 
-The worker sends the parents of its drafts along.  Of a request with structured output only the nodes that its grammar
-allows behind their path are scheduled, and every row's logits get the mask of that row's path.
+The worker sends its drafts with its output, and their parents along.  Of a request with structured output only the
+nodes that its grammar allows behind their path are scheduled, and every row's logits get the mask of that row's path.
 """
 
 from __future__ import annotations
