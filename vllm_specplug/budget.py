@@ -22,6 +22,8 @@ from vllm_specplug.types import Draft
 
 #: Share of the time that may be lost to trying what seems not to pay.
 TRIALS = 0.004
+#: One in so many steps is plain where all others draft: only these tell what a plain step costs now.
+PLAIN_EVERY = 100
 #: Another arm must promise this much more before it takes over.
 MARGIN = 1.02
 #: Steps after which an arm's fresh observations count 1/e, and requests that its long-run average is worth beside them.
@@ -84,12 +86,14 @@ class _Regime:
     Attributes:
         arm: runs, unless another is on trial.
         credit: seconds that trials may lose.
+        drafting: steps since the last plain one.
         worth: of each arm but the plain one.
     """
 
     arm: Arm
     worth: dict[Arm, _Worth]
     credit: float = 0.0
+    drafting: int = 0
 
 
 @dataclass(frozen=True)
@@ -231,17 +235,23 @@ class Budget:
         now = outlooks[regime.arm]
         best = max(outlooks, key=lambda arm: outlooks[arm].rate)
         if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN):
-            regime.arm, now = best, outlooks[best]
+            # Credit saved up in good times is not for trying what has just been given up.
+            regime.arm, now, regime.credit = best, outlooks[best], 0.0
         self._rate = max(now.rate, outlooks[PLAIN].rate)
         self.running = regime.arm
         regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
+        regime.drafting += 1
         others = [arm for arm in self.arms[1:] if arm is not regime.arm]
-        if others:
+        if regime.drafting >= PLAIN_EVERY:
+            self.running = PLAIN
+        elif others:
             tried = max(others, key=lambda arm: outlooks[arm].rate)
             behind = self.costs["host"].at(missed_rows) if tried.host and not regime.arm.host else 0.0
             loss = outlooks[tried].seconds + behind - outlooks[tried].tokens / self._rate
             if regime.credit > max(loss, 0.0):
                 self.running = tried
+        if self.running is PLAIN:
+            regime.drafting = 0
         self._round_levels, self._beams = 0, []
         return self.running
 
@@ -256,14 +266,16 @@ class Budget:
     def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
         costs = self.costs
         fixed = costs["between"].at(num_reqs)
+        plain = fixed + costs["verify"].at(num_reqs) + costs["sample"].at(num_reqs)
         if arm is PLAIN:
-            return Outlook(num_reqs, fixed + costs["verify"].at(num_reqs))
+            return Outlook(num_reqs, plain)
         most = min(self.num_nodes, self.max_rows // num_reqs - 1)
         if most < 1:
-            return Outlook(num_reqs, 10 * (fixed + costs["verify"].at(num_reqs)))
+            return Outlook(num_reqs, 10 * plain)
         worth = self._regime_of(num_reqs).worth[arm].mean()
         tokens = num_reqs * (1 + worth[:, : most + 1])
         seconds = fixed + costs["verify"].seconds[num_reqs * (1 + np.arange(most + 1))][None]
+        seconds = seconds + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
         if arm.free:
             seconds = seconds + costs["free"].at(num_reqs)
         if arm.host:
@@ -341,6 +353,7 @@ class Budget:
         parents, depths, num_rows = tree.parents.numpy(), tree.depths.numpy(), tree.num_rows.numpy()
         nodes = np.arange(parents.shape[1]) < num_rows[:, None]
         nodes[:, 0] = False
+        nodes &= wanted[:, None]
         features = self._features(draft.log_values.numpy(), parents, depths, request_ids)
         model = self.arms.index(arm)
         drafted = tree.token_ids.numpy()
@@ -351,12 +364,13 @@ class Budget:
         gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
         verify = self.costs["verify"].seconds
         prices = verify[np.minimum(num_reqs + np.arange(len(gains)), len(verify) - 1)] - verify[num_reqs]
+        prices[1:] += max(self.costs["tree"].at(num_reqs) - self.costs["sample"].at(num_reqs), 0.0)
         count = int((gains - self._rate * prices).argmax())
         keep = np.zeros_like(nodes)
         keep.flat[order[:count]] = True
         self._keep_account(arm, values, keep, depths, wanted, num_reqs)
         if arm is not self.arm:
-            plain = self.costs["between"].at(num_reqs) + verify[num_reqs]
+            plain = sum(self.costs[part].at(num_reqs) for part in ("between", "verify", "sample"))
             self._regime.credit -= plain + draft_seconds + prices[count] - (num_reqs + gains[count]) / self._rate
         return draft if keep.sum() == nodes.sum() else prune(draft, torch.from_numpy(keep))
 

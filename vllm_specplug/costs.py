@@ -16,13 +16,17 @@ from vllm_specplug.files import replacing
 
 logger = logging.getLogger("vllm_specplug")
 
-#: Parts of a step, what their cost depends on, and seconds assumed where nothing is known.
+#: Parts of a step, what their cost depends on, and seconds assumed where nothing is known.  Each is timed by itself and
+#: they add up to the step: what one part takes must not look like a dearer row of another.
 PARTS = {
-    "verify": ("rows", 1e-2),  # the target's forward, the walk and the commit, by rows of all requests
-    "between": ("requests", 5e-4),  # the host, between one step and the next
+    "verify": ("rows", 1e-2),  # the target's forward and its LM head, by rows of all requests
+    "sample": ("requests", 2e-4),  # a plain step's sampling
+    "tree": ("requests", 1e-3),  # in its place: staging, walk and commit of the trees
+    "between": ("requests", 5e-4),  # the host, before and behind all these, and between the steps
     "host": ("rows", 1e-3),  # the host's drafter over the rows of a step (EAGLE's re-seeding, Medusa's heads)
     "level": ("rows", 1e-3),  # one further level of it
     "free": ("requests", 5e-4),  # proposers without a model of the host's
+    "round": ("requests", 1e-3),  # what surrounds them in a round: learning, choosing, handing over
 }
 
 

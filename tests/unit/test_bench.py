@@ -30,7 +30,7 @@ class FakeEngine:
     def __init__(self, label):
         self.method = bench.Method(label, None)
 
-    def generate(self, questions, max_tokens, temperature=0.0):
+    def generate(self, questions, max_tokens, temperature=0.0, at_once=None):
         self.calls.append(self.method.label)
         names = [question.name for question in questions]
         return bench.Measurement(names, questions[0].category, 1.0, [[1]] * len(names), 0, 0)

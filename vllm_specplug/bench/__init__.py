@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_levels,
         default=[1],
         metavar="C,..",
-        help="questions at once; categories at the first",
+        help="questions under way at once (a new one comes when one has ended); categories at the first",
     )
     parser.add_argument("--repeats", type=int, default=1, metavar="R", help="passes over the questions")
     parser.add_argument(
@@ -94,6 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--into", type=Path, metavar="README", help=f"with --table: write it behind {MARKS[0]}")
 
 
+def batch_size(concurrency: int) -> int:
+    """Questions that one method answers before the next has its turn; many, where the last ones leave places free."""
+    return 1 if concurrency == 1 else 8 * concurrency
+
+
 def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """Measure what the arguments ask for and return the report."""
     if args.questions is None:
@@ -111,8 +116,10 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     methods = [] if labels else parse_methods(args.methods, args.method_config)
     questions = read_questions(args.questions, args.limit)
     first, *more = args.concurrency
-    parts = [Part(first, repeat, make_batches(questions, first)) for repeat in range(args.repeats)]
-    parts += [Part(c, repeat, make_batches(questions, c, mixed=True)) for c in more for repeat in range(args.repeats)]
+    parts = [Part(first, repeat, make_batches(questions, batch_size(first))) for repeat in range(args.repeats)]
+    for c in more:
+        batches = make_batches(questions, batch_size(c), mixed=True)
+        parts += [Part(c, repeat, batches) for repeat in range(args.repeats)]
     settings = {"questions": args.questions.name, "num_questions": len(questions), "max_tokens": args.max_tokens}
     settings |= {"concurrency": ",".join(map(str, args.concurrency)), "repeats": args.repeats}
     settings |= {"temperature": args.temperature}

@@ -20,7 +20,7 @@ _COUNTER = re.compile(
 
 
 class Server:
-    """Asks a server for chat answers; every question of a batch is under way at once."""
+    """Asks a server for chat answers."""
 
     def __init__(self, label: str, url: str) -> None:
         self.method, self.url = Method(label, {"server": url}), url.rstrip("/").removesuffix("/v1")
@@ -43,11 +43,13 @@ class Server:
                 by_depth[int(position[1])] = by_depth.get(int(position[1]), 0) + int(float(value))
         return drafts, [by_depth[position] for position in sorted(by_depth)]
 
-    def generate(self, questions: list[Question], max_tokens: int, temperature: float = 0.0) -> Measurement:
-        """Answer a batch."""
+    def generate(
+        self, questions: list[Question], max_tokens: int, temperature: float = 0.0, *, at_once: int | None = None
+    ) -> Measurement:
+        """Answer a batch, all of it ``at_once`` unless a number is given."""
         drafts, by_depth = self.counters()
         start = time.perf_counter()
-        with ThreadPoolExecutor(len(questions)) as pool:
+        with ThreadPoolExecutor(at_once or len(questions)) as pool:
             answers = list(pool.map(lambda question: self._ask(question, max_tokens, temperature), questions))
         seconds = time.perf_counter() - start
         new_drafts, new_by_depth = self.counters()

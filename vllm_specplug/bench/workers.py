@@ -68,7 +68,9 @@ class Engine(Protocol):
 
     method: Method
 
-    def generate(self, questions: list[Question], max_tokens: int, temperature: float = 0.0) -> Measurement: ...
+    def generate(
+        self, questions: list[Question], max_tokens: int, temperature: float = 0.0, *, at_once: int | None = None
+    ) -> Measurement: ...
 
     def close(self) -> int | None: ...
 
@@ -127,11 +129,12 @@ class Worker:
         max_tokens: int,
         temperature: float = 0.0,
         sampling: dict[str, Any] | None = None,
+        at_once: int | None = None,
     ) -> Measurement:
         """Answer a batch, or as ``SamplingParams`` of ``sampling`` say; tokenisation is not timed."""
         sampling = sampling or ({"temperature": temperature, "seed": 0} if temperature else {})
         texts = [question.text for question in questions]
-        self.send({"texts": texts, "max_tokens": max_tokens, "sampling": sampling})
+        self.send({"texts": texts, "max_tokens": max_tokens, "sampling": sampling, "at_once": at_once})
         return Measurement([question.name for question in questions], questions[0].category, **self.receive())
 
     def close(self) -> int | None:
@@ -157,7 +160,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Part:
-    """One pass over the questions."""
+    """One pass over the questions, ``concurrency`` of a batch under way at once."""
 
     concurrency: int
     repeat: int
@@ -202,7 +205,7 @@ def measure(
         for batch in part.batches:
             turn = done % len(engines)
             for engine in engines[turn:] + engines[:turn]:
-                found = engine.generate(batch, max_tokens, temperature)
+                found = engine.generate(batch, max_tokens, temperature, at_once=part.concurrency)
                 found.concurrency, found.repeat = part.concurrency, part.repeat
                 if len({question.category for question in batch}) > 1:
                     found.category = "mixed"

@@ -1,7 +1,8 @@
 """One engine of ``specplug bench``: JSON lines in on stdin, JSON lines out on what was stdout.
 
 The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens"}`` asks for greedy answers, or for sampled
-ones with ``"sampling"`` (arguments of ``SamplingParams``), and ``{"close"}`` for the peak memory and the end.
+ones with ``"sampling"`` (arguments of ``SamplingParams``), as many under way at once as ``"at_once"`` says (default:
+all), and ``{"close"}`` for the peak memory and the end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
+_ARGUMENTS = ("texts", "max_tokens", "sampling", "at_once")
 _BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -28,9 +30,15 @@ def _read_counters(llm: Any) -> tuple[int, list[int]]:
     return drafts, by_depth
 
 
-def answer(llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Answers to chat messages, greedy by default, the seconds they took and the draft counters they moved."""
+def answer(
+    llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any] | None = None, at_once: int | None = None
+) -> dict[str, Any]:
+    """Answers to chat messages, greedy by default, the seconds they took and the draft counters they moved.
+
+    With ``at_once`` a request comes in when another has ended, as from so many clients, until there are no more.
+    """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
     prompts = []
@@ -39,9 +47,10 @@ def answer(llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         prompts.append({"prompt_token_ids": ids[:room]})
     params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **(sampling or {})})
+    params.output_kind = RequestOutputKind.FINAL_ONLY
     drafts, by_depth = _read_counters(llm)
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = _generate(llm.llm_engine, prompts, params, at_once or len(prompts))
     seconds = time.perf_counter() - start
     new_drafts, new_by_depth = _read_counters(llm)
     accepted = [new - old for new, old in zip(new_by_depth, by_depth or [0] * len(new_by_depth), strict=True)]
@@ -59,6 +68,23 @@ def answer(llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any]
             if s.num_generation_tokens > 1
         ],
     }
+
+
+def _generate(engine: Any, prompts: list[dict[str, Any]], params: Any, at_once: int) -> list[Any]:
+    """The final outputs, in the order of the prompts."""
+    begin = time.monotonic_ns()
+    waiting = {f"{begin}-{number}": prompt for number, prompt in enumerate(prompts)}
+    names, done = list(waiting), {}
+    for name in names[:at_once]:
+        engine.add_request(name, waiting.pop(name), params)
+    while len(done) < len(names):
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output
+                if waiting:
+                    name = next(iter(waiting))
+                    engine.add_request(name, waiting.pop(name), params)
+    return [done[name] for name in names]
 
 
 def peak_rss_mib(pid: int) -> int:
@@ -94,7 +120,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         if "close" in request:
             reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
             return
-        reply(answer(llm, request["texts"], request["max_tokens"], request.get("sampling")))
+        reply(answer(llm, **{key: request[key] for key in _ARGUMENTS if key in request}))
 
 
 if __name__ == "__main__":

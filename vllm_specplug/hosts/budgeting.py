@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
-from vllm_specplug.budget import Arm, Budget
+from vllm_specplug.budget import PLAIN, Arm, Budget
 from vllm_specplug.config import TreeOptions, host_drafter
 from vllm_specplug.costs import CostModel, fastest, knots_up_to, load, save
 from vllm_specplug.environment import cpu_name, version_of
@@ -52,10 +52,9 @@ class ServingBudget:
             "requests": runner.max_num_reqs,
         }
         self._budget: Budget | None = None
-        self._began = self._ended = 0.0
-        self._rows = self._steps = 0
-        self._drafting = self._round_began = self._by_host = 0.0
-        self._wanted = 0
+        self._clock = _StepClock()
+        self._steps = 0
+        self._round = _Round()
 
     @classmethod
     def of(cls, runner: Any, options: TreeOptions) -> ServingBudget | None:
@@ -162,23 +161,45 @@ class ServingBudget:
 
     def begin(self, scheduler_output: Any) -> None:
         """A step starts."""
-        self._began = time.perf_counter()
+        now, last = time.perf_counter(), self._clock
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         rows = scheduler_output.total_num_scheduled_tokens
         goes_on = bool(scheduled) and not scheduler_output.scheduled_new_reqs
         # A step that prefills tells nothing about those that decode.
         decodes = goes_on and rows == len(scheduled) + sum(map(len, drafts.values()))
-        if goes_on and self._ended and self._is_taken("between"):
-            self.budget.costs["between"].observe(len(scheduled), self._began - self._ended)
+        if goes_on and last.rows and self._is_taken("between"):
+            self.budget.costs["between"].observe(last.num_reqs, now - last.ended + last.rest())
         self.budget.saw_prompt(0 if decodes else rows)
-        self._rows = rows if decodes else 0
-        self._drafting = 0.0
+        self._clock = _StepClock(now, rows if decodes else 0, len(scheduled), bool(drafts))
+
+    def staged(self, seconds: float) -> None:
+        """The trees of a step were laid out."""
+        self._clock.staging = seconds
+
+    def forward_begins(self) -> None:
+        """The target's forward comes next."""
+        self._clock.forward_began = time.perf_counter()
+
+    def forward_ends(self) -> None:
+        """The logits are there."""
+        self._clock.forward_ended = time.perf_counter()
+
+    def sampled(self, seconds: float) -> None:
+        """The step's tokens were chosen (of trees: walked, and their key/value moved)."""
+        self._clock.sampling = seconds
 
     def end(self) -> None:
         """The step is over."""
-        self._ended = time.perf_counter()
-        if self._rows and self._is_taken("verify"):
-            self.budget.costs["verify"].observe(self._rows, self._ended - self._began - self._drafting)
+        clock = self._clock
+        clock.ended = time.perf_counter()
+        if clock.rows and clock.forward_began:
+            # A plain step among those that draft is rare, and was made to be looked at.
+            rare = not clock.drafted and self.budget.arm is not PLAIN
+            if rare or self._is_taken("verify"):
+                self.budget.costs["verify"].observe(clock.rows, clock.forward_ended - clock.forward_began)
+            part = "tree" if clock.drafted else "sample"
+            if rare or self._is_taken(part):
+                self.budget.costs[part].observe(clock.num_reqs, clock.staging + clock.sampling)
         self._steps += 1
         if self._steps % SAVE_EVERY == 0:
             self.save()
@@ -201,37 +222,104 @@ class ServingBudget:
 
     def plan(self, wanted: np.ndarray) -> Arm:
         """Which drafters to run; ``wanted`` bool ``[num_reqs]`` are the requests that decode next."""
-        self._round_began, self._by_host, self._wanted = time.perf_counter(), 0.0, int(wanted.sum())
+        self._round = _Round(time.perf_counter(), int(wanted.sum()))
         batch = self._runner.input_batch
         self.budget.learn(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
         missed = self._runner.drafter.missed.num_rows if self._levelled else 0
-        return self.budget.plan(self._wanted, missed)
+        return self.budget.plan(self._round.wanted, missed)
 
     def timed(self, draft_by_host: Callable[[], Draft | None]) -> Callable[[], Draft | None]:
-        """The same, with its time taken."""
+        """The host's drafter, with its time taken."""
 
         def call() -> Draft | None:
             begin = time.perf_counter()
             try:
                 return draft_by_host()
             finally:
-                self._by_host = time.perf_counter() - begin
+                self._round.by_host = time.perf_counter() - begin
                 if not self._levelled:
-                    self.observe("host", self._wanted, self._by_host)
+                    self.observe("host", self._round.wanted, self._round.by_host)
 
         return call
+
+    def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
+        """The host's drafter has grown trees.
+
+        Args:
+            first_pass: seconds of it.
+            num_rows: that it ran over.
+            level_seconds: of each further level.
+            level_rows: that each of them ran over.
+        """
+        self._round.forwards = first_pass + sum(level_seconds)
+        self.observe("host", num_rows, first_pass)
+        if level_seconds:
+            self.observe("level", level_rows, sum(level_seconds) / len(level_seconds))
+
+    def propose(self, draft: Callable[[], Draft | None]) -> Draft | None:
+        """Run the proposers of the round, with their time taken."""
+        begin = time.perf_counter()
+        try:
+            return draft()
+        finally:
+            if self.budget.running.free:
+                free = time.perf_counter() - begin - self._round.by_host
+                self._round.free = free
+                self.observe("free", self._round.wanted, free)
 
     def select(self, draft: Draft | None, wanted: np.ndarray) -> Draft | None:
         """The nodes to verify."""
         if draft is None:
             return None
-        seconds = time.perf_counter() - self._round_began
-        if self.budget.running.free:
-            self.observe("free", self._wanted, seconds - self._by_host)
         batch = self._runner.input_batch
         num_tokens = batch.num_tokens_no_spec[: batch.num_reqs]
+        seconds = time.perf_counter() - self._round.began
         return self.budget.select(draft, batch.req_ids, num_tokens, wanted, seconds)
 
+    def handed_over(self, caught_up: bool) -> None:
+        """The round that ``plan`` began has its drafts; ``caught_up``: it began with work left over from a pause."""
+        done = self._round
+        if self.budget.running is not PLAIN and not caught_up:
+            by_host = done.forwards if self._levelled else done.by_host
+            self.observe("round", done.wanted, time.perf_counter() - done.began - by_host - done.free)
+
     def end_round(self) -> None:
-        """The round that ``plan`` began is over."""
-        self._drafting = time.perf_counter() - self._round_began
+        """Nothing of the round is left to do."""
+        self._clock.drafting = time.perf_counter() - self._round.began
+
+
+@dataclass
+class _StepClock:
+    """When the parts of a step were; in seconds.
+
+    Attributes:
+        rows: of the step, 0 if it computes prompts.
+        drafted: whether there were trees to verify.
+    """
+
+    began: float = 0.0
+    rows: int = 0
+    num_reqs: int = 0
+    drafted: bool = False
+    staging: float = 0.0
+    forward_began: float = 0.0
+    forward_ended: float = 0.0
+    sampling: float = 0.0
+    drafting: float = 0.0
+    ended: float = 0.0
+
+    def rest(self) -> float:
+        """What no other part accounts for."""
+        known = self.staging + self.forward_ended - self.forward_began + self.sampling + self.drafting
+        return self.ended - self.began - known
+
+
+@dataclass
+class _Round:
+    """When a round began, for how many requests, and what its proposers took."""
+
+    began: float = 0.0
+    wanted: int = 0
+    by_host: float = 0.0
+    forwards: float = 0.0
+    free: float = 0.0

@@ -2,8 +2,9 @@
 
 A paused step must cost what a plain one costs, so the drafter does not run at all; the target's hidden states of the
 step's tokens are kept instead.  When drafting resumes, one forward over them gives the drafter the key/value that it
-would have had.  A request that ends while paused takes its gap with it: whoever finds its blocks in the prefix cache
-drafts worse from them, and decodes the same tokens.
+would have had.  What is kept is bounded: a request that does not fit (prompts, under load) stays unread, and decodes
+plainly until it ends.  A request that ends while paused takes its gap with it: whoever finds its blocks in the prefix
+cache drafts worse from them, and decodes the same tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -31,22 +33,46 @@ class MissedRows:
 
     Args:
         max_rows: the most that are kept, and so the most that one catch-up forward runs over.
+
+    Attributes:
+        num_rows: how many are kept.
+        unread: requests with a gap that nothing will fill.
     """
 
     def __init__(self, max_rows: int):
         self.max_rows = max_rows
         self.num_rows = 0
+        self.unread: set[str] = set()
         self._missed: dict[str, _Missed] = {}
 
-    def fits(self, num_rows: int) -> bool:
-        """Whether so many more rows can be kept."""
-        return self.num_rows + num_rows <= self.max_rows
-
-    def add(self, request_ids: Sequence[str], hidden: torch.Tensor, starts: list[int], counts: list[int]) -> None:
-        """Keep one step's rows.
+    def admit(self, request_ids: Sequence[str], counts: np.ndarray) -> np.ndarray:
+        """Which requests' rows of a step are kept; the others are unread from now on.
 
         Args:
-            request_ids: of the step, in the order of the rows.
+            request_ids: of the step.
+            counts: int ``[num_reqs]``; rows of each.
+
+        Returns:
+            bool ``[num_reqs]``.
+        """
+        room = self.max_rows - self.num_rows
+        kept = np.zeros(len(request_ids), dtype=bool)
+        for place, (request_id, count) in enumerate(zip(request_ids, counts.tolist(), strict=True)):
+            if request_id in self.unread:
+                continue
+            if count > room:
+                self._forget(request_id)
+                self.unread.add(request_id)
+                continue
+            room -= count
+            kept[place] = True
+        return kept
+
+    def add(self, request_ids: Sequence[str], hidden: torch.Tensor, starts: list[int], counts: list[int]) -> None:
+        """Keep rows of one step, of requests that were admitted.
+
+        Args:
+            request_ids: in the order of the rows.
             hidden: ``[num_rows, hidden_size]``; kept as it is, so it must not be a buffer that changes.
             starts: index of each request's first token among its tokens.
             counts: rows of each request.
@@ -55,7 +81,7 @@ class MissedRows:
         for request_id, start, count in zip(request_ids, starts, counts, strict=True):
             missed = self._missed.get(request_id)
             if missed is not None and missed.stop != start:  # preempted: it is computed anew, from some point on
-                self.finish((request_id,))
+                self._forget(request_id)
                 missed = None
             if missed is None:
                 missed = self._missed[request_id] = _Missed(start, start)
@@ -71,16 +97,15 @@ class MissedRows:
             missed = self._missed.get(request_id)
             if missed is not None:
                 taken.append((place, missed.start, missed.hidden()))
-                self.finish((request_id,))
+                self._forget(request_id)
         return taken
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """Forget requests."""
+        """Forget requests that have ended."""
+        self.unread.difference_update(request_ids)
         for request_id in request_ids:
-            if (missed := self._missed.pop(request_id, None)) is not None:
-                self.num_rows -= missed.stop - missed.start
+            self._forget(request_id)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._missed.clear()
-        self.num_rows = 0
+    def _forget(self, request_id: str) -> None:
+        if (missed := self._missed.pop(request_id, None)) is not None:
+            self.num_rows -= missed.stop - missed.start

@@ -24,6 +24,7 @@ from vllm_specplug.hosts.drafter import RoundHooks
 from vllm_specplug.kv import DraftScratch, KvScratch
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.tree import prune
 from vllm_specplug.types import Draft
 
 if TYPE_CHECKING:
@@ -96,16 +97,15 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         first = self.runner.query_start_loc.np[: num_reqs + 1]
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
         counts = np.diff(first) - np.where(num_drafts > 0, num_drafts + 1 - emitted, 0)
-        if not num_drafts.any():
-            rows = hidden_states[: int(first[-1])].clone()
-        else:
-            flat = np.arange(counts.sum()) + np.repeat(first[:-1] - np.cumsum(counts) + counts, counts)
-            rows = hidden_states[self.path_rows[torch.from_numpy(flat)]]
-        if not self.missed.fits(len(rows)):
-            self.catch_up()
-            self.missed.clear()  # requests that are not scheduled now
-        starts = batch.num_computed_tokens_cpu[:num_reqs].tolist()
-        self.missed.add(batch.req_ids, rows, starts, counts.tolist())
+        kept = self.missed.admit(batch.req_ids, counts)
+        if not kept.any():
+            return
+        flat = np.arange(counts.sum()) + np.repeat(first[:-1] - np.cumsum(counts) + counts, counts)
+        flat_rows = torch.from_numpy(flat[np.repeat(kept, counts)])
+        rows = hidden_states[self.path_rows[flat_rows] if num_drafts.any() else flat_rows]
+        starts = batch.num_computed_tokens_cpu[:num_reqs][kept].tolist()
+        request_ids = [batch.req_ids[place] for place in np.flatnonzero(kept)]
+        self.missed.add(request_ids, rows, starts, counts[kept].tolist())
 
     def catch_up(self) -> None:
         """Run the drafter over what it has missed of the scheduled requests: their key/value is then complete."""
@@ -169,6 +169,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         begin = time.perf_counter()
         # With no tokens to draft, the host's propose is just the re-seeding forward.
         super().propose(**{**kwargs, "num_speculative_tokens": 0})
+        first_pass = time.perf_counter() - begin
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
         assert self._first_pass is not None
         num_rows, rows, metadata = self._first_pass
@@ -179,7 +180,9 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
         def score_level(number: int, hidden: torch.Tensor, top_k: int) -> Children:
-            return self._score(hidden, top_k, number, sampling)
+            children = self._score(hidden, top_k, number, sampling)
+            growth.scored(number)
+            return children
 
         draft = grow_tree(
             kwargs["next_token_ids"].long(),
@@ -193,7 +196,10 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
             may_grow=growth.may_grow,
         )
         if self.budget is not None:
-            growth.report(time.perf_counter() - begin, num_rows, len(rows) * self.options.draft_top_k)
+            growth.report(first_pass, num_rows, len(rows) * self.options.draft_top_k)
+        if unread := self.missed.unread:
+            read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])
+            draft = prune(draft, read[:, None].expand_as(draft.log_values))
         return draft
 
     def _score(
@@ -225,29 +231,27 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
 
 
 class _Growth:
-    """Whether a round's next level is drafted, and when each was."""
+    """Whether a round's next level is drafted, and what each took."""
 
     def __init__(self, floor: float, budget: ServingBudget | None):
         self.floor, self.budget = floor, budget
-        self._asked: list[float] = []
-        self._grown = 0
+        self._asked = 0.0
+        self._level_seconds: list[float] = []
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
-        self._asked.append(time.perf_counter())
+        self._asked = time.perf_counter()
         grows = not self.floor or bool(beam_values.sum(dim=1).mean() >= self.floor)
-        grows = grows and (self.budget is None or self.budget.budget.may_grow(beam_values))
-        self._grown += grows
-        return grows
+        return grows and (self.budget is None or self.budget.budget.may_grow(beam_values))
 
-    def report(self, seconds: float, num_rows: int, level_rows: int) -> None:
-        """Tell the budget what the round took: its first pass over ``num_rows``, and each level."""
+    def scored(self, level: int) -> None:
+        """The nodes of a level are known; those of the first come with the first pass."""
+        if level:
+            self._level_seconds.append(time.perf_counter() - self._asked)
+
+    def report(self, first_pass: float, num_rows: int, level_rows: int) -> None:
+        """Tell the budget what the round took: its first pass over ``num_rows`` in seconds, and the levels."""
         assert self.budget is not None
-        levels = [after - before for before, after in zip(self._asked, self._asked[1:], strict=False)]
-        level = sum(levels) / len(levels) if levels else None
-        if level is not None:
-            self.budget.observe("level", level_rows, level)
-        if level is not None or not self._grown:
-            self.budget.observe("host", num_rows, seconds - self._grown * (level or 0.0))
+        self.budget.drafted(first_pass, num_rows, self._level_seconds, level_rows)
 
 
 class _Levels:

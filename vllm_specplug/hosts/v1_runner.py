@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +109,10 @@ class TreeCPUModelRunner(CPUModelRunner):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.serving_budget is not None:
             self.serving_budget.begin(scheduler_output)
-        return with_room(super().execute_model, scheduler_output, *args, **kwargs)
+        output = with_room(super().execute_model, scheduler_output, *args, **kwargs)
+        if self.serving_budget is not None:
+            self.serving_budget.forward_ends()
+        return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = with_room(super().sample_tokens, *args, **kwargs)
@@ -134,7 +138,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._step = None
         if scheduler_output.scheduled_spec_decode_tokens:
+            begin = time.perf_counter()
             self._step = self._stage(scheduler_output, num_scheduled_tokens, prepared[1])
+            if self.serving_budget is not None:
+                self.serving_budget.staged(time.perf_counter() - begin)
         else:  # a plain step: the host's attention, sampler and cost
             self._last_rows = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
         return prepared
@@ -216,11 +223,20 @@ class TreeCPUModelRunner(CPUModelRunner):
                 if id(metadata) not in with_trees:
                     with_trees[id(metadata)] = replace(metadata, tree=self._step.rows)
                 attn_metadata[layer_name] = with_trees[id(metadata)]
+        if self.serving_budget is not None:
+            self.serving_budget.forward_begins()
         return attn_metadata, common
 
     # ---- after the forward
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        begin = time.perf_counter()
+        output = self._choose(logits, spec_decode_metadata)
+        if self.serving_budget is not None:
+            self.serving_budget.sampled(time.perf_counter() - begin)
+        return output
+
+    def _choose(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         step = self._step
         if spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)
@@ -337,9 +353,11 @@ class TreeCPUModelRunner(CPUModelRunner):
             **kwargs,
         )
         failures = Guard.failures_of_all
+        caught_up = False
         with self._counters.timed("draft_seconds"):
             if isinstance(self.drafter, TreeEagleProposer):
                 if arm is None or arm.host:
+                    caught_up = self.drafter.missed.num_rows > 0
                     self._draft_guard.run(self.drafter.catch_up)
                 else:
                     self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
@@ -347,19 +365,25 @@ class TreeCPUModelRunner(CPUModelRunner):
                 draft_by_host = self.serving_budget.timed(draft_by_host) if arm.host else _nothing
             if arm is PLAIN:
                 draft = None
-            elif self._host_free is None:
-                context = context_of(self.input_batch, wanted, self.model_config.get_vocab_size())
-                draft = self._draft_guard.check(draft_by_host, context)
             else:
-                draft = self._host_free.propose(self.input_batch, wanted, draft_by_host)
+                propose = functools.partial(self._propose, wanted, draft_by_host)
+                draft = propose() if self.serving_budget is None else self.serving_budget.propose(propose)
             if self.serving_budget is not None:
                 draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
         flat = self._remember(draft)
+        if self.serving_budget is not None:
+            self.serving_budget.handed_over(caught_up)
         self._draft_guard.run(functools.partial(self.drafter.end_round, self._verify_start))
         if self.serving_budget is not None:
             self.serving_budget.end_round()
         return flat
+
+    def _propose(self, wanted: np.ndarray, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
+        if self._host_free is not None:
+            return self._host_free.propose(self.input_batch, wanted, draft_by_host)
+        context = context_of(self.input_batch, wanted, self.model_config.get_vocab_size())
+        return self._draft_guard.check(draft_by_host, context)
 
     def _skip_round(
         self,
