@@ -1,13 +1,16 @@
 """SWIFT on SmolLM2-135M-Instruct: the search against uniform skipping and pure chance, speed, cost, drift.
 
-python benchmarks/swift.py --questions spec_bench_dev.jsonl --out swift.json [--part search speed drift]
+python benchmarks/swift.py --questions spec_bench_dev.jsonl --out swift.json [--part search speed drift cost]
 
 The engine runs in this process.  Each part takes some minutes on two cores; timings are ratios inside one run.
+``drift``: the search first ends on tasks like those of the first segment (``--patience``), then five kinds of tasks
+come, with ``adapt`` and without.  ``cost``: ``--requests`` answers, eight at once, with the method's defaults.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
 from vllm_specplug.proposers.swift.report import acceptance_of, expected_speedup, phases_of
@@ -52,7 +56,7 @@ class Engine:
             speculative_config=swift,
         )
         self.runner = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        self.drafter, self._sampling = self.runner.drafter, SamplingParams(temperature=0, max_tokens=max_tokens)
+        self.drafter, self.sampling = self.runner.drafter, SamplingParams(temperature=0, max_tokens=max_tokens)
         self._max_tokens, self._draft = max_tokens, self.drafter._draft
 
     def drafting(self, on: bool) -> None:
@@ -62,7 +66,7 @@ class Engine:
     def answer(self, text: str) -> int:
         """Tokens of a greedy answer."""
         prompt = prompts_of(self.llm, [text], self._max_tokens)
-        return len(self.llm.generate(prompt, self._sampling, use_tqdm=False)[0].outputs[0].token_ids)
+        return len(self.llm.generate(prompt, self.sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
     def restart(self, options: SearchOptions, share: float = 1.0, seed: int = 0) -> LayerSearch:
         """A search that knows nothing, which may take that share of the time."""
@@ -169,24 +173,68 @@ def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confid
     }
 
 
-def drift_part(engine: Engine, by_task: dict[str, list[str]]) -> dict[str, Any]:
-    """A stream of five kinds of tasks: acceptance of each segment, with adaptation and without."""
+def drift_part(
+    engine: Engine, by_task: dict[str, list[str]], warm_up: list[str], patience: int, share: float
+) -> dict[str, Any]:
+    """A search that has ended, then a stream of tasks: acceptance of each kind, with adaptation and without."""
     old = engine.drafter.state.options
-    found = {}
+    found: dict[str, Any] = {"patience": patience, "share of the time": share}
+    options = SearchOptions(old.num_layers, old.skip_ratio, max_steps=1000, patience=patience, goal=0.95)
+    search = engine.restart(options, share)
+    engine.drafting(False)
+    for number in itertools.count():
+        if search.stopped:
+            break
+        engine.answer(warm_up[number % len(warm_up)])
+    engine.drafting(True)
+    ended = search.to_json()
+    found["warm-up"] = {"ended after": search.stopped, "candidates": search.all_steps, "matchness": search.matchness}
     for name, adapt in (("adaptation", True), ("no adaptation", False)):
-        options = SearchOptions(old.num_layers, old.skip_ratio, max_steps=1000, patience=120, goal=0.95, adapt=adapt)
-        search = engine.restart(options)
+        engine.restart(options, share)
+        search = LayerSearch.from_json(replace(options, adapt=adapt), ended)
+        engine.drafter.state.streams[""] = search
+        engine.drafter.options = replace(engine.drafter.options, adapt=adapt)
         segments = {}
         for task, texts in by_task.items():
-            before = dict(vars(engine.drafter.state.acceptance[""]))
+            before, candidates = dict(vars(engine.drafter.state.acceptance[""])), search.all_steps
             for text in texts:
                 engine.answer(text)
             now = vars(engine.drafter.state.acceptance[""])
-            steps, accepted = (now[key] - before[key] for key in ("draft_steps", "accepted"))
-            segments[task] = {"alpha": round(accepted / max(steps, 1), 4), "candidates": search.all_steps}
+            rounds, steps, accepted = (now[key] - before[key] for key in ("rounds", "draft_steps", "accepted"))
+            segments[task] = {
+                "alpha": round(accepted / max(steps, 1), 4),
+                "M": round(1 + accepted / max(rounds, 1), 3),
+                "rounds": rounds,
+                "candidates": search.all_steps - candidates,
+                "restarts": search.restarts,
+            }
             print(f"drift, {name}: {task} {segments[task]}", file=sys.stderr)
         found[name] = {"segments": segments, "restarts": search.restarts}
     return found
+
+
+def cost_part(texts: list[str], requests: int, max_tokens: int) -> dict[str, Any]:
+    """What the search takes of the time, with the method's defaults (so it also ends by itself)."""
+    engine = Engine(max_tokens, eager=False, budget="measured")
+    prompts = prompts_of(engine.llm, texts, max_tokens)
+    begin, tokens = time.perf_counter(), 0
+    curve = []
+    for first in tqdm(range(0, requests, 100), unit="00 requests"):
+        batch = [prompts[i % len(prompts)] for i in range(first, min(first + 100, requests))]
+        outputs = engine.llm.generate(batch, engine.sampling, use_tqdm=False)
+        tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        seconds, search = engine.drafter.state.seconds, engine.drafter.state.search()
+        spent = seconds["optimise"] + seconds["propose"]
+        curve.append([first + len(batch), round(spent / (time.perf_counter() - begin), 5), search.all_steps])
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "share of the time": curve[-1][1],
+        "by requests (requests, share so far, candidates so far)": curve,
+        "ended": search.stopped,
+        "drafting": round(seconds["draft"] / (time.perf_counter() - begin), 5),
+    }
 
 
 def main() -> None:
@@ -194,10 +242,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--part", nargs="+", choices=("search", "speed", "drift"), default=["search", "speed", "drift"])
+    parser.add_argument(
+        "--part", nargs="+", choices=("search", "speed", "drift", "cost"), default=["search", "speed", "drift"]
+    )
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.45])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--count", type=int, default=10, help="questions of each part (drift: of each task)")
+    parser.add_argument("--patience", type=int, default=60, help="of the search of drift")
+    parser.add_argument("--share", type=float, default=0.2, help="of the time that the search of drift may take")
+    parser.add_argument("--requests", type=int, default=1000, help="of cost")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -205,9 +258,15 @@ def main() -> None:
     questions = read_questions(args.questions)
     by_task = {task: [q.text for q in questions if q.category == task] for task in args.tasks}
     mixed = [text for group in zip(*by_task.values(), strict=False) for text in group]
-    engine = Engine(args.max_tokens, args.eager)
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
-    results["provenance"] = provenance("uniform skipping and pure chance at equal candidates, same run")
+    baseline = "none: shares of one run" if args.part == ["cost"] else "uniform skipping and pure chance, same run"
+    results["provenance"] = provenance(baseline)
+    if args.part == ["cost"]:
+        results["cost"] = cost_part([question.text for question in questions], args.requests, args.max_tokens)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(results, indent=1))
+        return
+    engine = Engine(args.max_tokens, args.eager)
     for ratio in args.ratio:
         layers = engine.drafter.state.options.num_layers
         engine.drafter.options = replace(engine.drafter.options, skip_ratio=ratio)
@@ -226,7 +285,9 @@ def main() -> None:
             args.out.write_text(json.dumps(results, indent=1))
         if "drift" in args.part:
             engine.restart(SearchOptions(layers, ratio))
-            found["drift"] = drift_part(engine, {task: texts[: args.count] for task, texts in by_task.items()})
+            warm_up = by_task[TASKS[0]][args.count :] or by_task[TASKS[0]]
+            stream = {task: texts[: args.count] for task, texts in by_task.items()}
+            found["drift"] = drift_part(engine, stream, warm_up, args.patience, args.share)
             args.out.write_text(json.dumps(results, indent=1))
     print(json.dumps(results, indent=1))
 
