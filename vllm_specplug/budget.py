@@ -32,6 +32,8 @@ MEMORY, LONG_RUN_WEIGHT, LONG_RUN_MEMORY = 48.0, 4.0, 2000.0
 FIRST_GUESS = 0.6
 #: Steps over which the rows of prompts are averaged.
 PROMPT_MEMORY = 128.0
+#: A batch of so many requests is learned from at every step, larger ones at every second, third, fourth.
+LEARN_REQUESTS, LEARN_SELDOM = 8, 4
 MAX_RECORDS = 4096
 
 
@@ -172,6 +174,7 @@ class Budget:
         self._reseeds, self._emitted = reseeds, 1.5
         self._prompt_rows = 0.0
         self._rate = 0.0
+        self._rounds = 0
         #: The arm of the current round: ``arm``, or another one on trial.
         self.running = self.arm
         self._round_levels = 0
@@ -403,7 +406,7 @@ class Budget:
         self, log_values: np.ndarray, parents: np.ndarray, depths: np.ndarray, request_ids: Sequence[str]
     ) -> np.ndarray:
         """``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, depth, the request's record."""
-        above = np.take_along_axis(log_values, np.maximum(parents, 0), axis=1)
+        above = at_rows(log_values, np.maximum(parents, 0))
         with np.errstate(invalid="ignore"):
             believed = np.exp(np.minimum(log_values - above, 0.0))
         features = np.ones((*log_values.shape, 4))
@@ -424,7 +427,8 @@ class Budget:
             num_tokens: int ``[num_reqs]``; how many.
         """
         last, self._open = self._open, None
-        if last is None:
+        self._rounds += 1
+        if last is None or self._rounds % min(-(-len(request_ids) // LEARN_REQUESTS), LEARN_SELDOM):
             return
         now = {request_id: place for place, request_id in enumerate(request_ids)}
         pairs = [(place, now[request_id]) for place, request_id in enumerate(last.request_ids) if request_id in now]
@@ -437,10 +441,10 @@ class Budget:
             self._emitted += 0.05 * (new[new > 0].mean() - self._emitted)
         known = (parents >= 0) & (depths <= new[:, None])
         columns = np.minimum(before[:, None] + depths - 1, token_ids.shape[1] - 1)
-        hits = known & (last.token_ids[then] == np.take_along_axis(token_ids[places], columns, axis=1))
+        hits = known & (last.token_ids[then] == token_ids[places[:, None], columns])
         right = along_paths(hits, parents)
         # A node says something where its parent was right and the next token is known.
-        reached = known & np.take_along_axis(right, np.maximum(parents, 0), axis=1)
+        reached = known & at_rows(right, np.maximum(parents, 0))
         owners, rows = np.nonzero(reached)
         if len(owners) == 0:
             return
@@ -475,6 +479,12 @@ def along_paths(edges: np.ndarray, parents: np.ndarray) -> np.ndarray:
     values = np.where(parents >= 0, edges, edges.dtype.type(1))
     ancestors = np.maximum(parents, 0)
     for _ in range((edges.shape[1] - 1).bit_length()):  # each round doubles the distance covered
-        values = values * np.take_along_axis(values, ancestors, axis=1)
-        ancestors = np.take_along_axis(ancestors, ancestors, axis=1)
+        values = values * at_rows(values, ancestors)
+        ancestors = at_rows(ancestors, ancestors)
     return values
+
+
+def at_rows(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """``np.take_along_axis`` over the last of two axes, in a third of its time at these sizes."""
+    num_reqs, width = values.shape
+    return values.ravel()[rows + np.arange(0, num_reqs * width, width)[:, None]]

@@ -39,6 +39,7 @@ COUNTERS = (
     Counter(*_FALLBACKS, "proposer failed"),
     Counter(*_FALLBACKS, "turned off by the request"),
     Counter(*_FALLBACKS, "logprobs of the whole vocabulary"),
+    Counter(*_FALLBACKS, "not read by the drafter"),
 )
 _INDEX = {counter.reason or counter.name.removeprefix("specplug:"): place for place, counter in enumerate(COUNTERS)}
 _SIZE = 8 * len(COUNTERS)

@@ -371,6 +371,9 @@ class TreeCPUModelRunner(CPUModelRunner):
             if self.serving_budget is not None:
                 draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
+        if isinstance(self.drafter, TreeEagleProposer) and draft is not None:
+            unread = self.drafter.missed.unread.intersection(self.input_batch.req_ids)
+            self._counters.add("not read by the drafter", len(unread))
         flat = self._remember(draft)
         if self.serving_budget is not None:
             self.serving_budget.handed_over(caught_up)
