@@ -262,7 +262,17 @@ def trees(report: dict[str, Any]) -> str:
             caption = f"{escape(name)}, tree {number}: {len(tree['tokens']) - 1} nodes; accepted: “{escape(path)}”"
             parts.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
     text = "Evenly spaced over a run; the numbers are the drafter's belief. The first column is the last emitted token."
-    return section_html("Trees", text) + "".join(parts)
+    return section_html("Trees", text, table=sources(report)) + "".join(parts)
+
+
+def sources(report: dict[str, Any]) -> str:
+    """What each proposer of merged drafts has earned, as a table; nothing where drafts are not merged."""
+    rows = [
+        [method, name, *(str(share[key]) for key in ("drafted", "accepted", "alone"))]
+        for method, found in report["methods"].items()
+        for name, share in found.get("sources", {}).items()
+    ]
+    return html_table(["method", "source", "verified", "accepted", "accepted, its own only"], rows) if rows else ""
 
 
 def reproductions(tables: Sequence[dict[str, Any]]) -> str:

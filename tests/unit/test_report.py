@@ -92,6 +92,7 @@ def results():
                 "log_values": [-0.5, -1, -2],
             }
         ],
+        "sources": {"head": {"drafted": 71, "accepted": 43, "alone": 29}},
         "calibration": {"error": 0.031, "bins": [{"outcomes": 40, "predicted": 0.15, "accepted": 0.2}]},
     }
     steps = [{"nodes": 1, "step_ms": 12.0}, {"nodes": 8, "step_ms": 15.0}]
@@ -128,8 +129,8 @@ def test_a_page_stands_alone_and_is_well_formed(results):
     assert "script" not in page.tags and "Not measured" not in text
     drawn = svgs(text)
     assert len(drawn) == 9  # Eight charts and a tree.
-    assert page.tags.count("table") == 10
-    for cell in ("1.33", "0.80", "0.60", "0.15", "12.00", "15%", "maths", "<code>", "dynamic", "1.9"):
+    assert page.tags.count("table") == 11
+    for cell in ("1.33", "0.80", "0.60", "0.15", "12.00", "15%", "maths", "<code>", "dynamic", "1.9", "head", "29"):
         assert cell in page.cells, cell
     assert "takes 10.00 ms" in text and "4.62 against 4.24." in text
     assert "accepted: “&lt;root&gt; a”" in text

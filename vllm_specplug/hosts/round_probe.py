@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from safetensors import safe_open
 
 from vllm_specplug.calibration import Reliability
-from vllm_specplug.hosts.trace import TreeTrace
+from vllm_specplug.hosts.trace import TreeTrace, source_shares
 
 _STAGES = ("verify", "draft", "draft_forward")
 
@@ -146,12 +146,14 @@ def decode(llm: Any, prompts: list[dict], max_tokens: int, ignore_eos: bool = Fa
 
 
 def traced_trees(llm: Any, clock: RoundClock, prompts: list[dict], max_tokens: int, count: int) -> dict[str, Any]:
-    """``trees``: ``count`` trees of branching drafts, evenly spaced over all; ``calibration``: the reliability bins."""
+    """``trees``: ``count`` trees of branching drafts, evenly spaced over all; ``calibration``: the reliability bins;
+    and ``sources``, where drafts are merged: what each proposer earned (``SourceShare``)."""
     with tempfile.TemporaryDirectory() as folder:
         clock.runner._trace = TreeTrace.open(str(Path(folder) / "trees"))
         try:
             decode(llm, prompts, max_tokens)
             lines = [json.loads(line) for line in clock.runner._trace.path.read_text().splitlines()]
+            _, shares = source_shares(clock.runner._trace.path)
         finally:
             clock.runner._trace = None
     reliability = Reliability(memory=float("inf"))
@@ -165,7 +167,8 @@ def traced_trees(llm: Any, clock: RoundClock, prompts: list[dict], max_tokens: i
     for tree in trees:
         tree["tokens"] = [tokenizer.decode([token]) for token in tree.pop("token_ids")]
     bins = [{"outcomes": int(n), "predicted": round(p, 4), "accepted": round(y, 4)} for n, p, y in reliability.curve()]
-    return {"trees": trees, "calibration": {"error": round(reliability.error(), 4), "bins": bins}}
+    found = {"trees": trees, "calibration": {"error": round(reliability.error(), 4), "bins": bins}}
+    return found | ({"sources": {name: asdict(share) for name, share in shares.items()}} if shares else {})
 
 
 def step_costs(llm: Any, clock: RoundClock, nodes: list[int], context: int, max_tokens: int) -> list[dict[str, float]]:
