@@ -34,14 +34,6 @@ def like_the_host(inputs):
     return {**inputs, "kv_cache": inputs["kv_cache"].transpose(1, 2).contiguous().transpose(1, 2)}
 
 
-def uniform(inputs, rows):
-    """The same without rows between the requests."""
-    num_reqs = len(inputs["query_lens"])
-    kept = (inputs["query_start"].unsqueeze(1) + torch.arange(rows)).flatten().long()
-    start = torch.arange(num_reqs, dtype=torch.int32) * rows
-    return {**inputs, "query": inputs["query"][kept], "output": inputs["output"][kept], "query_start": start}
-
-
 def run(context, inputs, **options):
     """The output on the CPU; ``inputs`` stay."""
     device = on_device({**inputs, "output": inputs["output"].clone()})
@@ -90,8 +82,8 @@ def test_against_the_reference(context, dtype, contexts):
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_uniform_rows(context, rows):
-    made = make_inputs((20, 0), (rows, rows), tree_lens=(12, 9), block_size=16, kv_layout=TOKEN_LAYOUT)
-    assert_matches(context, like_the_host(uniform(made, rows)), uniform=True)
+    made = make_inputs((20, 0), (rows, rows), tree_lens=(12, 9), block_size=16, kv_layout=TOKEN_LAYOUT, gap=0)
+    assert_matches(context, like_the_host(made), uniform=True)
 
 
 @pytest.mark.parametrize(

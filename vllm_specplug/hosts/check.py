@@ -207,6 +207,7 @@ MANIFEST_V2 = (
     HostSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu.model_runner:CPUModelRunner"),
     HostSymbol("vllm.forward_context:set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    HostSymbol("vllm.config:set_current_vllm_config", ("vllm_config",)),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),

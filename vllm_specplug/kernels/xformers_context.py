@@ -4,9 +4,9 @@ Read in xformers 0.0.35.  Of its kernels, split-k takes paged keys with nothing 
 tokens (``PagedBlockDiagonalPaddedKeysMask``: ``[1, num_blocks * page_size, ...]``).  So the host's cache can be given
 to it only where a layer's blocks follow each other and a token's heads lie side by side (the host's default layout,
 ``LBNHC``); others are refused.  It wants pages of a multiple of its key tile, which is therefore made as small as the
-page; heads of 16, 32, 64, 128, 256 or 512; float16 or bfloat16; and a Triton that still has block pointers (3.9 has
-none).  The masks' constructors take lists of lengths on the host, which nobody has here: the tensors go into the
-dataclasses directly, with upper bounds as host values.  What it returns is merged by our kernel, not by its
+page; heads of 16, 32, 64, 128, 256 or 512; float16 or bfloat16; and a Triton that still has block pointers (3.6 has
+them, 3.9 not).  The masks' constructors take lists of lengths on the host, which nobody has here: the tensors go into
+the dataclasses directly, with upper bounds as host values.  What it returns is merged by our kernel, not by its
 ``merge_attentions``, which would need a third buffer and write all rows.
 """
 
