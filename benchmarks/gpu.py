@@ -7,18 +7,25 @@
 Parts, each in processes of its own, so that one that fails leaves the others' figures:
 
 tests       ``tests/v2``: every kernel against its reference, token identity of the engine, the negative controls
-attention   one layer of an 8B model: tree verification against the host's chain attention of as many tokens, and
-            against the time in which the memory delivers the context's key/value
+attention   one layer of an 8B model, by nodes, context and batch: each ``tree_attention`` against the reference
+            (deviation) and the host's chain attention of as many tokens (time), and against the time in which the
+            memory delivers the context's key/value
 steps       an 8B-shaped target with random weights and an EAGLE head: verification, drafting and the share of a step in
-            which the device idles, for plain decoding, the stock chain and trees
+            which the device idles, for plain decoding, the stock chain and trees with each ``tree_attention``
 end_to_end  tokens/s of ``--model`` with ``--drafter``, beside plain decoding
 projection  speedups from the measured steps and published acceptance lengths: no measurement
+
+``tree_attention`` in the output is the table from which the default is to be chosen (whole steps where they were
+measured, else one layer's attention), and which one won: the least geometric mean of time over the best of each row.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -33,6 +40,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 PARTS = ("tests", "attention", "steps", "end_to_end")
+#: Values of the option ``tree_attention``.
+PATHS = ("triton", "flash", "xformers")
+#: From the reference, relative to the largest output: bfloat16, rounded twice where parts are merged.
+MAX_DEVIATION = 0.012
 #: Published tau for LLaMA-2-chat 7B at T = 0, mean of three tasks, the bonus token counted (HASS paper).
 PUBLISHED_TAU = {"eagle2": 4.61, "hass": 5.15}
 #: The strongest published speedups on vLLM, by concurrent requests.
@@ -52,7 +63,7 @@ def main() -> int:
     parser.add_argument("--interpret", action="store_true")
     parser.add_argument("--contexts", default="1024,8192")
     parser.add_argument("--batches", default="1,8,64")
-    parser.add_argument("--nodes", type=int, default=60)
+    parser.add_argument("--nodes", default="16,60")
     parser.add_argument("--model", help="a real target, for end_to_end")
     parser.add_argument("--drafter", help="its EAGLE head")
     parser.add_argument("--timeout", type=int, default=540, help="seconds for each process")
@@ -80,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     parts = args.parts.split(",")
     contexts = [64] if args.interpret else [int(word) for word in args.contexts.split(",")]
     batches = [1, 2] if args.interpret else [int(word) for word in args.batches.split(",")]
-    nodes = 6 if args.interpret else args.nodes
+    nodes = [6] if args.interpret else [int(word) for word in args.nodes.split(",")]
     common = {"interpret": args.interpret, "nodes": nodes, "contexts": contexts}
 
     def save() -> None:
@@ -95,19 +106,30 @@ def run(args: argparse.Namespace) -> None:
         save()
     if "steps" in parts:
         results["steps"] = {}
-        for method in ("plain", "chain", "tree"):
-            question = {**common, "part": "steps", "method": method, "batches": batches}
-            results["steps"][method] = ask(question, args.timeout)
+        for method, path, count in [
+            ("plain", None, 0),
+            *(("chain", None, count) for count in nodes),
+            # The others run on CUDA only; of the interpreter's steps, one shows that the part works.
+            *(("tree", path, count) for count in nodes for path in (PATHS[:1] if args.interpret else PATHS)),
+        ]:
+            question = {**common, "part": "steps", "method": method, "path": path, "nodes": count, "batches": batches}
+            name = " ".join(str(word) for word in (method, path, count) if word)
+            results["steps"][name] = ask(question, args.timeout)
             save()
-        results["projection"] = project(results["steps"])
+    results["tree_attention"] = choose(results)
+    if "steps" in parts:
+        best = results["tree_attention"].get("best", PATHS[0])
+        results["projection"] = project(results["steps"], f"tree {best} {nodes[-1]}")
     if "end_to_end" in parts and args.model and args.drafter:
         results["end_to_end"] = {}
         for method in ("plain", "tree"):
             question = {**common, "part": "end_to_end", "method": method, "model": args.model, "drafter": args.drafter}
+            question |= {"nodes": nodes[-1], "path": results["tree_attention"].get("best", PATHS[0])}
             results["end_to_end"][method] = ask({**question, "batches": batches}, args.timeout)
             save()
     save()
     print(json.dumps(results, indent=1))
+    print(path_table(results["tree_attention"]))
 
 
 def ask(question: dict[str, Any], timeout: int) -> Any:
@@ -136,14 +158,73 @@ def run_tests(timeout: int) -> dict[str, Any]:
     return {"returncode": done.returncode, **counts, "failed_tests": failed[:60]}
 
 
-def project(steps: dict[str, Any]) -> dict[str, Any]:
+def choose(results: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of each ``tree_attention`` by nodes, context and batch, and which is the best over all of them.
+
+    A path that failed somewhere, or is not the reference's there, cannot win.
+    """
+    rows: dict[tuple[int, int, int], dict[str, float]] = {}
+    wrong = set()
+    for row in results.get("attention", {}).get("table", []):
+        measured = {path: found["ms"] for path, found in row["paths"].items() if "ms" in found}
+        wrong |= {path for path, found in row["paths"].items() if not found.get("deviation", 1) <= MAX_DEVIATION}
+        rows[row["rows"] - 1, row["context"], row["batch"]] = measured
+    unit = "one layer's attention"
+    trees = {name.split()[1]: [] for name in results.get("steps", {}) if name.startswith("tree ")}
+    steps = {
+        (row["rows"] - 1, row["context"], row["batch"], path): row["step_ms"]
+        for path in trees
+        for name, found in results["steps"].items()
+        if name.startswith(f"tree {path} ")
+        for row in found.get("steps", [])
+        if row["step_ms"]
+    }
+    if len(trees) > 1 and steps:
+        unit = "whole steps"
+        rows = {key[:3]: {} for key in steps}
+        for (*key, path), value in steps.items():
+            rows[tuple(key)][path] = value
+    if not rows:
+        return {"error": "nothing was measured"}
+    costs = {
+        path: math.exp(sum(math.log(row[path] / min(row.values())) for row in rows.values()) / len(rows))
+        for path in PATHS
+        if all(path in row for row in rows.values())
+    }
+    able = {path: cost for path, cost in costs.items() if path not in wrong}
+    return {
+        "measure": unit,
+        "table": [dict(zip(("nodes", "context", "batch"), key, strict=True), ms=row) for key, row in rows.items()],
+        "cost_over_best": {path: round(cost, 4) for path, cost in costs.items()},
+        "wrong": sorted(wrong & costs.keys()),
+        **({"best": min(able, key=able.get)} if able else {}),
+        **({"note": "interpreted: the times mean nothing"} if results["interpreted"] else {}),
+    }
+
+
+def path_table(chosen: dict[str, Any]) -> str:
+    """For people, in Markdown."""
+    from vllm_specplug.tables import format_table
+
+    if "table" not in chosen:
+        return chosen["error"]
+    rows = [
+        [*(row[name] for name in ("nodes", "context", "batch")), *(f"{row['ms'].get(path, 0):.3f}" for path in PATHS)]
+        for row in chosen["table"]
+    ]
+    heads = ["nodes", "context", "batch", *(f"{path} ms" for path in PATHS)]
+    table = format_table(heads, [[str(cell) for cell in row] for row in rows], markdown=True)
+    return "\n".join([table, f"{chosen['measure']}; best: {chosen.get('best', 'none')}", chosen.get("note", "")])
+
+
+def project(steps: dict[str, Any], name_of_trees: str) -> dict[str, Any]:
     """Speedup = tau * plain step / (verification + drafting): a projection."""
     projected: dict[str, Any] = {
         "note": "projection from measured step costs and published tau, not a measured speedup",
         "published_on_vllm": PUBLISHED_SPEEDUP,
         "speedup": [],
     }
-    plain, tree = (steps.get(name, {}).get("steps", []) for name in ("plain", "tree"))
+    plain, tree = (steps.get(name, {}).get("steps", []) for name in ("plain", name_of_trees))
     for before, after in zip(plain, tree, strict=False):
         if not before["step_ms"] or not after["step_ms"]:  # no step was counted
             continue
@@ -210,39 +291,81 @@ def cuda_ms(call: Any, rounds: int = 50) -> float:
     return sorted(times)[rounds // 2]
 
 
+def attention_paths(head_size: int, on_gpu: bool) -> dict[str, Any]:
+    """What attends on each path, or why it cannot; off a GPU the reference stands in for FlashAttention."""
+    from vllm_specplug.kernels.context_attention import ReferenceContext
+    from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
+    from vllm_specplug.kernels.triton_tree_attention import tree_attention
+    from vllm_specplug.kernels.xformers_context import XformersContext
+
+    makers: dict[str, Any] = {"flash": ReferenceContext, "xformers": functools.partial(XformersContext, head_size)}
+    if on_gpu:
+        from vllm_specplug.hosts.flash_context import FlashContext
+
+        makers["flash"] = functools.partial(FlashContext, head_size)
+    paths: dict[str, Any] = {"triton": tree_attention}
+    for name, make in makers.items():
+        try:
+            paths[name] = functools.partial(merged_tree_attention, make(), uniform=True)
+        except (ValueError, ImportError) as error:
+            paths[name] = str(error)
+    return paths
+
+
 def time_attention(question: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
-    from vllm_specplug.kernels.triton_tree_attention import tree_attention
+    from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs, tree_attention_reference
     from vllm_specplug.layout import ancestor_bits
 
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     heads = (32, 8, 128) if on_gpu else (2, 1, 16)
-    rows = question["nodes"] + 1
     bandwidth = describe(question).get("bandwidth_gb_s")
-    table = []
-    for batch in question["batches"]:
-        for context in question["contexts"]:
-            inputs = make_inputs(
-                (context,) * batch, (rows,) * batch, num_heads=heads[0], num_kv_heads=heads[1], head_size=heads[2],
-                block_size=16, dtype=dtype, kv_layout=TOKEN_LAYOUT, garbage=0.0,
-            )  # fmt: skip
-            inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in inputs.items()}
-            del inputs["kv_layout"]
-            inputs["bits"] = ancestor_bits(inputs.pop("mask"))
-            row: dict[str, Any] = {"batch": batch, "context": context, "rows": rows}
-            for splits in (None, 1, 2, 4, 8, 16, 32) if on_gpu else (None, 2):
-                name = f"tree_ms_{splits or 'default'}"
-                sizes = dict(max_query_len=rows, max_context_len=context, num_splits=splits)
-                row[name] = cuda_ms(lambda inputs=inputs, sizes=sizes: tree_attention(**inputs, **sizes))
-            if on_gpu:
-                row["flash_chain_ms"] = cuda_ms(flash_chain(inputs, batch, context, rows))
-                row["ratio_to_chain"] = round(row["tree_ms_default"] / row["flash_chain_ms"], 3)
-                row["floor_ms"] = batch * context * heads[1] * 2 * heads[2] * 2 / bandwidth / 1e6
-            table.append(row)
+    paths, table = attention_paths(heads[2], on_gpu), []
+    for nodes, context, batch in itertools.product(question["nodes"], question["contexts"], question["batches"]):
+        rows = nodes + 1
+        inputs = make_inputs(
+            (context,) * batch, (rows,) * batch, num_heads=heads[0], num_kv_heads=heads[1], head_size=heads[2],
+            block_size=16, dtype=dtype, kv_layout=TOKEN_LAYOUT, garbage=0.0, gap=0,
+        )  # fmt: skip
+        inputs = {k: v.to(device) if torch.is_tensor(v) else v for k, v in inputs.items()}
+        # A token's heads side by side, as in the host's default layout.
+        inputs["kv_cache"] = inputs["kv_cache"].transpose(1, 2).contiguous().transpose(1, 2)
+        expected = torch.empty_like(inputs["output"], dtype=torch.float32)
+        tree_attention_reference(**{**inputs, "output": expected})
+        del inputs["kv_layout"]
+        inputs["bits"] = ancestor_bits(inputs.pop("mask"))
+        sizes = dict(max_query_len=rows, max_context_len=context)
+        row: dict[str, Any] = {"batch": batch, "context": context, "rows": rows, "paths": {}}
+        for name, attend in paths.items():
+            row["paths"][name] = measure(attend, {**inputs, **sizes}, expected)
+        for splits in (1, 2, 4, 8, 16, 32) if on_gpu else (2,):
+            call = functools.partial(paths["triton"], **inputs, **sizes, num_splits=splits)
+            row[f"triton_ms_{splits}_splits"] = cuda_ms(call)
+        if on_gpu:
+            row["flash_chain_ms"] = cuda_ms(flash_chain(inputs, batch, context, rows))
+            row["ratio_to_chain"] = {
+                name: round(found["ms"] / row["flash_chain_ms"], 3)
+                for name, found in row["paths"].items()
+                if "ms" in found
+            }
+            row["floor_ms"] = batch * context * heads[1] * 2 * heads[2] * 2 / bandwidth / 1e6
+        table.append(row)
     return {"layer": heads, "dtype": str(dtype), "table": table}
+
+
+def measure(attend: Any, inputs: dict[str, Any], expected: Any) -> dict[str, Any]:
+    """Milliseconds of a path, and its largest deviation relative to the largest output."""
+    if isinstance(attend, str):
+        return {"error": attend}
+    inputs["output"].fill_(float("nan"))
+    try:
+        attend(**inputs)
+        deviation = (inputs["output"].float() - expected).abs().max() / expected.abs().max()
+        return {"ms": cuda_ms(functools.partial(attend, **inputs)), "deviation": float(deviation)}
+    except Exception as error:  # of any library: the other paths are still to be measured
+        return {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
 
 
 def flash_chain(inputs: dict[str, Any], batch: int, context: int, rows: int) -> Any:
@@ -296,13 +419,14 @@ def write_models(folder: Path, tiny_ones: bool) -> tuple[Path, Path]:
     return folder / "target", folder / "eagle"
 
 
-def speculative_config(method: str, drafter: str, nodes: int) -> dict[str, Any]:
+def speculative_config(method: str, drafter: str, nodes: int, path: str | None) -> dict[str, Any]:
     if method == "plain":
         return {}
     if method == "chain":
         return {"speculative_config": {"method": "eagle", "model": drafter, "num_speculative_tokens": nodes}}
     depth, top_k = (6, 10) if nodes > 20 else (3, 3)
     tree = {"draft_depth": depth, "draft_top_k": top_k, "budget": "fixed", "min_node_value": 0, "min_level_value": 0}
+    tree["tree_attention"] = path
     return {"speculative_config": {"method": "eagle2", "model": drafter, "num_speculative_tokens": nodes, **tree}}
 
 
@@ -399,7 +523,7 @@ def time_steps(question: dict[str, Any]) -> dict[str, Any]:
                        "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
         llm = LLM(
             str(target), skip_tokenizer_init=True, max_num_seqs=max(question["batches"]), enable_prefix_caching=False,
-            **options, **speculative_config(method, str(drafter), nodes),
+            **options, **speculative_config(method, str(drafter), nodes, question["path"]),
         )  # fmt: skip
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     clock, table = StepClock(runner, rows), []
@@ -425,7 +549,7 @@ def time_end_to_end(question: dict[str, Any]) -> dict[str, Any]:
 
     llm = LLM(
         question["model"], max_model_len=4096, max_num_seqs=max(question["batches"]), disable_log_stats=False,
-        **speculative_config(question["method"], question["drafter"], question["nodes"]),
+        **speculative_config(question["method"], question["drafter"], question["nodes"], question["path"]),
     )  # fmt: skip
     prompts = [
         f"Write a detailed essay of several paragraphs about {topic}."

@@ -23,6 +23,8 @@ MAX_DRAFT_TOP_K = 64
 #: What a verified node must be worth with a fixed budget: a further row costs about 5% of a plain step (CPU).
 DEFAULT_NODE_FLOOR = 0.06
 VERIFICATIONS = ("exact", "typical", "rejection")
+#: By default the first: no machine has measured them yet.
+TREE_ATTENTIONS = ("triton", "flash", "xformers")
 BUDGETS = ("measured", "fixed")
 
 
@@ -44,6 +46,9 @@ class TreeOptions:
             but other tokens than plain decoding draws with the same seed.
         typical_epsilon, typical_delta: limits of typical acceptance, see ``typical.threshold``; a request may bring
             its own as ``extra_args``.
+        tree_attention: how rows of trees attend on CUDA.  ``triton``: one kernel of ours; ``flash``: the host's
+            FlashAttention over the context, merged with a masked kernel over the tree; ``xformers``: so too, with
+            xformers' partial attention.
         trace_trees: file that receives the first trees as JSON lines, for looking at them.
     """
 
@@ -58,6 +63,7 @@ class TreeOptions:
     verification: str = "exact"
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
+    tree_attention: str = TREE_ATTENTIONS[0]
     trace_trees: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +73,10 @@ class TreeOptions:
         if self.verification not in VERIFICATIONS:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
+            )
+        if self.tree_attention not in TREE_ATTENTIONS:
+            raise ConfigError(
+                f"tree_attention={self.tree_attention!r} is unknown; choose one of {', '.join(TREE_ATTENTIONS)}"
             )
         if self.verification == "rejection":
             if not self.has_draft_probs:

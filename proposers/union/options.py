@@ -12,7 +12,7 @@ from vllm_specplug.proposer import find_method
 #: Models of agreement grow with 3 to the power of the sources.
 MAX_SOURCES = 4
 
-_UNION_ONLY = ("trace_trees", "budget", "verification", "typical_epsilon", "typical_delta")
+_UNION_ONLY = ("trace_trees", "budget", "verification", "typical_epsilon", "typical_delta", "tree_attention")
 
 _EXAMPLE = '"sources": [{"method": "eagle2", "model": ...}, {"method": "lookup"}]'
 

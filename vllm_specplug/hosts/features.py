@@ -15,6 +15,8 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_specplug.config import ConfigError, TreeOptions
+from vllm_specplug.hosts.check import MANIFEST_FLASH, check_host
+from vllm_specplug.kernels import xformers_context
 from vllm_specplug.tables import format_table
 
 #: Targets whose hidden states and KV layout the tests cover.
@@ -253,6 +255,31 @@ def check_v2_options(options: TreeOptions) -> None:
     ):
         if used:
             raise ConfigError(f"{option} does not work on vLLM's V2 model runner yet: use {fix}")
+
+
+def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
+    """Refuse a ``tree_attention`` that cannot run here.
+
+    Raises:
+        ConfigError: naming the fix.
+    """
+    name = options.tree_attention
+    if name == "triton":
+        return
+    head_size = setting.model_config.get_head_size()
+    problem = None
+    if not setting.v2_runner or not current_platform.is_cuda():
+        problem = "it runs on CUDA only: leave it out"
+    elif setting.model_config.dtype == torch.float32:
+        problem = "it takes no float32: use --dtype bfloat16"
+    elif name == "flash" and (head_size % 8 or head_size > 256):
+        problem = f"it takes no heads of {head_size}: use tree_attention='triton'"
+    elif name == "flash" and not (report := check_host(MANIFEST_FLASH)).supported:
+        problem = "; ".join(report.problems) + ": use tree_attention='triton'"
+    elif name == "xformers":
+        problem = xformers_context.problem(head_size)
+    if problem is not None:
+        raise ConfigError(f"tree_attention={name!r} cannot be used: {problem}")
 
 
 def feature_table() -> str:

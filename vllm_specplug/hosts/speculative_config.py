@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, check_host
-from vllm_specplug.hosts.features import Setting, check_features, check_v2_options, uses_v2_runner
+from vllm_specplug.hosts.features import Setting, check_features, check_tree_attention, check_v2_options, uses_v2_runner
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
@@ -94,7 +94,9 @@ def build(
     report = check_host(MANIFEST_V2 if v2 else MANIFEST)
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
-    check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
+    setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
+    check_features(options.method, setting)
+    check_tree_attention(options, setting)
     if v2:
         check_v2_options(options)
     if target_parallel_config.tensor_parallel_size > 1:

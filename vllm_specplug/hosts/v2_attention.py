@@ -1,11 +1,14 @@
 """The host's paged attention with tree rows on a device: subclasses that change nothing where no tree is attached.
 
 ``TRITON_ATTN`` is here (it also runs on a CPU, under Triton's interpreter), ``FLASH_ATTN`` in ``v2_flash_attention``.
+Whichever it is, tree rows attend as ``tree_attention`` of our options says.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.backends import overridden_backends, refuse_features
 from vllm_specplug.hosts.v2_trees import DeviceTreeRows
+from vllm_specplug.kernels.context_attention import ContextAttention
+from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 
 
@@ -39,7 +44,13 @@ class LevelMetadata:
 
 
 class TreeImpl:
-    """Mixed into an attention implementation of the host whose pages keep a token's key and value side by side."""
+    """Mixed into an attention implementation of the host whose pages keep a token's key and value side by side.
+
+    Attributes:
+        context: attends to the context of tree rows; None: our kernel does both parts.
+    """
+
+    context: ContextAttention | None = None
 
     def forward(
         self,
@@ -60,7 +71,10 @@ class TreeImpl:
             return output
         if tree.scratch is not None:
             key, value = tree.scratch[layer.layer_name].write(key, value)
-        tree_attention(
+        attend = tree_attention
+        if self.context is not None:
+            attend = functools.partial(merged_tree_attention, self.context, uniform=tree.uniform)
+        attend(
             query,
             output,
             kv_cache,
@@ -120,6 +134,43 @@ def _overrides() -> dict[AttentionBackendEnum, str]:
 def device_tree_backends() -> AbstractContextManager[None]:
     """Attention layers built inside use our backends; other engines of the process do not."""
     return overridden_backends(_overrides())
+
+
+def use_tree_attention(layers: dict[str, Any], name: str) -> None:
+    """Let the layers' tree rows attend by one of ``config.TREE_ATTENTIONS``.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    if name == "triton":
+        return
+    if name == "flash":
+        from vllm_specplug.hosts.flash_context import FlashContext as Context
+    else:
+        from vllm_specplug.kernels.xformers_context import XformersContext as Context
+    for layer in layers.values():
+        with _refused_as(name):
+            layer.impl.context = Context(layer.impl.head_size)
+
+
+def check_caches(layers: dict[str, Any], name: str) -> None:
+    """Refuse caches that the context's kernel cannot read, once they are there.
+
+    Raises:
+        ConfigError: naming the fix.
+    """
+    for layer in layers.values():
+        if layer.impl.context is not None:
+            with _refused_as(name):
+                layer.impl.context.check_cache(layer.kv_cache)
+
+
+@contextmanager
+def _refused_as(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"tree_attention={name!r} cannot be used: {error}, or use tree_attention='triton'") from error
 
 
 def check_layers(layers: dict[str, Any]) -> None:

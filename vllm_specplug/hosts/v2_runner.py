@@ -12,12 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.patches import Patch, apply_all
+from vllm_specplug.hosts.v2_attention import check_caches
 from vllm_specplug.hosts.v2_drafter import TreeSpeculator
 from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
 from vllm_specplug.hosts.v2_sampler import TreeRejectionSampler
@@ -130,6 +133,10 @@ class TreeRunner:
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        check_caches(
+            get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase),
+            self.speculative_config.specplug.tree_attention,
+        )
         layers = self.compilation_config.static_forward_context
         #: By KV cache group: slot mapping, one cache, addresses of all.
         self._committed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

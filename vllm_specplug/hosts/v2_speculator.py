@@ -181,6 +181,7 @@ class _Levels:
             max_query_len=width,
             max_context_len=speculator.draft_max_seq_len,
             all_rows=True,
+            uniform=True,
             scratch=speculator.scratch((self.tree_start.long().unsqueeze(1) + rows).flatten()),
         )
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.

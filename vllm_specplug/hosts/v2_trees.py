@@ -30,6 +30,7 @@ class DeviceTreeRows:
         max_query_len: host value.
         max_context_len: host value; None: not known.
         all_rows: whether the forward has no other rows, so that the host's kernel is not needed.
+        uniform: whether, besides, every tree has ``max_query_len`` rows; host value.
         scratch: by layer, where tree keys live; None: they are this forward's own key/value.
     """
 
@@ -42,6 +43,7 @@ class DeviceTreeRows:
     max_query_len: int
     max_context_len: int | None
     all_rows: bool
+    uniform: bool
     scratch: dict[str, KvScratch] | None = None
 
 
@@ -106,11 +108,13 @@ class DeviceTrees:
             self.bits,
             input_batch.num_reqs_after_padding,
         )
+        all_rows = bool(np.all((num_drafts > 0) & (input_batch.num_scheduled_tokens == num_drafts + 1)))
         return self._device_rows(
             input_batch.num_reqs_after_padding,
             int(num_drafts.max()) + 1,
             int(input_batch.seq_lens_cpu_upper_bound.max()),
-            bool(np.all((num_drafts > 0) & (input_batch.num_scheduled_tokens == num_drafts + 1))),
+            all_rows,
+            all_rows and bool(np.all(num_drafts == num_drafts.max())),
         )
 
     def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
@@ -118,10 +122,10 @@ class DeviceTrees:
         self.context_lens.zero_()
         self.tree_start[:num_reqs].copy_(self._rows[:num_reqs] * self.width)
         self.tree_lens.fill_(self.width)
-        return self._device_rows(num_reqs, self.width, max_model_len, True)
+        return self._device_rows(num_reqs, self.width, max_model_len, True, True)
 
     def _device_rows(
-        self, num_reqs: int, max_query_len: int, max_context_len: int | None, all_rows: bool
+        self, num_reqs: int, max_query_len: int, max_context_len: int | None, all_rows: bool, uniform: bool
     ) -> DeviceTreeRows:
         start, lens = self.tree_start[:num_reqs], self.tree_lens[:num_reqs]
         return DeviceTreeRows(
@@ -134,6 +138,7 @@ class DeviceTrees:
             max_query_len=max_query_len,
             max_context_len=max_context_len,
             all_rows=all_rows,
+            uniform=uniform,
         )
 
     # ---- after the forward

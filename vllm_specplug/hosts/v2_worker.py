@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.v2_attention import check_layers, device_tree_backends
+from vllm_specplug.hosts.v2_attention import check_layers, device_tree_backends, use_tree_attention
 from vllm_specplug.hosts.v2_runner import TreeCPUModelRunnerV2, TreeGPUModelRunner, install_v2
 
 
@@ -29,7 +29,10 @@ class _TreeWorker:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with device_tree_backends():
             super().load_model(*args, **kwargs)
-        check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        check_layers(layers)
+        with set_current_vllm_config(self.vllm_config):  # names the version of FlashAttention
+            use_tree_attention(layers, self.vllm_config.speculative_config.specplug.tree_attention)
 
 
 class TreeGPUWorker(_TreeWorker, Worker):

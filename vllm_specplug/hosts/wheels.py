@@ -14,8 +14,11 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from vllm_specplug.hosts.check import CHECKED_VERSIONS, MANIFEST, MANIFEST_V2, HostSymbol
+from vllm_specplug.hosts.check import CHECKED_VERSIONS, MANIFEST, MANIFEST_FLASH, MANIFEST_V2, HostSymbol
 from vllm_specplug.tables import format_table
+
+#: All seams of the V2 runner, whatever is configured.
+V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
 
 
 class Sources:
@@ -77,13 +80,8 @@ def problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
         found = sources.find_member(*found, name) if found is not None else None
     if found is None:
         return f"{symbol.path} is missing"
-    if symbol.parameters is None:
-        return None
     node = found[1]
-    names = _fields(node) if isinstance(node, ast.ClassDef) else _parameters(node)
-    if names[: len(symbol.parameters)] != symbol.parameters:
-        return f"{symbol.path} takes {names}, expected {symbol.parameters}"
-    return None
+    return symbol.difference(_fields(node) if isinstance(node, ast.ClassDef) else _parameters(node))
 
 
 def _parameters(node: ast.AST) -> tuple[str, ...]:
@@ -124,7 +122,7 @@ def check_wheel(wheel: Path) -> WheelReport:
     def problems(symbols: Iterable[HostSymbol]) -> list[str]:
         return [problem for symbol in symbols if (problem := problem_in(symbol, sources))]
 
-    return WheelReport(str(name), str(version).split("+")[0], problems(MANIFEST), problems(MANIFEST_V2))
+    return WheelReport(str(name), str(version).split("+")[0], problems(MANIFEST), problems(V2_SYMBOLS))
 
 
 def compatibility_table(reports: Iterable[WheelReport]) -> str:
@@ -136,7 +134,7 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
     rows = []
     for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
         used = "accepted" if report.version in CHECKED_VERSIONS else "refused at start"
-        cells = (cell(report.v1, MANIFEST), cell(report.v2, MANIFEST_V2))
+        cells = (cell(report.v1, MANIFEST), cell(report.v2, V2_SYMBOLS))
         rows.append([f"{report.host} {report.version}", used, *cells])
     return format_table(["host", "plugin", "V1 runner", "V2 runner"], rows, markdown=True)
 

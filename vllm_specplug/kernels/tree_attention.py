@@ -254,6 +254,7 @@ def make_inputs(
     kv_layout: str = "vec",
     causal: bool = False,
     garbage: float = float("nan"),
+    gap: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Random keyword arguments of ``tree_attention``, for its tests and its benchmark.
@@ -267,13 +268,14 @@ def make_inputs(
         tree_lens: of each request; ``query_lens`` by default (verification).
         causal: chain mask over the last ``query_len`` tree rows, in place of a random tree.
         garbage: what never-written slots, unused rows and ``output`` hold.
+        gap: rows between two requests, and at both ends.
     """
     g = torch.Generator().manual_seed(seed)
     tree_lens = list(query_lens if tree_lens is None else tree_lens)
     num_reqs, rows, nodes = len(context_lens), max(query_lens), max(tree_lens)
 
     def starts(lens: Sequence[int]) -> torch.Tensor:
-        gaps = torch.tensor([1, *(n + 1 for n in lens)], dtype=torch.int32)
+        gaps = torch.tensor([gap, *(n + gap for n in lens)], dtype=torch.int32)
         return gaps.cumsum(0, dtype=torch.int32)[:-1].contiguous()
 
     def ints(values: Sequence[int]) -> torch.Tensor:
@@ -295,7 +297,7 @@ def make_inputs(
     key, value = contents.to(dtype)
 
     heads = num_heads + 2 * num_kv_heads
-    query_rows, tree_rows = sum(query_lens) + num_reqs + 1, sum(tree_lens) + num_reqs + 1
+    query_rows, tree_rows = (sum(lens) + gap * (num_reqs + 1) for lens in (query_lens, tree_lens))
     fused = torch.randn(max(query_rows, tree_rows), heads, head_size, generator=g).to(dtype)
     query, tree_key, tree_value = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 

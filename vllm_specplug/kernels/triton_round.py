@@ -116,12 +116,13 @@ def _stage_rows_kernel(
     request = tl.program_id(0)
     if request >= num_reqs:  # padding of a CUDA graph
         tl.store(tree_lens_ptr + request, 0)
+        tl.store(context_lens_ptr + request, 0)
         return
     slot = tl.load(slots_ptr + request).to(tl.int64)
     num_rows = tl.load(row_offsets_ptr + request + 1) - tl.load(row_offsets_ptr + request)
     start = tl.load(query_start_loc_ptr + request + 1) - num_rows
     context = tl.load(seq_lens_ptr + request) - num_rows
-    tl.store(context_lens_ptr + request, context)
+    tl.store(context_lens_ptr + request, tl.where(num_rows > 1, context, 0))
     tl.store(tree_start_ptr + request, start)
     tl.store(tree_lens_ptr + request, tl.where(num_rows > 1, num_rows, 0))
     if num_rows > 1:
@@ -157,7 +158,7 @@ def stage_rows(
         row_offsets: int32 ``[num_reqs + 1]``; prefix sums of the trees' rows, the roots counted.
         depths, slot_bits: as ``store_trees`` wrote them.
         positions: int64 ``[num_tokens]``; those of tree rows become context + depth.
-        context_lens, tree_start, tree_lens: int32 ``[>= num_reqs_padded]``; written.
+        context_lens, tree_start, tree_lens: int32 ``[>= num_reqs_padded]``; written; no context without a tree.
         bits: int64 ``[>= num_reqs_padded, num_rows, num_words]``, contiguous; written.
         num_reqs_padded: requests of the forward with those that only fill up a CUDA graph.
     """

@@ -9,6 +9,7 @@ log-sum-exp.  Grids and shapes depend on host values only, so that a CUDA graph 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +35,56 @@ def _attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, W
     total = total * decay + tl.sum(weights, axis=1)
     acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new_top, total, acc
+
+
+@triton.jit
+def _attend_tree(
+    q,
+    row,
+    in_query,
+    in_head,
+    dims,
+    request,
+    kv_head,
+    key_ptr,
+    key_stride,
+    key_head_stride,
+    value_ptr,
+    value_stride,
+    value_head_stride,
+    tree_start_ptr,
+    tree_lens_ptr,
+    bits_ptr,
+    bits_stride,
+    bits_row_stride,
+    scale,
+    top,
+    total,
+    acc,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The tiles of a request's tree keys, each row's by its own mask."""
+    tree_len = tl.load(tree_lens_ptr + request)
+    tree_start = tl.load(tree_start_ptr + request)
+    for first in range(0, tree_len, BLOCK_N):
+        node = first + tl.arange(0, BLOCK_N)
+        valid = node < tree_len
+        loads = valid[:, None] & in_head[None, :]
+        flat_node = (tree_start + node).to(tl.int64)
+        keys = key_ptr + flat_node * key_stride + kv_head * key_head_stride
+        values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
+        k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
+        v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
+        words = tl.load(
+            bits_ptr + request * bits_stride + row[:, None] * bits_row_stride + node[None, :] // 64,
+            mask=in_query[:, None] & valid[None, :],
+            other=0,
+        )
+        visible = ((words >> (node[None, :] % 64).to(tl.int64)) & 1) != 0
+        top, total, acc = _attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
+    return top, total, acc
 
 
 @triton.jit
@@ -97,9 +148,9 @@ def _tree_attention_kernel(
     dims = tl.arange(0, HEAD_PADDED)
     in_head = dims < HEAD_SIZE
     flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
-    loads = in_query[:, None] & in_head[None, :]
+    places = in_query[:, None] & in_head[None, :]
     q = tl.load(
-        query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :], mask=loads, other=0.0
+        query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :], mask=places, other=0.0
     )
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -126,33 +177,41 @@ def _tree_attention_kernel(
         top, total, acc = _attend(q, k, v, valid[None, :] & in_query[:, None], scale, top, total, acc, PRECISION, WIDEN)
 
     if split == NUM_SPLITS - 1:  # the split with the fewest context tiles
-        tree_len = tl.load(tree_lens_ptr + request)
-        tree_start = tl.load(tree_start_ptr + request)
-        for first in range(0, tree_len, BLOCK_N):
-            node = first + tl.arange(0, BLOCK_N)
-            valid = node < tree_len
-            loads = valid[:, None] & in_head[None, :]
-            flat_node = (tree_start + node).to(tl.int64)
-            keys = key_ptr + flat_node * key_stride + kv_head * key_head_stride
-            values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
-            k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
-            v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
-            words = tl.load(
-                bits_ptr + request * bits_stride + row[:, None] * bits_row_stride + node[None, :] // 64,
-                mask=in_query[:, None] & valid[None, :],
-                other=0,
-            )
-            visible = ((words >> (node[None, :] % 64).to(tl.int64)) & 1) != 0
-            top, total, acc = _attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
+        top, total, acc = _attend_tree(
+            q,
+            row,
+            in_query,
+            in_head,
+            dims,
+            request,
+            kv_head,
+            key_ptr,
+            key_stride,
+            key_head_stride,
+            value_ptr,
+            value_stride,
+            value_head_stride,
+            tree_start_ptr,
+            tree_lens_ptr,
+            bits_ptr,
+            bits_stride,
+            bits_row_stride,
+            scale,
+            top,
+            total,
+            acc,
+            BLOCK_N,
+            PRECISION,
+            WIDEN,
+        )
 
-    stores = in_query[:, None] & in_head[None, :]
     if NUM_SPLITS == 1:
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing gets zeros
-        places = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
-        tl.store(places, result.to(output_ptr.dtype.element_ty), mask=stores)
+        rows = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
+        tl.store(rows, result.to(output_ptr.dtype.element_ty), mask=places)
     else:
         part = ((request * max_query_len + row).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
-        tl.store(parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=stores)
+        tl.store(parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=places)
         tl.store(tops_ptr + part, top, mask=in_query)
         tl.store(totals_ptr + part, total, mask=in_query)
 
@@ -241,13 +300,12 @@ def tree_attention(
     num_heads, head_size = query.shape[1:]
     _, num_kv_heads, page, _ = kv_cache.shape
     group = num_heads // num_kv_heads
-    block_m = min(64, max(16, triton.next_power_of_2(max_query_len * group)))
-    block_n = 64 if head_size <= 128 else 32
     num_reqs = context_lens.shape[0]
-    num_row_blocks = triton.cdiv(max_query_len * group, block_m)
+    tiles = tile_options(query, max_query_len * group)
+    block_n = tiles["BLOCK_N"]
+    num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
         num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, max_context_len, block_n)
-    head_padded = triton.next_power_of_2(head_size)
     parts = tops = totals = query  # not looked at without splits
     if num_splits > 1:
         tops = torch.empty(num_reqs, max_query_len, num_heads, num_splits, dtype=torch.float32, device=query.device)
@@ -289,16 +347,8 @@ def tree_attention(
         num_row_blocks,
         NUM_SPLITS=num_splits,
         GROUP=group,
-        HEAD_SIZE=head_size,
-        HEAD_PADDED=head_padded,
         PAGE=page,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        WIDEN=_INTERPRETED,
-        num_warps=4,
-        # float32 tiles of large heads would not fit the shared memory three times.
-        num_stages=2 if query.dtype == torch.float32 else 3,
+        **tiles,
     )
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](
@@ -315,9 +365,32 @@ def tree_attention(
             NUM_SPLITS=num_splits,
             SPLITS_PADDED=triton.next_power_of_2(num_splits),
             HEAD_SIZE=head_size,
-            HEAD_PADDED=head_padded,
+            HEAD_PADDED=tiles["HEAD_PADDED"],
             num_warps=1,
         )
+
+
+def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a kernel of this family.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size]``.
+        num_rows: rows of a request that share a KV head.
+    """
+    head_size = query.shape[2]
+    head_padded = triton.next_power_of_2(head_size)
+    wide = query.dtype == torch.float32
+    return {
+        "HEAD_SIZE": head_size,
+        "HEAD_PADDED": head_padded,
+        "BLOCK_M": min(64, max(16, triton.next_power_of_2(num_rows))),
+        "BLOCK_N": max(16, min(64, (16 << 10) // (head_padded * query.element_size()))),  # tiles of 16 KiB at the most
+        "PRECISION": "ieee" if wide else "tf32",
+        "WIDEN": _INTERPRETED,
+        "num_warps": 4,
+        # What 100 KiB of shared memory hold only twice.
+        "num_stages": 3 if not wide and _shared_memory(query.device) >= 160 << 10 else 2,
+    }
 
 
 def _num_splits(device: torch.device, num_programs: int, max_context_len: int | None, block_n: int) -> int:
@@ -327,6 +400,12 @@ def _num_splits(device: torch.device, num_programs: int, max_context_len: int | 
         wanted = min(wanted, max_context_len // (2 * block_n))
     wanted = max(1, min(wanted, MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
 
 
 @functools.cache

@@ -1,0 +1,304 @@
+"""Tree attention in two parts: against the reference, with stand-ins for kernels that need a GPU, and in the engine."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from tests.hosts.conftest import acceptance_length, runner_of
+from tests.unit.test_tree_attention import TOLERANCE, exact
+from tests.v2.conftest import ENGINE, NoLookAtTheDevice, answers, same, watch_rounds
+from tests.v2.stand_ins import install_flash, install_xformers
+from tests.v2.test_identity import TREE
+from tests.v2.test_kernels import DEVICE, on_device
+from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.hosts import features, flash_context
+from vllm_specplug.hosts.check import MANIFEST_FLASH, HostReport, check_host
+from vllm_specplug.hosts.features import Setting, check_tree_attention
+from vllm_specplug.hosts.v2_attention import check_caches, use_tree_attention
+from vllm_specplug.kernels import xformers_context
+from vllm_specplug.kernels.context_attention import ContextAttention, ReferenceContext
+from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.xformers_context import XformersContext
+from vllm_specplug.layout import ancestor_bits
+
+HERE_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without a GPU")
+
+
+def like_the_host(inputs):
+    """A token's heads side by side in memory, as the host's default layout has them."""
+    return {**inputs, "kv_cache": inputs["kv_cache"].transpose(1, 2).contiguous().transpose(1, 2)}
+
+
+def run(context, inputs, **options):
+    """The output on the CPU; ``inputs`` stay."""
+    device = on_device({**inputs, "output": inputs["output"].clone()})
+    del device["kv_layout"]
+    mask = device.pop("mask")
+    device["bits"] = ancestor_bits(mask)
+    merged_tree_attention(context, **device, max_query_len=mask.shape[1], **options)
+    return device["output"].cpu()
+
+
+def assert_matches(context, inputs, expected=None, **options):
+    expected = exact(inputs) if expected is None else expected
+    output = run(context, inputs, **options).double()
+    written = ~expected.isnan()
+    assert written.any()
+    assert torch.equal(written, ~output.isnan()), "rows named by no request were written, or garbage leaked"
+    deviation = (output - expected)[written].abs().max() / expected[written].abs().max()
+    # The context's output is rounded to bfloat16 before it is merged; the interpreter truncates where hardware rounds.
+    assert deviation <= TOLERANCE[inputs["query"].dtype] * (3 if inputs["query"].dtype == torch.bfloat16 else 1)
+
+
+@pytest.fixture(params=["reference", "flash 2", "flash 3", "flash 4", "xformers"])
+def context(request, monkeypatch):
+    """Made for heads of 64."""
+    name, _, version = request.param.partition(" ")
+    if name == "reference":
+        return ReferenceContext()
+    if torch.cuda.is_available():
+        pytest.skip("the stand-ins are for machines without a GPU")
+    if name == "flash":
+        install_flash(monkeypatch, int(version))
+        return flash_context.FlashContext(64)
+    install_xformers(monkeypatch)
+    return XformersContext(64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contexts", [(0, 5, 3), (33, 1, 0), (100, 200, 16)])
+def test_against_the_reference(context, dtype, contexts):
+    """Contexts of no token, some and whole pages; a request without rows; rows between the requests."""
+    inputs = like_the_host(make_inputs(contexts, (17, 3, 0), block_size=16, dtype=dtype, kv_layout=TOKEN_LAYOUT))
+    context.check_cache(inputs["kv_cache"])
+    assert_matches(context, inputs)
+    assert_matches(context, inputs, max_context_len=max(contexts))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_uniform_rows(context, rows):
+    made = make_inputs((20, 0), (rows, rows), tree_lens=(12, 9), block_size=16, kv_layout=TOKEN_LAYOUT, gap=0)
+    assert_matches(context, like_the_host(made), uniform=True)
+
+
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads, head_size, block_size", [(4, 4, 32, 16), (8, 2, 128, 32), (7, 1, 80, 48), (2, 1, 256, 16)]
+)
+def test_shapes(num_heads, num_kv_heads, head_size, block_size):
+    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, block_size=block_size)
+    assert_matches(ReferenceContext(), make_inputs((70, 0), (9, 1), kv_layout=TOKEN_LAYOUT, **heads))
+
+
+@pytest.mark.parametrize("rows, nodes", [(8, 60), (61, 61), (10, 130), (4, 0)])
+def test_tree_lengths(rows, nodes):
+    inputs = make_inputs((40, 7, 3), (rows, 2, 0), tree_lens=(nodes, 3, 0), kv_layout=TOKEN_LAYOUT)
+    assert_matches(ReferenceContext(), inputs)
+
+
+@HERE_ONLY
+def test_no_look_at_the_device(context):
+    inputs = like_the_host(make_inputs((40, 7), (9, 2), block_size=16, kv_layout=TOKEN_LAYOUT))
+    with NoLookAtTheDevice():
+        run(context, inputs)
+
+
+# ---- negative controls
+
+
+class Spoiled(ContextAttention):
+    """The reference with something wrong."""
+
+    def __init__(self, sign=1.0, longer=0):
+        self.sign, self.longer, self.calls = sign, longer, 0
+
+    def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
+        self.calls += 1
+        lens = (context_lens + self.longer).clamp(min=0)
+        output, sums = ReferenceContext()(query, kv_cache, block_table, lens, scale, max_context_len)
+        return output, self.sign * sums
+
+
+SPOILED = {"sign of the sums": {"sign": -1.0}, "one token less": {"longer": -1}, "one token more": {"longer": 1}}
+
+
+@pytest.mark.parametrize("wrong", SPOILED)
+def test_controls_of_the_context(wrong):
+    inputs = make_inputs((40, 7), (9, 2), block_size=16, kv_layout=TOKEN_LAYOUT, garbage=0.5)
+    expected = exact(inputs)
+    inputs["output"].fill_(float("nan"))
+    assert_matches(Spoiled(), inputs, expected)
+    with pytest.raises(AssertionError):
+        assert_matches(Spoiled(**SPOILED[wrong]), inputs, expected)
+
+
+def test_control_of_the_mask():
+    inputs = make_inputs((20,), (9,), kv_layout=TOKEN_LAYOUT)
+    expected = exact(inputs)
+    inputs["mask"][0, 8, 1] ^= True
+    with pytest.raises(AssertionError):
+        assert_matches(ReferenceContext(), inputs, expected)
+
+
+# ---- in the engine
+
+
+@pytest.fixture
+def llm(engine, monkeypatch):
+    """An engine whose layers' contexts are put back after the test, and nothing computed otherwise is kept."""
+    llm = engine("eagle", TREE, **ENGINE)
+    for layer in layers_of(llm).values():
+        monkeypatch.setattr(layer.impl, "context", None)
+    llm.reset_prefix_cache()
+    yield llm
+    llm.reset_prefix_cache()
+
+
+def layers_of(llm):
+    return get_layers_from_vllm_config(runner_of(llm).vllm_config, AttentionLayerBase)
+
+
+def put(llm, context):
+    for layer in layers_of(llm).values():
+        layer.impl.context = context
+
+
+@HERE_ONLY
+@pytest.mark.parametrize("name", ["flash", "xformers"])
+def test_same_tokens(llm, prompts, plain, monkeypatch, name):
+    """Verification and the drafter's levels, through all that surrounds the kernels that need a GPU."""
+    install_flash(monkeypatch, 3) if name == "flash" else install_xformers(monkeypatch)
+    layers = layers_of(llm)
+    use_tree_attention(layers, name)
+    check_caches(layers, name)
+    contexts = {type(layer.impl.context).__name__ for layer in layers.values()}
+    assert contexts == {"FlashContext" if name == "flash" else "XformersContext"}
+    assert same(answers(llm, prompts[:1]), [part[:1] for part in plain])
+    assert acceptance_length(llm) > 1.2
+
+
+def test_same_tokens_without_waiting_for_the_device(llm, prompts, plain, monkeypatch):
+    context = Spoiled()  # by nothing
+    put(llm, context)
+    rounds = watch_rounds(llm, monkeypatch)
+    assert same(answers(llm, prompts), plain)
+    # A round is watched twice; verification alone would attend once in each of two layers.
+    assert len(rounds) > 4 and context.calls > 1.5 * len(rounds)
+
+
+@pytest.mark.parametrize("wrong", SPOILED)
+def test_controls_in_the_engine(llm, prompts, plain, wrong):
+    put(llm, Spoiled(**SPOILED[wrong]))
+    assert not same(answers(llm, prompts[:1]), [part[:1] for part in plain])
+
+
+# ---- the choice
+
+
+def test_host_has_the_seams(monkeypatch):
+    if not torch.cuda.is_available():
+        install_flash(monkeypatch, 2)
+    assert check_host(MANIFEST_FLASH).problems == []
+    interface = sys.modules["vllm.vllm_flash_attn.flash_attn_interface"]
+    monkeypatch.setattr(interface, "flash_attn_varlen_func", lambda q, k, v, cu_seqlens_q, **_: None)
+    assert "not max_seqlen_q, seqused_k" in check_host(MANIFEST_FLASH).problems[0]
+
+
+def choose(monkeypatch, name, cuda=True, **changes):
+    monkeypatch.setattr(features, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
+    monkeypatch.setattr(features, "check_host", lambda _: HostReport("vllm", "0.32.0", changes.pop("problems", [])))
+    model = SimpleNamespace(
+        get_head_size=lambda: changes.get("head_size", 128), dtype=changes.get("dtype", torch.bfloat16)
+    )
+    options = parse_options({"method": "eagle2", "model": "drafter", "tree_attention": name})
+    check_tree_attention(options, Setting(model, None, None, changes.get("v2", True)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("flash", {"cuda": False}, "tree_attention='flash' cannot be used: it runs on CUDA only: leave it out"),
+        ("xformers", {"cuda": False}, "CUDA only"),
+        ("flash", {"v2": False}, "CUDA only"),
+        ("flash", {"dtype": torch.float32}, "no float32: use --dtype bfloat16"),
+        ("flash", {"head_size": 512}, "no heads of 512: use tree_attention='triton'"),
+        ("flash", {"problems": ["gone"]}, "gone"),
+        ("xformers", {}, "not installed: pip install xformers"),
+        ("xformers", {"installed": True, "head_size": 80}, "no heads of 80"),
+    ],
+)
+def test_refused_at_start(monkeypatch, name, changes, named):
+    changes = dict(changes)
+    if changes.pop("installed", False):
+        install_xformers(monkeypatch)
+    elif name == "xformers":
+        monkeypatch.setattr(xformers_context, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=named):
+        choose(monkeypatch, name, **changes)
+
+
+def test_taken(monkeypatch):
+    install_xformers(monkeypatch)
+    for name in ("triton", "flash", "xformers"):
+        choose(monkeypatch, name)
+    choose(monkeypatch, "triton", cuda=False)
+
+
+@HERE_ONLY
+def test_refused_by_the_engine(engine):
+    with pytest.raises(ConfigError, match="CUDA only"):
+        engine("eagle", {**TREE, "tree_attention": "flash"}, **ENGINE)
+
+
+@HERE_ONLY
+def test_refused_with_the_layers(monkeypatch):
+    layer = SimpleNamespace(impl=SimpleNamespace(head_size=64, context=None), kv_cache=torch.zeros(3, 2, 16, 128))
+    install_flash(monkeypatch, 2)
+    monkeypatch.setattr(flash_context, "get_flash_attn_version", lambda head_size: None)
+    with pytest.raises(ConfigError, match="no FlashAttention for this device, or use tree_attention='triton'"):
+        use_tree_attention({"layer": layer}, "flash")
+    install_xformers(monkeypatch)
+    use_tree_attention({"layer": layer}, "xformers")
+    with pytest.raises(ConfigError, match="LBNHC"):  # pages with heads outside
+        check_caches({"layer": layer}, "xformers")
+    layer.kv_cache = torch.zeros(3, 24, 2, 128).transpose(1, 2)
+    with pytest.raises(ConfigError, match="block-size 16"):
+        check_caches({"layer": layer}, "xformers")
+    layer.kv_cache = torch.zeros(3, 16, 2, 128).transpose(1, 2)
+    check_caches({"layer": layer}, "xformers")
+
+
+def test_a_kernel_that_does_not_run_is_named(monkeypatch):
+    class Broken(ContextAttention):
+        def __call__(self, *_):
+            raise RuntimeError("no such operator\nand more")
+
+    layer = SimpleNamespace(impl=SimpleNamespace(context=Broken()), kv_cache=torch.zeros(3, 2, 16, 128))
+    with pytest.raises(ConfigError, match=r"does not run here \(no such operator\)"):
+        check_caches({"layer": layer}, "flash")
+    layer.impl.context = type("Shapes", (ContextAttention,), {"__call__": lambda self, query, *_: (query, query)})()
+    with pytest.raises(ConfigError, match="another version"):
+        check_caches({"layer": layer}, "flash")
+
+
+def test_real_xformers(monkeypatch):
+    """Its own kernel, where it is installed with a Triton that it fits: on a GPU, or in the interpreter."""
+    pytest.importorskip("xformers")
+    monkeypatch.setenv("XFORMERS_ENABLE_TRITON", "1")
+    context = XformersContext(64)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    if not torch.cuda.is_available():
+        for operator in context._operators.values():
+            operator.SUPPORTED_DEVICES, operator.SUPPORTED_DTYPES = {"cpu"}, {torch.float32}
+    for block_size, contexts, rows in ((16, (0, 5), 17), (16, (100, 37), 1), (64, (200, 0), 9), (48, (70, 3), 9)):
+        made = make_inputs(contexts, (rows, 1), block_size=block_size, dtype=dtype, kv_layout=TOKEN_LAYOUT)
+        inputs = like_the_host(made)
+        try:
+            context.check_cache(inputs["kv_cache"].to(DEVICE))
+        except ValueError as error:
+            pytest.skip(str(error))
+        assert_matches(context, inputs, max_context_len=max(contexts))

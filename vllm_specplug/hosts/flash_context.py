@@ -1,0 +1,57 @@
+"""The host's FlashAttention as the context part of tree attention: no mask, its log-sum-exp kept."""
+
+from __future__ import annotations
+
+import torch
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+from vllm_specplug.kernels.context_attention import ContextAttention
+
+
+class FlashContext(ContextAttention):
+    """One call of ``flash_attn_varlen_func`` over the host's pages.
+
+    Every request gets as many query rows, so that prefix sums of rows need no look at the device.  FlashAttention
+    takes float16 and bfloat16, and its output is rounded to that before it is merged (as the host's own cascade
+    attention does).
+
+    Args:
+        head_size: of the layers.
+
+    Raises:
+        ValueError: the host has no FlashAttention for this device.
+    """
+
+    def __init__(self, head_size: int):
+        self._version = get_flash_attn_version(head_size=head_size)
+        if self._version is None:
+            raise ValueError("the host has no FlashAttention for this device")
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+        self._attend = flash_attn_varlen_func
+
+    def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
+        num_reqs, num_rows, num_heads, head_size = query.shape
+        key, value = (
+            # Of one KV head, FlashAttention 3 and 4 would read wrong strides.
+            canonicalize_singleton_dim_strides(part)
+            for part in kv_cache.transpose(1, 2).split(head_size, dim=-1)
+        )
+        starts = torch.arange(0, num_reqs * num_rows + 1, num_rows, dtype=torch.int32, device=query.device)
+        output, sums = self._attend(
+            q=query.flatten(0, 1),
+            k=key,
+            v=value,
+            cu_seqlens_q=starts,
+            max_seqlen_q=num_rows,
+            seqused_k=context_lens,
+            max_seqlen_k=max_context_len,
+            softmax_scale=scale,
+            causal=False,
+            block_table=block_table,
+            return_softmax_lse=True,
+            fa_version=self._version,
+        )
+        # The sums come as [num_heads, num_reqs * num_rows].
+        return output.unflatten(0, (num_reqs, num_rows)), sums.unflatten(1, (num_reqs, num_rows)).permute(1, 2, 0)
