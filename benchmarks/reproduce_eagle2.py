@@ -108,6 +108,7 @@ def served_tau(target: str, head: str, prompts: list[list[int]], lengths: list[i
     """tau of whole EAGLE-2 trees of the same size in the real engine."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
     config = {"method": "eagle2", "model": head, "num_speculative_tokens": size.nodes, "draft_depth": size.depth}
