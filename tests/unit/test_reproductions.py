@@ -45,11 +45,11 @@ def test_a_gain_has_an_interval_over_answers():
 def test_tables_go_into_their_place_of_a_page(tmp_path, monkeypatch, capsys):
     file, page = tmp_path / "reproduce_x.json", tmp_path / "page.md"
     file.write_text(json.dumps({"reproductions": [CLAIM | {"note": "offline"}], "provenance": PROVENANCE}))
-    page.write_text("above\n<!-- reproduce_x -->\nold\n<!-- /reproduce_x -->\nbelow\n")
+    page.write_text("above\n<!-- reproduce_x -->\nformer\n<!-- /reproduce_x -->\nbelow\n")
     monkeypatch.setattr("sys.argv", ["reproductions", str(file), "--into", str(page)])
     reproductions.main()
     text = page.read_text()
-    assert text.startswith("above\n") and text.endswith("<!-- /reproduce_x -->\nbelow\n") and "old" not in text
+    assert text.startswith("above\n") and text.endswith("<!-- /reproduce_x -->\nbelow\n") and "former" not in text
     for said in (
         "EAGLE-2, table 5 claims: 4.62 against 4.24. Here: holds",
         "| dynamic | 1.9 |",
