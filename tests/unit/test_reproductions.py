@@ -16,7 +16,13 @@ from vllm_specplug import report
 from vllm_specplug.bench import reproductions
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-METHODS = ("eagle2", "hass", "medusa", "swift")
+#: Files of the page, and the scripts that wrote them.
+FILES = {
+    "reproduce_eagle2": "reproduce_eagle2",
+    "hass_alignment": "reproduce_hass",
+    "reproduce_medusa": "reproduce_medusa",
+    "reproduce_swift": "reproduce_swift",
+}
 SLOW = [(10, 8), (12, 10), (30, 22), (8, 8), (22, 16)]
 PROVENANCE = {
     "hardware": {"cpu": "a CPU", "cores": 2},
@@ -62,12 +68,11 @@ def test_tables_go_into_their_place_of_a_page(tmp_path, monkeypatch, capsys):
         reproductions.main()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_page_shows_the_files(method):
-    file = BENCHMARKS / "results" / f"reproduce_{method}.json"
-    content = json.loads(file.read_text())
+@pytest.mark.parametrize(("name", "script"), FILES.items())
+def test_the_page_shows_the_files(name, script):
+    content = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
     assert reproductions.markdown(content) in (BENCHMARKS / "REPRODUCTIONS.md").read_text()
-    assert content["provenance"]["command"].startswith(f"reproduce_{method}.py")
+    assert content["provenance"]["command"].startswith(f"{script}.py")
     html = report.reproductions(content["reproductions"])
     Page(f"<main>{html}</main>")
     assert all(table["claim"] and table["verdict"] for table in content["reproductions"])
