@@ -3,12 +3,14 @@
     python -m benchmarks.reproduce_swift --questions spec_bench_dev.jsonl --out claims.json
 
 SmolLM2-135M-Instruct drafts for itself in the real engine.  A layer set is searched for each skip ratio on the first
-questions, and everything is measured on the last ones, which the search has not seen; nothing is timed.
+questions, or taken from a file of ``benchmarks/swift.py`` (``--searched``), and everything is measured on the last
+ones, which the search has not seen; nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--questions", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.45], help="the last: the ablation")
+    parser.add_argument("--searched", type=Path, help="take the sets from such a file of benchmarks/swift.py")
     parser.add_argument("--steps", type=int, default=300, help="candidates of each search")
     parser.add_argument("--count", type=int, default=15, help="questions to measure on")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -180,32 +183,40 @@ def main() -> None:
     layers, threshold = engine.drafter.state.options.num_layers, engine.drafter.options.min_confidence
 
     found: dict[float, dict[str, Drafts]] = {}
-    searched: dict[float, LayerSearch] = {}
+    searched: dict[float, LayerSet] = {}
+    matchness: dict[float, float] = {}
     for ratio in args.ratios:
-        searched[ratio] = search(engine, texts, layers, ratio, args.steps)
-        sets = {"uniform": LayerSet.uniform(layers, ratio), "searched": searched[ratio].best}
+        if args.searched is None:
+            result = search(engine, texts, layers, ratio, args.steps)
+            searched[ratio], matchness[ratio] = result.best, result.matchness or 0.0
+        else:
+            ours = json.loads(args.searched.read_text())[str(ratio)]["search"]["ours"]
+            searched[ratio] = LayerSet(layers, *map(tuple, ours["set"]))
+            matchness[ratio] = ours["curve"][-1][1]
+        sets = {"uniform": LayerSet.uniform(layers, ratio), "searched": searched[ratio]}
         found[ratio] = {name: measure(engine, held_out, s, ratio, threshold) for name, s in sets.items()}
         for name, drafts in found[ratio].items():
             print(ratio, name, *drafts.cells(ratio), file=sys.stderr, flush=True)
 
     ratio = args.ratios[-1]
-    best = searched[ratio].best
+    best = searched[ratio]
     parts = {"SWIFT": found[ratio]["searched"], "no optimisation": found[ratio]["uniform"]}
     with no_siblings():
         parts["no dynamic verification"] = measure(engine, held_out, best, ratio, threshold)
         parts["neither of the two"] = measure(engine, held_out, LayerSet.uniform(layers, ratio), ratio, threshold)
     parts["no early stop"] = measure(engine, held_out, best, ratio, 0.0)
+    origin = f"of {args.searched.name}" if args.searched else f"of {args.steps} candidates on {len(texts)} others"
     note = (
         f"not timed; {len(held_out)} questions of {args.questions.name}, greedy, at most {args.max_tokens} tokens; "
-        f"searches of {args.steps} candidates on {len(texts)} others; drafts of at most {DEPTH} forwards and {NODES} "
+        f"searches {origin}; drafts of at most {DEPTH} forwards and {NODES} "
         f"nodes, early stop below a confidence of {threshold}; expected speedup by the paper's equation 6"
     )
-    tables = [ablation(parts, ratio), by_ratio(found, {r: s.matchness or 0.0 for r, s in searched.items()})]
+    tables = [ablation(parts, ratio), *([by_ratio(found, matchness)] if len(found) > 1 else [])]
     write(
         args.out,
         [table | {"note": note} for table in tables],
         "drafts without a part, same questions",
-        sets={str(r): [list(s.best.attention), list(s.best.mlp)] for r, s in searched.items()},
+        sets={str(r): [list(s.attention), list(s.mlp)] for r, s in searched.items()},
     )
 
 
