@@ -279,7 +279,8 @@ def reproductions(tables: Sequence[dict[str, Any]]) -> str:
     """Claims of the papers beside what was measured here."""
     if not tables:
         return _missing(
-            "Reproductions", "python benchmarks/reproduce_eagle2.py, and give its file to specplug report too"
+            "Reproductions",
+            "give files of benchmarks/reproduce_*.py (some are in benchmarks/results) to specplug report too",
         )
     parts = []
     for table in tables:

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from benchmarks import stress
+from vllm_specplug import cli
 from vllm_specplug.demo import Server, read_counter
 
 CONCURRENCY = 32
@@ -196,6 +197,27 @@ def test_abort_in_the_middle_of_a_stream(servers):
     for i in range(4):
         body = {"prompt": "next one" * i + "a", "max_tokens": 30, "temperature": 0}
         assert ask(servers["trees"], PATHS[0], **body) == ask(servers["plain"], PATHS[0], **body)
+
+
+def test_bench_measures_running_servers(servers, tmp_path, capsys):
+    """The same tokens from both, drafts of one of them only, and a page of it."""
+    questions, out, page = tmp_path / "q.jsonl", tmp_path / "out.json", tmp_path / "page.html"
+    asked = [{"question_id": i, "category": "ab"[i % 2], "turns": [f"count the lights {i}"]} for i in range(4)]
+    questions.write_text("\n".join(map(json.dumps, asked)))
+    command = ["bench", "--questions", str(questions), "--max-tokens", "24", "--concurrency", "1,2"]
+    command += ["--server", servers["plain"].url, "--server", f"trees={servers['trees'].url}", "--output", str(out)]
+    assert cli.main(command) == 0
+    assert "trees" in capsys.readouterr().out
+    found = json.loads(out.read_text())["methods"]
+    plain, trees = found["plain"]["overall"], found["trees"]["overall"]
+    assert trees["agree"] == plain["agree"] == plain["questions"] == 4 and trees["tokens"] == plain["tokens"] > 40
+    assert plain["tau"] is None and plain["acceptance_by_depth"] == []
+    assert trees["tau"] > 1 and trees["acceptance_by_depth"][0] > 0
+    # Every token is of the prompt's step, of a step without a draft, or of a draft's.
+    for batch in found["trees"]["batches"]:
+        assert batch["drafts"] + batch["accepted"] <= batch["tokens"] and batch["accepted"] > 0
+    assert set(found["trees"]["categories"]) == {"a", "b"} and list(found["trees"]["concurrency"]) == ["1", "2"]
+    assert cli.main(["report", str(out), "--out", str(page)]) == 0 and "trees" in page.read_text()
 
 
 def test_stress(servers):

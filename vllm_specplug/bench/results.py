@@ -164,22 +164,29 @@ def stage_table(stages: dict[str, dict[str, float]]) -> tuple[list[str], list[li
 
 def origin(report: dict[str, Any]) -> str:
     """Settings and provenance in one paragraph."""
-    p, s = report["provenance"], report["settings"]
-    versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items())
+    s = report["settings"]
     sampling = f"temperature {s['temperature']}, seeded" if s.get("temperature") else "greedy"
     repeats = f", {s['repeats']} repeats" if s.get("repeats", 1) > 1 else ""
     return (
         f"{s['num_questions']} questions of {s['questions']}, {s['dtype']}, concurrency {s['concurrency']}{repeats}, "
-        f"{sampling}, at most {s['max_tokens']} tokens each; tau counts the bonus token.  {p['hardware']['cpu']}, "
-        f"{p['hardware']['cores']} cores; {versions}; commit {p['commit']}; baseline: {p['baseline']}; "
-        f"{p['date'][:10]}; command: `{p['command']}`"
+        f"{sampling}, at most {s['max_tokens']} tokens each; tau counts the bonus token.  "
+        f"{origin_of(report['provenance'])}"
     )
 
 
-def write_table(table: str, page: Path) -> None:
+def origin_of(found: dict[str, Any]) -> str:
+    """A provenance in one sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{found['hardware']['cpu']}, {found['hardware']['cores']} cores; {versions}; commit {found['commit']}; "
+        f"baseline: {found['baseline']}; {found['date'][:10]}; command: `{found['command']}`"
+    )
+
+
+def write_table(table: str, page: Path, marks: tuple[str, str] = MARKS) -> None:
     """Replace what stands between the marks of a Markdown page."""
-    head, begin, rest = page.read_text().partition(MARKS[0])
-    _, end, tail = rest.partition(MARKS[1])
+    head, begin, rest = page.read_text().partition(marks[0])
+    _, end, tail = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"{page} has no {MARKS[0]} ... {MARKS[1]}")
+        raise ValueError(f"{page} has no {marks[0]} ... {marks[1]}")
     page.write_text(f"{head}{begin}\n{table}\n{end}{tail}")
