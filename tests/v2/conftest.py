@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     from vllm_specplug.interpreter import use_interpreter
 
     use_interpreter()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks triton's driver, of which there is only the name
 os.environ.update(
     VLLM_USE_V2_MODEL_RUNNER="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
