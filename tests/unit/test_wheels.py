@@ -17,7 +17,8 @@ FILES = {
         "raise RuntimeError('never imported')\n"
     ),
     "pkg/base.py": (
-        "class Base:\n    def inherited(self, x): ...\nclass Values:\n    first: int\n    second: str = ''\n"
+        "class Base:\n    def inherited(self, x): ...\n    @classmethod\n    def made(cls, x): ...\n"
+        "class Values:\n    first: int\n    second: str = ''\n"
         "if True:\n    def guarded(x): ...\n"
     ),
 }
@@ -38,6 +39,7 @@ def wheel(tmp_path):
         ("pkg.inner:Child.own", ("self", "a", "b"), None),
         ("pkg.inner:Child.own", ("self", "b"), "takes"),
         ("pkg:Renamed.inherited", ("self", "x"), None),
+        ("pkg:Renamed.made", ("x",), None),
         ("pkg:Renamed.gone", None, "is missing"),
         ("pkg:LIMIT", None, None),
         ("pkg.base:Values", ("first",), None),

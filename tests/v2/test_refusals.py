@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.hosts.conftest import ENGINE
+from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.hosts import features, speculative_config
 from vllm_specplug.hosts.check import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL, check_host
@@ -83,11 +84,11 @@ def start_on_cuda(monkeypatch, checkpoints):
         monkeypatch.setattr(module, "current_platform", cuda)
 
     def start(runner, method="eagle2", **options):
-        name = "VLLM_USE_V2_MODEL_RUNNER"
-        monkeypatch.delenv(name, raising=False) if runner is None else monkeypatch.setenv(name, runner)
         given = {"method": method, **({"model": str(checkpoints["eagle"])} if method == "eagle2" else {})}
         settings = {**ENGINE, "model": str(checkpoints["target"]), **options}
-        return EngineArgs(speculative_config=given, **settings).create_engine_config()
+        with model_runner(runner):
+            config = EngineArgs(speculative_config=given, **settings).create_engine_config()
+            return config, config.use_v2_model_runner
 
     return start
 
@@ -107,9 +108,9 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         (None, "lookup", GPU_WORKER),
         (None, "eagle2", GPU_WORKER_V2),
     ):
-        config = start_on_cuda(runner, method)
+        config, is_v2 = start_on_cuda(runner, method)
         assert config.parallel_config.worker_cls == worker
-        assert config.use_v2_model_runner == (worker == GPU_WORKER_V2)
+        assert is_v2 == (worker == GPU_WORKER_V2)
         assert chosen[-1] == (worker == GPU_WORKER_V2)
     with pytest.raises(ValueError, match="asynchronous scheduling yet: use --no-async-scheduling or leave it"):
         start_on_cuda("0", async_scheduling=True)
@@ -117,20 +118,12 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         start_on_cuda("0", tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("params", "named"),
-    [
-        (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+")), "structured output"),
-        (SamplingParams(extra_args={"speculation": False}), "speculation=false"),
-        (SamplingParams(min_p=0.1, logit_bias={3: 1.0}), None),
-    ],
-)
-def test_requests(params, named):
+def test_requests():
     register()
     config = TreeSpeculativeConfig.__new__(TreeSpeculativeConfig)
     config.specplug, config.v2_runner = parse_options({"method": "eagle2", "model": "drafter"}), True
-    if named is None:
-        params._validate_spec_decode(config)
-    else:
-        with pytest.raises(ConfigError, match=named):
-            params._validate_spec_decode(config)
+    SamplingParams(min_p=0.1, logit_bias={3: 1.0})._validate_spec_decode(config)
+    SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))._validate_spec_decode(config)
+    SamplingParams(extra_args={"speculation": False})._validate_spec_decode(config)
+    with pytest.raises(ConfigError, match="speculation must be"):
+        SamplingParams(extra_args={"speculation": "no"})._validate_spec_decode(config)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from tests.hosts.conftest import TREE as DYNAMIC
 from tests.hosts.conftest import acceptance_length, runner_of
-from tests.v2.conftest import ENGINE, GREEDY, PLAIN, SAMPLED, SCARCE, WITH_HISTORY, answers, check_preemption, same
+from tests.v2.conftest import (
+    ENGINE,
+    GREEDY,
+    PLAIN,
+    SAMPLED,
+    SCARCE,
+    WITH_HISTORY,
+    answers,
+    check_preemption,
+    model_runner,
+    same,
+)
 from vllm_specplug.hosts import v1_gpu_runner
 from vllm_specplug.hosts.v1_gpu_runner import TreeDeviceModelRunner
 
@@ -19,9 +28,7 @@ WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.host
 
 @pytest.fixture(scope="module", autouse=True)
 def v1_runner():
-    """The host asks for its runner's version whenever it needs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "VLLM_USE_V2_MODEL_RUNNER", "0")
+    with model_runner("0"):
         yield
 
 

@@ -47,11 +47,14 @@ class HostSymbol:
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 #: The seams of the V1 runner on any device.
 _V1 = (
+    HostSymbol(f"{_RUNNER}.execute_model", ("self", "scheduler_output")),
+    HostSymbol(f"{_RUNNER}.sample_tokens", ("self", "grammar_output")),
     HostSymbol(f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")),
     HostSymbol(f"{_RUNNER}._build_attention_metadata", ("self", "num_tokens", "num_reqs", "max_query_len")),
     HostSymbol(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
@@ -168,9 +171,17 @@ MANIFEST_V1_CUDA = (
 #: The seams of the V2 runner; checked when one of our methods is configured and the host will choose that runner.
 MANIFEST_V2 = (
     *_CUDA,
+    HostSymbol("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls", ("self",)),
+    HostSymbol(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule", ("self", "scheduler_output")
+    ),
+    HostSymbol(f"{_SCHEDULER}._update_after_schedule", ("self", "scheduler_output")),
+    HostSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.execute_model", ("self", "scheduler_output")),
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.sample_tokens", ("self", "grammar_output")),
     HostSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),
     HostSymbol(f"{_V2}.spec_decode.eagle.speculator:EagleSpeculator.load_draft_model", ("self", "target_model")),
     HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.propose", _V2_PROPOSE),

@@ -24,6 +24,7 @@ GPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeGPUWorker"
 
 #: Lets grammars follow trees.
 SCHEDULER = "vllm_specplug.hosts.scheduler.TreeScheduler"
+SCHEDULER_V2 = "vllm_specplug.hosts.v2_scheduler.tree_scheduler"
 
 #: What the host's ``custom_class`` method loads for methods without a draft model.
 NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
@@ -130,8 +131,7 @@ def build(
             (False, False): GPU_WORKER,
         }
         target_parallel_config.worker_cls = workers[on_cpu, v2]
-    if not v2:
-        engine_args.scheduler_cls = SCHEDULER
+    engine_args.scheduler_cls = SCHEDULER_V2 if v2 else SCHEDULER
     return TreeSpeculativeConfig(
         method=host_method,
         model=model,
