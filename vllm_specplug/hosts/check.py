@@ -281,6 +281,11 @@ def check_version() -> HostReport:
     return HostReport(host, found, problems)
 
 
+def manifest_of(runner: str, on_cpu: bool) -> tuple[HostSymbol, ...]:
+    """The seams of a model runner, ``V1`` or ``V2``."""
+    return MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA
+
+
 def check_host(manifest: Sequence[HostSymbol] = MANIFEST) -> HostReport:
     """The full check: the version, and every symbol of the manifest."""
     report = check_version()

@@ -10,7 +10,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
-from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2, check_host
+from vllm_specplug.hosts.check import check_host, manifest_of
 from vllm_specplug.hosts.features import V1_CUDA, V2, Setting, check_features, check_options, uses_v2_runner
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
@@ -94,7 +94,7 @@ def build(
     options = parse_options(given)
     drafter, on_cpu = host_drafter(options), current_platform.is_cpu()
     v2 = uses_v2_runner(drafter is not None and not isinstance(drafter, SwiftOptions))
-    report = check_host(MANIFEST_V2 if v2 else MANIFEST if on_cpu else MANIFEST_V1_CUDA)
+    report = check_host(manifest_of("V2" if v2 else "V1", on_cpu))
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     check_features(options.method, Setting(target_model_config, target_parallel_config, engine_args, v2))
