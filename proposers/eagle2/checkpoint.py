@@ -164,7 +164,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def target_ids(d2t: torch.Tensor) -> torch.Tensor:
     """Target token id of every draft id: int64 [draft_vocab]."""
-    return torch.arange(d2t.numel(), dtype=torch.int64) + d2t.to(torch.int64)
+    return torch.arange(d2t.numel(), dtype=torch.int64, device=d2t.device) + d2t.to(torch.int64)
 
 
 def offsets(ids: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from vllm_specplug import costs
 from vllm_specplug.budget import PLAIN
 from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
-from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

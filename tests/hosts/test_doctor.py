@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from vllm_specplug import doctor
+
 
 def test_the_plugin_is_active_here():
     command = [sys.executable, "-m", "vllm_specplug.cli", "doctor", "--json"]
@@ -13,3 +17,16 @@ def test_the_plugin_is_active_here():
     assert process.returncode == 0
     assert findings["host"]["value"].startswith("vllm")
     assert findings["runner"]["value"].startswith("V1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "runner", "active"), [("cuda", "V2", True), ("cuda", "V1", True), ("other", "V1", False)]
+)
+def test_other_platforms(monkeypatch, kind, runner, active):
+    from vllm_specplug.hosts import probe
+
+    monkeypatch.setattr(probe, "find_platform", lambda: ("SomePlatform", kind))
+    monkeypatch.setattr(probe, "find_runner", lambda: (runner, "for a test"))
+    findings = [check() for check in (doctor._host, doctor._platform, doctor._runner)]
+    assert any(finding.blocks for finding in findings) != active
+    assert bool(findings[1].hint) == (kind == "cuda")

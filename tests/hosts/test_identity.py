@@ -114,7 +114,7 @@ def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
 
 def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
     """The negative control: leave the accepted rows where they are, and the tests above must fail."""
-    from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+    from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
 
     monkeypatch.setattr(TreeCPUModelRunner, "_commit", lambda *_: None)
     llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)

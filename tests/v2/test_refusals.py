@@ -1,27 +1,38 @@
-"""The seams are there, and what V2 does not do yet is refused before the engine starts, or with the request."""
+"""The seams are there, and what V2, or V1 on CUDA, does not do is refused before the engine starts."""
+
+from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.hosts.conftest import ENGINE
+from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.hosts.check import MANIFEST_V2, check_host
-from vllm_specplug.hosts.features import check_v2_options
+from vllm_specplug.hosts import features, speculative_config
+from vllm_specplug.hosts.check import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL, check_host
+from vllm_specplug.hosts.features import V1_CUDA, V2, check_options
 from vllm_specplug.hosts.install import PATCHES as ALL_HOSTS
-from vllm_specplug.hosts.speculative_config import TreeSpeculativeConfig
+from vllm_specplug.hosts.speculative_config import GPU_WORKER, GPU_WORKER_V2, TreeSpeculativeConfig
 from vllm_specplug.hosts.v2_runner import PATCHES
 from vllm_specplug.plugin import register
 
 
 def test_host_has_the_seams():
-    assert check_host(MANIFEST_V2).problems == []
+    for manifest in (MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL):
+        assert check_host(manifest).problems == []
     assert [patch.problem() for patch in (*ALL_HOSTS, *PATCHES)] == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"method": "lookup", "model": None}, "'lookup'.*use eagle2, hass or medusa"),
+        (
+            {"method": "lookup", "model": None},
+            "'lookup'.*use one of eagle2, hass, medusa, or set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         ({"method": "swift", "model": None}, "'swift'"),
         ({"method": "union", "model": None, "sources": [{"method": "lookup"}]}, "'union'"),
         ({"budget": "measured"}, "budget"),
@@ -32,32 +43,87 @@ def test_host_has_the_seams():
     ],
 )
 def test_options(changes, named):
-    given = {"method": "eagle2", "model": "drafter", **changes}
-    options = parse_options({key: value for key, value in given.items() if value is not None})
     with pytest.raises(ConfigError, match=named):
-        check_v2_options(options)
+        check_options(options_of(changes), V2)
 
 
-def test_what_v2_serves():
-    for method in ("eagle2", "hass"):
-        check_v2_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}))
-    check_v2_options(parse_options({"method": "medusa", "model": "heads"}))
+def options_of(changes):
+    given = {"method": "eagle2", "model": "drafter", **changes}
+    return parse_options({key: value for key, value in given.items() if value is not None})
 
 
 @pytest.mark.parametrize(
-    ("params", "named"),
+    ("changes", "named"),
     [
-        (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+")), "structured output"),
-        (SamplingParams(extra_args={"speculation": False}), "speculation=false"),
-        (SamplingParams(min_p=0.1, logit_bias={3: 1.0}), None),
+        ({"method": "swift", "model": None}, "'swift'"),
+        ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
+        ({"budget": "measured"}, "budget"),
+        ({"verification": "typical"}, "verification"),
+        ({"min_level_value": 0.1}, "min_level_value"),
     ],
 )
-def test_requests(params, named):
+def test_options_of_v1_on_cuda(changes, named):
+    with pytest.raises(ConfigError, match=f"{named}.*V1 model runner on CUDA"):
+        check_options(options_of(changes), V1_CUDA)
+
+
+def test_what_is_served():
+    for runner in (V2, V1_CUDA):
+        for method in ("eagle2", "hass"):
+            check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}), runner)
+        check_options(parse_options({"method": "medusa", "model": "heads"}), runner)
+    check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), V1_CUDA)
+    check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
+
+
+@pytest.fixture
+def start_on_cuda(monkeypatch, checkpoints):
+    """The engine's configuration as on CUDA, for us: the host goes on believing in its CPU."""
+    cuda = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+    for module in (speculative_config, features):
+        monkeypatch.setattr(module, "current_platform", cuda)
+
+    def start(runner, method="eagle2", **options):
+        given = {"method": method, **({"model": str(checkpoints["eagle"])} if method == "eagle2" else {})}
+        settings = {**ENGINE, "model": str(checkpoints["target"]), **options}
+        with model_runner(runner):
+            config = EngineArgs(speculative_config=given, **settings).create_engine_config()
+            return config, config.use_v2_model_runner
+
+    return start
+
+
+def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
+    """V1 where the host is told so or falls back to it, then without asynchronous scheduling; else V2 with it."""
+    platform, chosen = type(current_platform), []  # what the host chooses, before it sees its CPU
+    honest = platform.check_and_update_config
+
+    def look(config):
+        chosen.append(config.scheduler_config.async_scheduling)
+        honest(config)
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(look))
+    for runner, method, worker in (
+        ("0", "eagle2", GPU_WORKER),
+        (None, "lookup", GPU_WORKER),
+        (None, "eagle2", GPU_WORKER_V2),
+    ):
+        config, is_v2 = start_on_cuda(runner, method)
+        assert config.parallel_config.worker_cls == worker
+        assert is_v2 == (worker == GPU_WORKER_V2)
+        assert chosen[-1] == (worker == GPU_WORKER_V2)
+    with pytest.raises(ValueError, match="asynchronous scheduling yet: use --no-async-scheduling or leave it"):
+        start_on_cuda("0", async_scheduling=True)
+    with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
+        start_on_cuda("0", tensor_parallel_size=2)
+
+
+def test_requests():
     register()
     config = TreeSpeculativeConfig.__new__(TreeSpeculativeConfig)
     config.specplug, config.v2_runner = parse_options({"method": "eagle2", "model": "drafter"}), True
-    if named is None:
-        params._validate_spec_decode(config)
-    else:
-        with pytest.raises(ConfigError, match=named):
-            params._validate_spec_decode(config)
+    SamplingParams(min_p=0.1, logit_bias={3: 1.0})._validate_spec_decode(config)
+    SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))._validate_spec_decode(config)
+    SamplingParams(extra_args={"speculation": False})._validate_spec_decode(config)
+    with pytest.raises(ConfigError, match="speculation must be"):
+        SamplingParams(extra_args={"speculation": "no"})._validate_spec_decode(config)

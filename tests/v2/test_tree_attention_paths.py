@@ -221,7 +221,11 @@ def choose(monkeypatch, name, cuda=True, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
-        ("flash", {"cuda": False}, "tree_attention='flash' cannot be used: it runs on CUDA only: leave it out"),
+        (
+            "flash",
+            {"cuda": False},
+            "tree_attention='flash' cannot be used: it runs on CUDA only, with the V2 model runner: leave it out",
+        ),
         ("xformers", {"cuda": False}, "CUDA only"),
         ("flash", {"v2": False}, "CUDA only"),
         ("flash", {"dtype": torch.float32}, "no float32: use --dtype bfloat16"),

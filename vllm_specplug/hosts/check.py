@@ -54,11 +54,14 @@ class HostSymbol:
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
-#: The seams of the V1 runner; checked when one of our methods is configured and by ``specplug doctor``.
-MANIFEST = (
+#: The seams of the V1 runner on any device.
+_V1 = (
+    HostSymbol(f"{_RUNNER}.execute_model", ("self", "scheduler_output")),
+    HostSymbol(f"{_RUNNER}.sample_tokens", ("self", "grammar_output")),
     HostSymbol(f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")),
     HostSymbol(f"{_RUNNER}._build_attention_metadata", ("self", "num_tokens", "num_reqs", "max_query_len")),
     HostSymbol(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
@@ -69,11 +72,7 @@ MANIFEST = (
         ("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states"),
     ),
     HostSymbol(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
-    HostSymbol(f"{_RUNNER}.propose_draft_token_ids", ("self", "scheduler_output", "sampled_token_ids")),
     HostSymbol("vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer", ("vllm_config",)),
-    HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
-    HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
-    HostSymbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__", ("self", "vllm_config", "device")),
     HostSymbol(
         f"{_PROPOSER}.prepare_inputs", ("self", "common_attn_metadata", "sampled_token_ids", "num_draft_tokens")
     ),
@@ -83,6 +82,33 @@ MANIFEST = (
     HostSymbol(f"{_PROPOSER}.propose", ("self", "num_speculative_tokens", "target_token_ids")),
     HostSymbol(f"{_PROPOSER}._maybe_share_lm_head", ("self", "target_language_model")),
     HostSymbol("vllm.v1.spec_decode.eagle:EagleProposer.__init__", ("self", "vllm_config", "device", "runner")),
+    HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
+    HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
+    HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
+    HostSymbol(f"{_RUNNER}.may_reinitialize_input_batch", ("self",)),
+    HostSymbol(
+        "vllm.v1.sample.thinking_budget_state:maybe_create_thinking_budget_state_holder",
+        ("reasoning_config", "max_num_seqs", "num_spec_tokens", "device", "is_pin_memory"),
+    ),
+    HostSymbol(f"{_RUNNER}.take_draft_token_ids", ("self",)),
+    HostSymbol(f"{_SCHEDULER}.schedule", ("self",)),
+    HostSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
+    HostSymbol(f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")),
+    HostSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),
+    HostSymbol(f"{_GRAMMARS}:StructuredOutputManager._get_constraint_bounds", ("self", "request", "spec_tokens")),
+    HostSymbol(f"{_GRAMMARS}:ConstraintBounds", ("grammar_start", "constraint_start")),
+    HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
+    HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
+    HostSymbol("vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"),
+    HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
+)
+
+#: The same on a CPU; checked when one of our methods is configured and by ``specplug doctor``.
+MANIFEST = (
+    *_V1,
+    HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
+    HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
+    HostSymbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__", ("self", "vllm_config", "device")),
     HostSymbol(f"{_CPU_ATTENTION}:CPUAttentionBackend"),
     HostSymbol(f"{_CPU_ATTENTION}:CPUAttentionMetadata"),
     HostSymbol(f"{_CPU_ATTENTION}:CPUAttentionMetadataBuilder.build"),
@@ -94,27 +120,9 @@ MANIFEST = (
         f"{_CPU_ATTENTION}:CPUAttentionBackendImpl.do_kv_cache_update",
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
-    HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     HostSymbol(
         "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", ("self", "logits", "generators", "k", "p")
     ),
-    HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
-    HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
-    HostSymbol(f"{_RUNNER}.may_reinitialize_input_batch", ("self",)),
-    HostSymbol(
-        "vllm.v1.sample.thinking_budget_state:maybe_create_thinking_budget_state_holder",
-        ("reasoning_config", "max_num_seqs", "num_spec_tokens", "device", "is_pin_memory"),
-    ),
-    HostSymbol(f"{_RUNNER}.take_draft_token_ids", ("self",)),
-    HostSymbol(f"{_SCHEDULER}.schedule", ("self",)),
-    HostSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
-    HostSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),
-    HostSymbol(f"{_GRAMMARS}:StructuredOutputManager._get_constraint_bounds", ("self", "request", "spec_tokens")),
-    HostSymbol(f"{_GRAMMARS}:ConstraintBounds", ("grammar_start", "constraint_start")),
-    HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
-    HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
-    HostSymbol("vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"),
-    HostSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
 )
 
 _V2 = "vllm.v1.worker.gpu"
@@ -134,11 +142,53 @@ _V2_PROPOSE = (
 _TRITON_ATTENTION = "vllm.v1.attention.backends.triton_attn"
 _FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
 
+#: Of CUDA workers and their attention, on either runner.
+_CUDA = (
+    HostSymbol(f"{_TRITON_ATTENTION}:TritonAttentionMetadata"),
+    HostSymbol(
+        f"{_TRITON_ATTENTION}:TritonAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    HostSymbol(
+        f"{_TRITON_ATTENTION}:TritonAttentionImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    HostSymbol(f"{_FLASH_ATTENTION}:FlashAttentionMetadata"),
+    HostSymbol(
+        f"{_FLASH_ATTENTION}:FlashAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    HostSymbol(
+        f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    HostSymbol("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
+    HostSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
+)
+
+#: The seams of the V1 runner on CUDA.
+MANIFEST_V1_CUDA = (
+    *_V1,
+    *_CUDA,
+    HostSymbol(f"{_RUNNER}.load_model", ("self",)),
+    HostSymbol("vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support", ("vllm_config",)),
+    HostSymbol("vllm.v1.attention.backend:AttentionCGSupport"),
+)
+
 #: The seams of the V2 runner; checked when one of our methods is configured and the host will choose that runner.
 MANIFEST_V2 = (
+    *_CUDA,
+    HostSymbol("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls", ("self",)),
+    HostSymbol(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule", ("self", "scheduler_output")
+    ),
+    HostSymbol(f"{_SCHEDULER}._update_after_schedule", ("self", "scheduler_output")),
+    HostSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.execute_model", ("self", "scheduler_output")),
+    HostSymbol(f"{_V2}.model_runner:GPUModelRunner.sample_tokens", ("self", "grammar_output")),
     HostSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),
     HostSymbol(f"{_V2}.spec_decode.eagle.speculator:EagleSpeculator.load_draft_model", ("self", "target_model")),
     HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.propose", _V2_PROPOSE),
@@ -185,26 +235,6 @@ MANIFEST_V2 = (
     HostSymbol(f"{_V2}.sample.output:SamplerOutput"),
     HostSymbol(f"{_V2}.sample.states:NO_LOGPROBS"),
     HostSymbol(f"{_V2}.metrics.logits:get_num_nans", ("logits",)),
-    HostSymbol(f"{_TRITON_ATTENTION}:TritonAttentionMetadata"),
-    HostSymbol(
-        f"{_TRITON_ATTENTION}:TritonAttentionMetadataBuilder.build",
-        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-    ),
-    HostSymbol(
-        f"{_TRITON_ATTENTION}:TritonAttentionImpl.forward",
-        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-    ),
-    HostSymbol(f"{_FLASH_ATTENTION}:FlashAttentionMetadata"),
-    HostSymbol(
-        f"{_FLASH_ATTENTION}:FlashAttentionMetadataBuilder.build",
-        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-    ),
-    HostSymbol(
-        f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward",
-        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-    ),
-    HostSymbol("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
-    HostSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu.model_runner:CPUModelRunner"),
     HostSymbol("vllm.forward_context:set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
     HostSymbol("vllm.config:set_current_vllm_config", ("vllm_config",)),
@@ -235,6 +265,10 @@ MANIFEST_FLASH = (
     HostSymbol("vllm.v1.attention.backends.fa_utils:get_flash_attn_version", keywords=("head_size",)),
     HostSymbol("vllm.utils.torch_utils:canonicalize_singleton_dim_strides", ("t",)),
 )
+
+
+#: Where the host lacks these, everything works as it did before they were used: slower.
+OPTIONAL = (HostSymbol("vllm.v1.engine.core:EngineCore.post_step", ("self", "model_executed")),)
 
 
 @dataclass(frozen=True)
@@ -276,6 +310,11 @@ def check_version() -> HostReport:
         checked = ", ".join(CHECKED_VERSIONS)
         problems.append(f"{host} {found} is not a checked version: install {checked}, or a vllm-specplug for {found}")
     return HostReport(host, found, problems)
+
+
+def manifest_of(runner: str, on_cpu: bool) -> tuple[HostSymbol, ...]:
+    """The seams of a model runner, ``V1`` or ``V2``."""
+    return MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA
 
 
 def check_host(manifest: Sequence[HostSymbol] = MANIFEST) -> HostReport:

@@ -36,6 +36,7 @@ class DraftNoise:
         #: Whether requests that can be are verified by rejection.
         self.rejects = options.verification == "rejection" and not has_custom_processors
         self.couples = options.verification != "typical" and getattr(host_drafter(options), "coupled", False)
+        self.couples = self.couples and runner.may_couple
         if self.couples and not noise_is_known(runner.sampler):
             logger.warning("vllm-specplug: the host's sampler draws unknown noise: drafts are not coupled with it")
             self.couples = False

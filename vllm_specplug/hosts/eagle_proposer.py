@@ -17,7 +17,6 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest
-from vllm_specplug.hosts.attention import scratch_metadata
 from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.hosts.drafter import RoundHooks
@@ -64,7 +63,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
         shapes = {name: (impl.num_kv_heads, impl.head_size) for name, impl in self.draft_layers.items()}
-        self._scratch = DraftScratch(shapes, self.dtype)
+        self._scratch = DraftScratch(shapes, self.dtype, self.device)
 
     def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
         self._last_output = output
@@ -78,7 +77,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
                 self._has_own_head = True
                 self._draft_to_target = target_ids(d2t.data)
             return
-        self._draft_to_target = target_ids(d2t)
+        self._draft_to_target = target_ids(d2t).to(self.device)
         if get_tensor_model_parallel_world_size() > 1:
             return  # no rank has all rows of the head
         self._head = DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
@@ -220,8 +219,8 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
     def scratch(self, num_reqs: int, level: int) -> dict[str, KvScratch]:
         """Scratch of every draft layer for the nodes fed at ``level``, allocated on first use."""
         top_k, capacity = self.options.draft_top_k, self.scratch_capacity
-        requests = torch.arange(num_reqs).unsqueeze(1) * capacity
-        rows = (requests + torch.arange(level * top_k, (level + 1) * top_k)).flatten()
+        requests = torch.arange(num_reqs, device=self.device).unsqueeze(1) * capacity
+        rows = (requests + torch.arange(level * top_k, (level + 1) * top_k, device=self.device)).flatten()
         return self._scratch.at(rows, num_reqs * capacity)
 
     @property
@@ -263,7 +262,7 @@ class _Levels:
         num_reqs = positions.shape[0]
         self.block_table = block_table[:num_reqs]
         self.context_lens = (positions + 1).to(torch.int32)
-        self.requests = torch.arange(num_reqs, dtype=torch.int32)
+        self.requests = torch.arange(num_reqs, dtype=torch.int32, device=positions.device)
 
     def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> DraftFeatures:
         proposer = self.proposer
@@ -271,7 +270,9 @@ class _Levels:
         num_tokens = num_reqs * width
         tree_start = self.requests * proposer.scratch_capacity
         scratch = proposer.scratch(num_reqs, level)
-        metadata = scratch_metadata(self.block_table, self.context_lens, width, tree_start, mask, scratch)
+        metadata = proposer.runner.scratch_metadata(
+            self.block_table, self.context_lens, width, tree_start, mask, scratch
+        )
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self.positions + level + 1).clamp(max=proposer.max_model_len - 1).repeat_interleave(width)
         with set_forward_context(

@@ -17,6 +17,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_specplug.config import ConfigError, TreeOptions
 from vllm_specplug.hosts.check import MANIFEST_FLASH, check_host
 from vllm_specplug.kernels import xformers_context
+from vllm_specplug.proposer import find_method, method_names
 from vllm_specplug.tables import format_table
 
 #: Targets whose hidden states and KV layout the tests cover.
@@ -203,14 +204,10 @@ def check_features(method: str, setting: Setting) -> None:
     Raises:
         ConfigError: naming the first feature and the fix.
     """
-    if not setting.v2_runner and not current_platform.is_cpu():
-        raise ConfigError(
-            f"method {method!r} needs the V2 model runner on {current_platform.device_name!r}: unset "
-            "VLLM_USE_V2_MODEL_RUNNER, or leave the speculative config out"
-        )
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise ConfigError(f"method {method!r} does not run on {current_platform.device_name!r}: use CUDA or a CPU")
-    if not setting.v2_runner and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+    on_cpu = current_platform.is_cpu() and not setting.v2_runner
+    if on_cpu and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ConfigError(
             f"method {method!r} does not know the packed KV layout of this processor architecture: use x86-64"
         )
@@ -221,40 +218,67 @@ def check_features(method: str, setting: Setting) -> None:
             )
 
 
-def uses_v2_runner() -> bool:
-    """Whether the host will choose its V2 model runner for the methods that we serve on it."""
+def uses_v2_runner(has_host_model: bool) -> bool:
+    """Whether the host will choose its V2 model runner.
+
+    Args:
+        has_host_model: whether the host loads a drafter for the method, or may think so; else it falls back to V1.
+    """
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
-    return HAS_TRITON
+    return HAS_TRITON and has_host_model
 
 
-#: Methods of the V2 model runner.
-V2_METHODS = ("eagle2", "hass", "medusa")
+#: Methods that run on a device.
+DEVICE_METHODS = ("eagle2", "hass", "medusa")
 
 
-def check_v2_options(options: TreeOptions) -> None:
-    """Refuse what our methods do not do on the V2 model runner yet.
+@dataclass(frozen=True)
+class _Runner:
+    """A model runner on which not all of our options work.
+
+    Attributes:
+        name: as in messages.
+        static: whether a round is the device's alone and of a fixed shape: no search in what the host knows, and a node
+            left out would save nothing.
+        otherwise: what to do with a method it does not serve, beside choosing another.
+    """
+
+    name: str
+    static: bool
+    otherwise: str
+
+    def serves(self, method: str) -> bool:
+        return method in DEVICE_METHODS or (not self.static and find_method(method).make is not None)
+
+
+V2 = _Runner("vLLM's V2 model runner", True, "set VLLM_USE_V2_MODEL_RUNNER=0")
+V1_CUDA = _Runner("vLLM's V1 model runner on CUDA", False, "serve it on a CPU")
+
+
+def check_options(options: TreeOptions, runner: _Runner) -> None:
+    """Refuse what our methods do not do on a runner yet.
 
     Raises:
         ConfigError: naming the option and the fix.
     """
-    if options.method not in V2_METHODS:
-        served = ", ".join(V2_METHODS[:-1]) + " or " + V2_METHODS[-1]
-        raise ConfigError(
-            f"method {options.method!r} does not run on vLLM's V2 model runner yet: use {served}, or set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 (CPU)"
-        )
+    for method in (options.method, *(source.method for source in getattr(options, "sources", ()))):
+        if not runner.serves(method):
+            served = ", ".join(name for name in method_names() if runner.serves(name))
+            raise ConfigError(
+                f"method {method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
+            )
     least_node, least_level = (getattr(options, name, None) for name in ("min_node_value", "min_level_value"))
     for used, option, fix in (
         (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
         (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
-        (options.trace_trees is not None, "trace_trees", "no trace_trees"),
-        # Shapes are fixed there: a node left out would save nothing.
-        (bool(least_node), "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
+        (runner.static and options.trace_trees is not None, "trace_trees", "no trace_trees"),
+        (runner.static and bool(least_node), "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
+        # Asking a device whether to go on costs more than a level.
         (bool(least_level), "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):
         if used:
-            raise ConfigError(f"{option} does not work on vLLM's V2 model runner yet: use {fix}")
+            raise ConfigError(f"{option} does not work on {runner.name} yet: use {fix}")
 
 
 def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
@@ -269,7 +293,7 @@ def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
     head_size = setting.model_config.get_head_size()
     problem = None
     if not setting.v2_runner or not current_platform.is_cuda():
-        problem = "it runs on CUDA only: leave it out"
+        problem = "it runs on CUDA only, with the V2 model runner: leave it out"
     elif setting.model_config.dtype == torch.float32:
         problem = "it takes no float32: use --dtype bfloat16"
     elif name == "flash" and (head_size % 8 or head_size > 256):

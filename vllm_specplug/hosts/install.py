@@ -38,12 +38,9 @@ def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., An
         # logit_bias mean what they mean in plain decoding.
         options = getattr(speculative_config, "specplug", None)
         if options is not None:
-            from vllm_specplug.request_args import check_request, check_v2_request
+            from vllm_specplug.request_args import check_request
 
-            check_request(self.extra_args, options)
-            if speculative_config.v2_runner:
-                check_v2_request(self.extra_args, self.structured_outputs is not None)
-            return None
+            return check_request(self.extra_args, options)
         return original(self, speculative_config)
 
     return _validate_spec_decode

@@ -34,7 +34,7 @@ class HostMedusaProposer(CustomDrafter):
         """Draft one tree per request."""
         requests = np.arange(len(sampled_token_ids))
         last = np.maximum(num_tokens_no_spec[requests] - 1, 0)
-        roots = torch.from_numpy(token_ids_cpu[requests, last]).long()
         assert self.hidden is not None
+        roots = torch.from_numpy(token_ids_cpu[requests, last]).long().to(self.hidden.device)
         sampling = self.runner.draft_noise.sampling(self.heads.num_heads, 1)
         return self.heads.draft(roots, self.hidden, sampling, self.heads.options.node_floor)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 
-def find_platform() -> tuple[str, bool]:
-    """Name of the host's platform, and whether it is the CPU."""
+def find_platform() -> tuple[str, str]:
+    """Name of the host's platform, and its kind: ``cpu``, ``cuda`` or ``other``."""
     from vllm.platforms import current_platform
 
-    return type(current_platform).__name__, current_platform.is_cpu()
+    kind = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "other"
+    return type(current_platform).__name__, kind
 
 
 def find_runner() -> tuple[str, str]:

@@ -10,8 +10,16 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
-from vllm_specplug.hosts.check import MANIFEST, MANIFEST_V2, check_host
-from vllm_specplug.hosts.features import Setting, check_features, check_tree_attention, check_v2_options, uses_v2_runner
+from vllm_specplug.hosts.check import check_host, manifest_of
+from vllm_specplug.hosts.features import (
+    V1_CUDA,
+    V2,
+    Setting,
+    check_features,
+    check_options,
+    check_tree_attention,
+    uses_v2_runner,
+)
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
@@ -19,10 +27,12 @@ from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
 CPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeCPUWorkerV2"
-GPU_WORKER = "vllm_specplug.hosts.v2_worker.TreeGPUWorker"
+GPU_WORKER = "vllm_specplug.hosts.v1_gpu_worker.TreeGPUWorkerV1"
+GPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeGPUWorker"
 
 #: Lets grammars follow trees.
 SCHEDULER = "vllm_specplug.hosts.scheduler.TreeScheduler"
+SCHEDULER_V2 = "vllm_specplug.hosts.v2_scheduler.tree_scheduler"
 
 #: What the host's ``custom_class`` method loads for methods without a draft model.
 NO_DRAFTER = "vllm_specplug.hosts.free_proposer.NoHostDrafter"
@@ -90,21 +100,22 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     options = parse_options(given)
-    v2 = uses_v2_runner()
-    report = check_host(MANIFEST_V2 if v2 else MANIFEST)
+    drafter, on_cpu = host_drafter(options), current_platform.is_cpu()
+    v2 = uses_v2_runner(drafter is not None and not isinstance(drafter, SwiftOptions))
+    report = check_host(manifest_of("V2" if v2 else "V1", on_cpu))
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
-    if v2:
-        check_v2_options(options)
+    runner = V2 if v2 else None if on_cpu else V1_CUDA
+    if runner is not None:
+        check_options(options, runner)
     if target_parallel_config.tensor_parallel_size > 1:
-        if v2:
-            raise ConfigError("vLLM's V2 model runner with our methods does not support tensor parallelism yet")
+        if runner is not None:
+            raise ConfigError(f"{runner.name} with our methods does not support tensor parallelism yet")
         if options.budget == "measured":
             raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
-    drafter = host_drafter(options)
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
         options = _with_drafter(options, drafter, resolved)
@@ -123,10 +134,14 @@ def build(
     else:
         host_method, model = "custom_class", NO_DRAFTER
     if target_parallel_config.worker_cls == "auto":
-        v2_worker = CPU_WORKER_V2 if current_platform.is_cpu() else GPU_WORKER
-        target_parallel_config.worker_cls = v2_worker if v2 else CPU_WORKER
-    if not v2:
-        engine_args.scheduler_cls = SCHEDULER
+        workers = {
+            (True, True): CPU_WORKER_V2,
+            (True, False): CPU_WORKER,
+            (False, True): GPU_WORKER_V2,
+            (False, False): GPU_WORKER,
+        }
+        target_parallel_config.worker_cls = workers[on_cpu, v2]
+    engine_args.scheduler_cls = SCHEDULER_V2 if v2 else SCHEDULER
     return TreeSpeculativeConfig(
         method=host_method,
         model=model,

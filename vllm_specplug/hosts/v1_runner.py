@@ -1,9 +1,14 @@
-"""The V1 model runner with trees: stage -> (host's forward) -> walk -> commit -> re-seed and draft."""
+"""The V1 model runner with trees: stage -> (host's forward) -> walk -> commit -> re-seed and draft.
+
+Trees, walks and drafts are host values here, on every device: this runner knows each step's tokens before the next one.
+What attention is told, and how accepted rows are moved, is the device's: ``v1_cpu_runner``, ``v1_gpu_runner``.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +18,11 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.budget import PLAIN
 from vllm_specplug.config import host_drafter
 from vllm_specplug.frames import with_room
 from vllm_specplug.guard import Guard
-from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows
 from vllm_specplug.hosts.budgeting import ServingBudget
 from vllm_specplug.hosts.draft_noise import DraftNoise
 from vllm_specplug.hosts.drafter import CustomDrafter
@@ -33,13 +36,13 @@ from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput, attach_drafts
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
-from vllm_specplug.kv import plan_moves
+from vllm_specplug.kv import KvScratch, plan_moves
 from vllm_specplug.layout import lay_out
 from vllm_specplug.metrics import Counters
 from vllm_specplug.request_args import wants_speculation
 from vllm_specplug.seed import last_rows
 from vllm_specplug.tree import from_flat
-from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree
+from vllm_specplug.types import PADDING, Draft, KvMoves, TokenTree, Walk
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class StagedStep:
         row_start: int64 ``[num_reqs]``; flat row of each root in the forward.
         logits_start: int64 ``[num_reqs]``; row of each root in the logits.
         masked: list of the batch indices whose rows attend by the tree mask.
-        rows: the attention's view of the masked requests, or None where there are none.
+        rows: the attention's view of the masked requests (the device's type), or None where there are none.
         drafts: of each request, what was drafted where all of it is verified, else None.
     """
 
@@ -59,14 +62,16 @@ class StagedStep:
     row_start: torch.Tensor
     logits_start: torch.Tensor
     masked: list[int]
-    rows: TreeRows | None
+    rows: Any
     drafts: list[FlatDraft | None]
 
 
-class TreeCPUModelRunner(CPUModelRunner):
-    """CPU runner of the host whose drafts are trees."""
+class TreeModelRunner(ABC):
+    """Mixed into a V1 runner of the host, whose drafts then are trees."""
 
     drafter: TreeEagleProposer | CustomDrafter
+    #: Whether drafts may be coupled with the sampler's noise.
+    may_couple = True
 
     def __init__(self, vllm_config: Any, device: torch.device):
         with custom_processors_hidden(vllm_config.model_config):
@@ -88,7 +93,7 @@ class TreeCPUModelRunner(CPUModelRunner):
         #: int64 ``[num_reqs]``: flat row of the last forward whose logits gave each request's newest token.
         self._last_rows: torch.Tensor | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
-        self._commit_impls: dict[str, tuple[TreeAttentionImpl, Any]] | None = None
+        self._layers: dict[str, Any] | None = None
         self._has_custom_processors = restore_processors(self)
         self.draft_noise = DraftNoise(self, options, self._has_custom_processors)
         self.serving_budget = ServingBudget.of(self, options)
@@ -184,34 +189,53 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _lay_out(
         self, tree: TokenTree, row_start: np.ndarray, num_rows: np.ndarray, masked: list[int], num_tokens: int
-    ) -> TreeRows:
+    ) -> Any:
         """Rewrite the positions of tree rows (their slots were derived from the flat ones) and build the mask."""
         num_reqs, width = tree.parents.shape
         context_lens = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs]
         layout = lay_out(tree, context_lens, int(tree.depths.max()))
-        block_table = self.input_batch.block_table[0].get_device_tensor(num_reqs)
-        positions, mask = layout.positions, layout.mask
-        if len(masked) < num_reqs:
-            index = torch.tensor(masked)
-            context_lens, block_table, positions, mask = (
-                t[index] for t in (context_lens, block_table, positions, mask)
-            )
-            row_start, num_rows = row_start[masked], num_rows[masked]
-        valid = torch.from_numpy(np.arange(width) < num_rows[:, None])
+        is_masked = np.isin(np.arange(num_reqs), masked)
+        valid = torch.from_numpy((np.arange(width) < num_rows[:, None]) & is_masked[:, None])
         flat_rows = torch.from_numpy(row_start[:, None] + np.arange(width))[valid]
-        self.positions[flat_rows] = positions[valid]
+        self.positions[flat_rows.to(self.positions.device)] = layout.positions[valid].to(self.positions.device)
         start, lens = torch.from_numpy(row_start.astype(np.int32)), torch.from_numpy(num_rows.astype(np.int32))
-        return TreeRows(
-            block_table=block_table,
-            context_lens=context_lens.to(torch.int32),
-            query_start=start,
-            query_lens=lens,
-            tree_start=start,
-            tree_lens=lens,
-            mask=mask,
-            all_rows=flat_rows.numel() == num_tokens,
-            commit_rows=flat_rows,
+        return self._tree_rows(
+            context_lens.to(torch.int32), start, lens, layout.mask, masked, flat_rows, flat_rows.numel() == num_tokens
         )
+
+    @abstractmethod
+    def _tree_rows(
+        self,
+        context_lens: torch.Tensor,
+        start: torch.Tensor,
+        lens: torch.Tensor,
+        mask: torch.Tensor,
+        masked: list[int],
+        flat_rows: torch.Tensor,
+        all_rows: bool,
+    ) -> Any:
+        """What attention is told of a forward with trees.
+
+        Args:
+            context_lens: int32 ``[num_reqs]``, as the other tensors on the host; cached tokens that every row sees.
+            start, lens: int32 ``[num_reqs]``; the tree's rows in the flat batch.
+            mask: bool ``[num_reqs, width, width]``.
+            masked: requests whose rows attend by it.
+            flat_rows: int64 ``[num_rows]``; their flat rows.
+            all_rows: whether the forward has no others.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def scratch_metadata(
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        width: int,
+        tree_start: torch.Tensor,
+        mask: torch.Tensor,
+        scratch: dict[str, KvScratch],
+    ) -> Any:
+        """Metadata of a drafting forward, see ``attention.scratch_metadata``."""
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
@@ -247,9 +271,10 @@ class TreeCPUModelRunner(CPUModelRunner):
         walk_trees = self._walker(step, num_reqs)
         walk, output = walk_trees(step.tree, logits, step.logits_start, active)
         moves = plan_moves(walk, step.row_start)
-        self._commit(step, moves)
-        self.drafter.path_rows = self._flat_rows.clone()
-        self.drafter.path_rows[moves.target_rows] = moves.source_rows
+        self._commit(step, walk, moves)
+        path_rows = self._flat_rows.clone()
+        path_rows[moves.target_rows] = moves.source_rows
+        self.drafter.path_rows = path_rows.to(self.device)
         if isinstance(self.drafter, HostMedusaProposer):
             self._last_rows = last_rows(walk, step.row_start)
         if self._trace is not None:
@@ -267,7 +292,7 @@ class TreeCPUModelRunner(CPUModelRunner):
 
     def _sample_plainly(self, logits: torch.Tensor) -> Any:
         """One token per request; those whose token is thrown away (in their prefill) do not draw."""
-        self.drafter.path_rows = self._flat_rows
+        self.drafter.path_rows = self._flat_rows.to(self.device)
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
         if metadata.generators and discarded.any():
@@ -287,24 +312,15 @@ class TreeCPUModelRunner(CPUModelRunner):
         requests = [self.requests[req_id] for req_id in batch.req_ids]
         return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
 
-    def _commit(self, step: StagedStep, moves: KvMoves) -> None:
-        """Rewrite the accepted rows' key/value behind the context, layer by layer."""
-        if step.rows is None or not moves.source_rows.numel():
-            return
-        assert step.rows.commit_rows is not None
-        kept = torch.searchsorted(step.rows.commit_rows, moves.source_rows)
-        slots = self.input_batch.block_table[0].slot_mapping.gpu[moves.target_rows]
-        for name, (impl, layer) in self._target_layers().items():
-            key, value = step.rows.kept[name]
-            impl.do_kv_cache_update(layer, key[kept], value[kept], layer.kv_cache, slots)
+    @abstractmethod
+    def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
+        """Bring the accepted rows' key/value behind the context, in all layers of the target."""
 
-    def _target_layers(self) -> dict[str, tuple[TreeAttentionImpl, Any]]:
-        if self._commit_impls is None:
+    def _target_layers(self) -> dict[str, Any]:
+        if self._layers is None:
             layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-            self._commit_impls = {
-                name: (layer.impl, layer) for name, layer in layers.items() if name not in self.drafter.draft_layers
-            }
-        return self._commit_impls
+            self._layers = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
+        return self._layers
 
     def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # The host winds back the generators of requests whose sample it discards (and a CPU generator
@@ -432,4 +448,4 @@ def _nothing() -> None:
     """The host's drafter does not run."""
 
 
-__all__ = ["PADDING", "StagedStep", "TreeCPUModelRunner"]
+__all__ = ["PADDING", "StagedStep", "TreeModelRunner"]

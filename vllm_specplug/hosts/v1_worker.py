@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention import check_layers, tree_backend_selected
 from vllm_specplug.hosts.processors import custom_processors_hidden
-from vllm_specplug.hosts.v1_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
 from vllm_specplug.kernels.tree_attention import select_backend
 
 

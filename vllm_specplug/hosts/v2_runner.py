@@ -19,6 +19,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.frames import with_room
 from vllm_specplug.hosts.patches import Patch, apply_all
 from vllm_specplug.hosts.v2_attention import check_caches
 from vllm_specplug.hosts.v2_drafter import TreeSpeculator
@@ -130,6 +131,12 @@ class TreeRunner:
         ):
             if used:
                 raise ConfigError(f"tree speculation does not support {what} on the V2 model runner: {fix}")
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        return with_room(super().execute_model, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return with_room(super().sample_tokens, *args, **kwargs)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)

@@ -20,8 +20,8 @@ class _TreeWorker:
     def init_device(self) -> None:
         if not self.use_v2_model_runner:
             raise ConfigError(
-                "vLLM fell back to its V1 model runner, for which tree speculation has no CUDA attention yet: remove "
-                "what V2 does not support (the warning above names it), or set VLLM_USE_V2_MODEL_RUNNER=1"
+                "vLLM fell back to its V1 model runner, which was not foreseen: set VLLM_USE_V2_MODEL_RUNNER=0 to have "
+                "trees there, or remove what V2 does not support (the warning above names it)"
             )
         install_v2()
         super().init_device()

@@ -1,0 +1,111 @@
+"""Nothing of a round on a device mixes in a tensor of the host or looks at a value: shown without a device.
+
+Fake tensors have no values, and operations on fake tensors of two devices raise; "meta" stands for the second one.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from vllm_specplug.proposers.eagle2.checkpoint import target_ids
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.proposers.medusa import drafting as medusa
+
+from vllm_specplug import tree
+from vllm_specplug.draft_sampling import likeliest
+from vllm_specplug.hosts import v1_gpu_runner
+from vllm_specplug.hosts.v1_gpu_attention import device_scratch_metadata, upload_rows
+from vllm_specplug.hosts.v2_trees import DeviceTrees
+from vllm_specplug.kv import KvScratch, plan_moves
+from vllm_specplug.types import Walk
+
+DEVICE = torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def fake():
+    kept = (medusa._guesses_of, tree._static_shape)  # real tensors from before, fake ones from here
+    for cached in kept:
+        cached.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):  # torch.tensor makes real ones
+        yield
+    for cached in kept:
+        cached.cache_clear()
+
+
+def on_device(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype, device=DEVICE)
+
+
+def test_control():
+    with pytest.raises(RuntimeError, match="devices, cpu and meta"):
+        torch.arange(3) + on_device(3)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_growing_a_tree(static):
+    draft_ids = target_ids(on_device(50, dtype=torch.int64))
+    head = on_device(50, 16)
+
+    def score(_level, hidden, top_k):
+        return likeliest(hidden @ head.T, top_k, draft_ids)
+
+    def forward(level, token_ids, features, mask):
+        start, rows = on_device(3, dtype=torch.int32), on_device(9, dtype=torch.int64)
+        cache = on_device(60, 2, 8)
+        scratch = {"layer": KvScratch(cache, cache, rows)}
+        metadata = device_scratch_metadata(on_device(3, 4, dtype=torch.int32), start, 3, start, mask, scratch)
+        assert metadata.tree.bits.device == DEVICE and metadata.tree.query_start.device == DEVICE
+        scratch["layer"].write(on_device(9, 2, 8), on_device(9, 2, 8))
+        return DraftFeatures(features, features)
+
+    root = DraftFeatures(on_device(3, 16), on_device(3, 16))
+    options = {"num_nodes": 9, "draft_depth": 4, "draft_top_k": 3, "min_node_value": 0.05, "static": static}
+    draft = grow_tree(on_device(3, dtype=torch.int64), root, score, forward, **options)
+    assert draft.tree.token_ids.device == DEVICE
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_medusa_trees(ids):
+    roots, logits = on_device(3, dtype=torch.int64), on_device(3, 2, 50)
+    draft_ids = target_ids(on_device(50, dtype=torch.int64)) if ids else None
+    assert medusa.fill_tree(roots, logits, draft_ids, ((0,), (1,), (0, 1))).tree.parents.device == DEVICE
+    draft = medusa.choose_tree(roots, logits, draft_ids, num_nodes=5, draft_top_k=3, min_node_value=0.0)
+    assert draft.tree.parents.device == DEVICE
+
+
+def test_verification_of_the_v1_runner(monkeypatch):
+    """Host values go up at named places."""
+    context, start, lens = (torch.zeros(3, dtype=torch.int32) for _ in range(3))
+    monkeypatch.setattr("vllm_specplug.hosts.v1_gpu_attention.int", lambda _: 0, raising=False)  # of a host value
+    rows = upload_rows(context, start, lens, torch.zeros(3, 5, 5, dtype=torch.bool), [0, 2], False, DEVICE)
+    uploaded = (rows.context_lens, rows.query_start, rows.query_lens, rows.tree_start, rows.tree_lens, rows.bits)
+    assert {values.device for values in uploaded} == {DEVICE}
+
+    given = []
+    monkeypatch.setattr(v1_gpu_runner, "move_rows", lambda *args: given.extend(args))
+    walk = Walk(torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64), torch.ones(3).long())
+    moves = plan_moves(walk, start, compact=False)
+    layer = SimpleNamespace(kv_cache=on_device(7, 2, 16, 16))
+    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=on_device(30, dtype=torch.int64)))
+    runner = SimpleNamespace(
+        _caches=(layer.kv_cache, on_device(1, dtype=torch.int64)),
+        device=DEVICE,
+        input_batch=SimpleNamespace(block_table=[table]),
+    )
+    step = SimpleNamespace(rows=rows, row_start=start.long())
+    v1_gpu_runner.TreeDeviceModelRunner._commit(runner, step, walk, moves)
+    assert len(given) == 6 and {values.device for values in given} == {DEVICE}
+
+
+def test_trees_of_the_v2_runner():
+    trees = DeviceTrees(4, 8, 3, 64, DEVICE)
+    trees.staged = True
+    trees.set_path(on_device(2, 9, dtype=torch.int64))
+    hidden = trees.in_path_order(on_device(20, 16))
+    assert hidden.shape == (20, 16) and trees.accepted_rows(on_device(3, dtype=torch.int64)).device == DEVICE
+    batch = SimpleNamespace(cu_num_logits=on_device(3, dtype=torch.int32), idx_mapping=on_device(2, dtype=torch.int32))
+    assert trees.batch_tree(batch, on_device(20, dtype=torch.int64)).token_ids.device == DEVICE

@@ -1,0 +1,111 @@
+"""The V1 runner's device path under the interpreter: token identity with the host's plain V1 runner, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.hosts.conftest import TREE as DYNAMIC
+from tests.hosts.conftest import acceptance_length, runner_of
+from tests.v2.conftest import (
+    ENGINE,
+    GREEDY,
+    PLAIN,
+    SAMPLED,
+    SCARCE,
+    WITH_HISTORY,
+    answers,
+    check_preemption,
+    model_runner,
+    same,
+)
+from vllm_specplug.hosts import v1_gpu_runner
+from vllm_specplug.hosts.v1_gpu_runner import TreeDeviceModelRunner
+
+TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
+WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.hosts.v1_interpreted.InterpretedWorkerV1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def v1_runner():
+    with model_runner("0"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def plainly(engine):
+    # Another runner draws other noise.  (A block size of its own keeps this engine apart from the other modules'.)
+    llm = engine(**{**PLAIN, "block_size": 64})
+    known = {}
+
+    def ask(prompts, params=GREEDY):
+        key = repr((prompts, params))
+        if key not in known:
+            known[key] = answers(llm, prompts, params)
+        return known[key]
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def plain(plainly, prompts):
+    return plainly(prompts)
+
+
+@pytest.fixture(scope="module")
+def llm(engine):
+    return engine("eagle", TREE, **WORKER, **ENGINE)
+
+
+def test_greedy_trees(prompts, plain, llm):
+    assert isinstance(runner_of(llm), TreeDeviceModelRunner)
+    assert same(answers(llm, prompts), plain)
+    assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
+
+
+@pytest.mark.parametrize("params", [SAMPLED, WITH_HISTORY], ids=["free", "with history"])
+def test_same_seed_same_tokens(llm, prompts, plainly, params):
+    prompts = prompts[: len(params)]
+    assert same(answers(llm, prompts, params), plainly(prompts, params))
+
+
+def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
+    check_preemption(engine("eagle", TREE, **WORKER, **SCARCE), prompts, plain)
+
+
+def test_a_drafter_and_lookup(engine, checkpoints, prompts, plain):
+    """Host values and the device's draft in one tree."""
+    drafter = {name: value for name, value in TREE.items() if name not in ("budget", "num_speculative_tokens")}
+    sources = [{**drafter, "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
+    union = {"method": "union", "sources": sources, "num_speculative_tokens": 9, "budget": "fixed"}
+    llm = engine(speculative_config=union, **WORKER, **ENGINE)
+    assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
+    assert acceptance_length(llm) > 1.2
+
+
+def skip_moves(patch):
+    patch.setattr(v1_gpu_runner, "move_rows", lambda *_: None)
+
+
+def wrong_bit(patch):
+    """Rows see the first node whether or not it is an ancestor."""
+    honest = v1_gpu_runner.upload_rows
+
+    def upload(*args):
+        rows = honest(*args)
+        rows.bits[:, 2:, 0] ^= 2
+        return rows
+
+    patch.setattr(v1_gpu_runner, "upload_rows", upload)
+
+
+@pytest.mark.parametrize("spoil", [skip_moves, wrong_bit])
+def test_controls(llm, prompts, plain, monkeypatch, spoil):
+    """The negative controls: each must make the identity tests fail."""
+    spoil(monkeypatch)
+    llm.reset_prefix_cache()
+    try:
+        spoiled = answers(llm, prompts)
+    finally:
+        llm.reset_prefix_cache()  # of what was computed wrongly
+    assert not same(spoiled, plain)
