@@ -208,12 +208,13 @@ def path_table(chosen: dict[str, Any]) -> str:
 
     if "table" not in chosen:
         return chosen["error"]
-    rows = [
-        [*(row[name] for name in ("nodes", "context", "batch")), *(f"{row['ms'].get(path, 0):.3f}" for path in PATHS)]
-        for row in chosen["table"]
-    ]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = [f"{row['ms'][path]:.3f}" if path in row["ms"] else "-" for path in PATHS]
+        return [*(str(row[name]) for name in ("nodes", "context", "batch")), *times]
+
     heads = ["nodes", "context", "batch", *(f"{path} ms" for path in PATHS)]
-    table = format_table(heads, [[str(cell) for cell in row] for row in rows], markdown=True)
+    table = format_table(heads, [cells(row) for row in chosen["table"]], markdown=True)
     return "\n".join([table, f"{chosen['measure']}; best: {chosen.get('best', 'none')}", chosen.get("note", "")])
 
 
