@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> None:
         "max_model_len": 2048,
         "max_num_seqs": args.max_num_seqs,
         "enable_prefix_caching": False,
+        "disable_log_stats": False,
         "speculative_config": speculative | {"budget": "measured"},
     }
     batches = [batch for batch in BATCHES if batch <= args.max_num_seqs]
@@ -96,7 +97,7 @@ def render(result: dict[str, Any]) -> str:
         known = dict(zip(table["counts"], table["seconds"], strict=True))
         rows.append([part, *(f"{1e3 * known[count]:.2f}" if count in known else "" for count in counts)])
     parts = [
-        "milliseconds by rows (verify, host, level) or requests (between, free)",
+        "milliseconds by rows (verify, host, level) or requests (the others)",
         format_table(["part", *map(str, counts)], rows),
     ]
     for category, choices in result["choices"].items():
