@@ -174,12 +174,12 @@ def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confid
 
 
 def drift_part(
-    engine: Engine, by_task: dict[str, list[str]], warm_up: list[str], patience: int, share: float
+    engine: Engine, by_task: dict[str, list[str]], warm_up: list[str], steps: int, patience: int, share: float
 ) -> dict[str, Any]:
     """A search that has ended, then a stream of tasks: acceptance of each kind, with adaptation and without."""
     old = engine.drafter.state.options
-    found: dict[str, Any] = {"patience": patience, "share of the time": share}
-    options = SearchOptions(old.num_layers, old.skip_ratio, max_steps=1000, patience=patience, goal=0.95)
+    found: dict[str, Any] = {"most candidates": steps, "patience": patience, "share of the time": share}
+    options = SearchOptions(old.num_layers, old.skip_ratio, max_steps=steps, patience=patience, goal=0.95)
     search = engine.restart(options, share)
     engine.drafting(False)
     for number in itertools.count():
@@ -287,7 +287,7 @@ def main() -> None:
             engine.restart(SearchOptions(layers, ratio))
             warm_up = by_task[TASKS[0]][args.count :] or by_task[TASKS[0]]
             stream = {task: texts[: args.count] for task, texts in by_task.items()}
-            found["drift"] = drift_part(engine, stream, warm_up, args.patience, args.share)
+            found["drift"] = drift_part(engine, stream, warm_up, args.steps, args.patience, args.share)
             args.out.write_text(json.dumps(results, indent=1))
     print(json.dumps(results, indent=1))
 
