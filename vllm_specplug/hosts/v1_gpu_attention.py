@@ -74,6 +74,7 @@ def upload_rows(
         max_query_len=mask.shape[1],
         max_context_len=int(context_lens.max()),
         all_rows=all_rows,
+        uniform=all_rows and bool((lens == mask.shape[1]).all()),
     )
 
 
@@ -97,6 +98,7 @@ def device_scratch_metadata(
         max_query_len=width,
         max_context_len=None,
         all_rows=True,
+        uniform=True,
         scratch=scratch,
     )
     return LevelMetadata(block_table, tree)
