@@ -58,16 +58,10 @@ def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
-def draft_counters(llm: Any) -> tuple[int, int]:
-    """Accepted tokens and drafts so far, of all engines of the process."""
+def acceptance_length(llm: Any) -> float:
+    """tau, the bonus token counted, from the host's own counters."""
     values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return values["vllm:spec_decode_num_accepted_tokens"], values["vllm:spec_decode_num_drafts"]
-
-
-def acceptance_length(llm: Any, before: tuple[int, int] = (0, 0)) -> float:
-    """tau, the bonus token counted, from the host's own counters, ``before`` left out."""
-    accepted, drafts = (now - then for now, then in zip(draft_counters(llm), before, strict=True))
-    return 1 + accepted / drafts
+    return 1 + values["vllm:spec_decode_num_accepted_tokens"] / values["vllm:spec_decode_num_drafts"]
 
 
 def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[int]]]) -> None:
