@@ -70,18 +70,23 @@ def prompts():
     return make_prompts(3, longest=40)
 
 
-@pytest.fixture(scope="session")
-def plainly(engine):  # noqa: F811
-    """``plainly(prompts, params)``: the answers of plain decoding, each asked for once."""
+def asked_once(make_engine):
+    """``ask(prompts, params)``: the answers of an engine, each asked for once."""
     known = {}
 
     def ask(prompts, params=GREEDY):
         key = repr((prompts, params))
         if key not in known:
-            known[key] = answers(engine(**PLAIN), prompts, params)
+            known[key] = answers(make_engine(), prompts, params)
         return known[key]
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def plainly(engine):  # noqa: F811
+    """Plain decoding's answers."""
+    return asked_once(lambda: engine(**PLAIN))
 
 
 @pytest.fixture(scope="session")

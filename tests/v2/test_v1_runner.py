@@ -9,12 +9,12 @@ from tests.hosts.conftest import TREE as DYNAMIC
 from tests.hosts.conftest import acceptance_length, runner_of
 from tests.v2.conftest import (
     ENGINE,
-    GREEDY,
     PLAIN,
     SAMPLED,
     SCARCE,
     WITH_HISTORY,
     answers,
+    asked_once,
     check_preemption,
     model_runner,
     same,
@@ -36,15 +36,7 @@ def v1_runner():
 def plainly(engine):
     # Another runner draws other noise.  (A block size of its own keeps this engine apart from the other modules'.)
     llm = engine(**{**PLAIN, "block_size": 64})
-    known = {}
-
-    def ask(prompts, params=GREEDY):
-        key = repr((prompts, params))
-        if key not in known:
-            known[key] = answers(llm, prompts, params)
-        return known[key]
-
-    return ask
+    return asked_once(lambda: llm)
 
 
 @pytest.fixture(scope="module")
