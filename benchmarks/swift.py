@@ -205,6 +205,7 @@ def drift_part(
                 "alpha": round(accepted / max(steps, 1), 4),
                 "M": round(1 + accepted / max(rounds, 1), 3),
                 "rounds": rounds,
+                "matchness at its end": round(search.matchness or 0.0, 4),
                 "candidates": search.all_steps - candidates,
                 "restarts": search.restarts,
             }

@@ -27,8 +27,8 @@ CONFIRMATIONS = 3
 MOST_SWAPS = 4
 #: Windows over which the matchness of the set in use is averaged.
 MEMORY = 12
-#: Behind the end of a search: a fall of the matchness by this much starts it again.
-DRIFT = 0.1
+#: Behind the end of a search: a fall of the matchness by this much, or by this share of it, starts it again.
+DRIFT, DRIFT_SHARE = 0.1, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ class LayerSearch:
         if self._windows_scored % 10 == 1:
             self.history.append((self.all_steps, self.matchness, self.best))
         if self.stopped:
-            if self.options.adapt and self._windows >= CONFIRMATIONS and self.matchness < self._reference - DRIFT:
+            lowest = self._reference - min(DRIFT, DRIFT_SHARE * self._reference)
+            if self.options.adapt and self._windows >= CONFIRMATIONS and self.matchness < lowest:
                 self._start_again()
             return
         if self._windows >= CONFIRMATIONS and self.matchness > self.options.goal:

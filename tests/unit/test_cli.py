@@ -1,6 +1,7 @@
 """The console commands without any engine: errors, the doctor's report, tables, prompts, question layouts."""
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -371,6 +372,17 @@ def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
     fails_with(capsys, ["bench", "--table", str(file), "--into", str(page)], "results")
 
 
-def test_the_readme_has_the_marks():
-    page = (Path(__file__).parents[2] / "README.md").read_text()
-    assert all(page.count(mark) == 1 for mark in bench.MARKS)
+def test_the_readme_shows_the_files(monkeypatch, tmp_path):
+    """Each generated table is what the results it names give."""
+    root = Path(__file__).parents[2]
+    page = (root / "README.md").read_text()
+    assert all(page.count(mark) == 1 for mark in (*bench.MARKS, *bench.CONCURRENCY_MARKS))
+    monkeypatch.chdir(root / "benchmarks" / "results")
+    under_load = page.partition(bench.CONCURRENCY_MARKS[0])[2].partition(bench.CONCURRENCY_MARKS[1])[0]
+    files = re.findall(r"^\d\. `(\w+\.json)`", under_load, re.MULTILINE)
+    assert files
+    copy = tmp_path / "README.md"
+    copy.write_text(page)
+    for options in (["--table", "end_to_end.json"], ["--concurrency-table", *files]):
+        assert cli.main(["bench", *options, "--into", str(copy)]) == 0
+    assert copy.read_text() == page

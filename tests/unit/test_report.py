@@ -120,6 +120,16 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert list(results["methods"]["eagle2"]["categories"]) == ["maths", "<code>"]
     text = bench.render(results, markdown=True)
     assert "1.00-2.00x" in text and "| concurrency | eagle2 speedup |" in text and "15%" in text
+    other = {
+        **results,
+        "methods": {k: {**m, "concurrency": {"2": {"speedup": 0.5}}} for k, m in results["methods"].items()},
+    }
+    table = bench.render_concurrency({"a.json": results, "b.json": other}).splitlines()
+    assert table[0].split() == ["|", "at", "once", "|", "1", "|", "2", "|", "4", "|", "run", "|"]
+    assert [row.split("|")[2:-1] for row in table[2:4]] == [
+        [" 1.33x ", "     - ", " 0.80x ", "   1 "],
+        ["     - ", " 0.50x ", "     - ", "   2 "],
+    ]
 
 
 def test_a_page_stands_alone_and_is_well_formed(results):

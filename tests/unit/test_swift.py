@@ -255,6 +255,20 @@ def test_drift(adapt):
     assert (second(search.best, 0) > second(found, 0) + 0.1) is adapt
 
 
+@pytest.mark.parametrize(
+    ("level", "fallen", "restarts"), [(0.9, 0.75, 1), (0.9, 0.85, 0), (0.2, 0.12, 1), (0.2, 0.15, 0)]
+)
+def test_what_a_fall_is_depends_on_the_level(level, fallen, restarts):
+    search = LayerSearch(SearchOptions(12, 0.5, patience=15))
+    run(search, lambda *_: level, 1000)
+    assert search.stopped
+    for window in range(2000, 2060):
+        if not search.stopped:
+            break
+        search.tell(search.next_set(window), fallen)
+    assert search.restarts == restarts
+
+
 def test_gaussian_process_waits_where_there_is_no_time():
     search = LayerSearch(SearchOptions(12, 0.5, bayes_every=5))
     problem = Planted()

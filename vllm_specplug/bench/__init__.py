@@ -13,7 +13,14 @@ from typing import Any
 
 from vllm_specplug.bench.methods import BASELINE, METHODS, Method, full_vocabulary_copy, parse_methods
 from vllm_specplug.bench.questions import Question, make_batches, read_questions
-from vllm_specplug.bench.results import MARKS, build_report, render, write_table
+from vllm_specplug.bench.results import (
+    CONCURRENCY_MARKS,
+    MARKS,
+    build_report,
+    render,
+    render_concurrency,
+    write_table,
+)
 from vllm_specplug.bench.server import Server
 from vllm_specplug.bench.workers import PROBE_MODULE, Measurement, Part, Worker, measure, started
 
@@ -91,7 +98,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of each engine")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
-    parser.add_argument("--into", type=Path, metavar="README", help=f"with --table: write it behind {MARKS[0]}")
+    parser.add_argument(
+        "--concurrency-table",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only print the speedups under load of such files",
+    )
+    parser.add_argument("--into", type=Path, metavar="README", help="with a table: write it there, between its marks")
 
 
 def batch_size(concurrency: int) -> int:
@@ -182,9 +196,15 @@ def look_inside(
 
 def run(args: argparse.Namespace) -> None:
     """``specplug bench``."""
+    tables: list[tuple[str, tuple[str, str]]] = []
     if args.table is not None:
-        table = render(json.loads(args.table.read_text()), markdown=True)
-        print(table) if args.into is None else write_table(table, args.into)
+        tables.append((render(json.loads(args.table.read_text()), markdown=True), MARKS))
+    if args.concurrency_table is not None:
+        reports = {file.name: json.loads(file.read_text()) for file in args.concurrency_table}
+        tables.append((render_concurrency(reports), CONCURRENCY_MARKS))
+    for table, marks in tables:
+        print(table) if args.into is None else write_table(table, args.into, marks)
+    if tables:
         return
     report = run_benchmark(args)
     print(render(report))

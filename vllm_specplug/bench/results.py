@@ -14,6 +14,7 @@ from vllm_specplug.environment import provenance
 from vllm_specplug.tables import format_table
 
 MARKS = ("<!-- results -->", "<!-- /results -->")
+CONCURRENCY_MARKS = ("<!-- concurrency -->", "<!-- /concurrency -->")
 
 
 def mark_agreement(results: dict[str, list[Measurement]]) -> None:
@@ -149,6 +150,35 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
         if stages := {name: m["stages"] for name, m in methods.items() if m.get("stages")}:
             parts.append(format_table(*stage_table(stages), markdown))
     return "\n\n".join([*parts, origin(report)])
+
+
+def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
+    """Speedups over plain by requests under way at once, in Markdown: a row per method, each of its own run.
+
+    Args:
+        reports: by the name of their file.
+    """
+    found = {
+        (label, name): {int(c): summary["speedup"] for c, summary in method["concurrency"].items()}
+        for name, report in reports.items()
+        for label, method in report["methods"].items()
+        if label != BASELINE
+    }
+    levels = sorted({level for speedups in found.values() for level in speedups})
+    runs = {name: str(number) for number, name in enumerate(reports, start=1)}
+    rows = [
+        [label, *(_or_dash(speedups.get(level), "{:.2f}x") for level in levels), runs[name]]
+        for (label, name), speedups in found.items()
+    ]
+    origins = []
+    for name, number in runs.items():
+        s, found_by = reports[name]["settings"], reports[name]["provenance"]
+        origins.append(
+            f"{number}. `{name}`: {s['num_questions']} questions of {s['questions']}, at most {s['max_tokens']} tokens "
+            f"each; {found_by['date'][:10]}, commit {found_by['commit'][:7]}"
+        )
+    table = format_table(["at once", *map(str, levels), "run"], rows, markdown=True)
+    return "\n".join([table, "", *origins])
 
 
 def stage_table(stages: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]]]:

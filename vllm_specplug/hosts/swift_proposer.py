@@ -37,7 +37,7 @@ from vllm_specplug.types import Draft
 logger = logging.getLogger("vllm_specplug")
 
 #: Candidates scored on one window while there is another, and steps between two looks at a set whose search has ended.
-WINDOW_USES, CHECK_EVERY = 8, 100
+WINDOW_USES, CHECK_EVERY = 8, 50
 #: What the Gaussian process is believed to take before it was timed.
 FIRST_GUESS_SECONDS = 0.1
 
