@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import OnlineLogistic, Reliability, logit, sigmoid
+from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, sigmoid
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import prune
 from vllm_specplug.types import Draft
@@ -30,11 +31,23 @@ MARGIN = 1.02
 MEMORY, LONG_RUN_WEIGHT, LONG_RUN_MEMORY = 48.0, 4.0, 2000.0
 #: Chance that a chain's next node is accepted, before anything is known.
 FIRST_GUESS = 0.6
+#: What the other drafters promise a request, in tokens: edges of the classes by which is known what the host's drafter
+#: adds.
+CLASSES = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+#: Gain of the host's drafter before anything is known, requests that this is worth, and those after which an old one
+#: counts 1/e.
+FIRST_GAIN, FIRST_REQUESTS, GAIN_MEMORY = 0.6, 8.0, 1000.0
+#: Steps over which the speed is averaged that decides what a token is worth: those ahead cost what the last ones did.
+SPEED_MEMORY = 12.0
 #: Steps over which the rows of prompts are averaged.
 PROMPT_MEMORY = 128.0
 #: A batch of so many requests is learned from at every step, larger ones at every second, third, fourth.
 LEARN_REQUESTS, LEARN_SELDOM = 8, 4
+#: What an arm is worth is taken down once in so many rounds, after so many requests.
+ACCOUNT_EVERY, KNOWN = 4, 150.0
 MAX_RECORDS = 4096
+#: Of depths; the root's is 0 like its children's.
+LOG2 = np.log2(np.maximum(np.arange(1024), 1))
 
 
 @dataclass(frozen=True)
@@ -90,12 +103,16 @@ class _Regime:
         credit: seconds that trials may lose.
         drafting: steps since the last plain one.
         worth: of each arm but the plain one.
+        by_host: seconds of the host's drafter in a round beside other drafters; None before the first.
+        with_host: share of those rounds in which it runs.
     """
 
     arm: Arm
     worth: dict[Arm, _Worth]
     credit: float = 0.0
     drafting: int = 0
+    by_host: float | None = None
+    with_host: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,6 @@ class _Open:
     num_tokens: np.ndarray
     token_ids: np.ndarray
     parents: np.ndarray
-    depths: np.ndarray
     features: np.ndarray
     model: int
 
@@ -174,7 +190,15 @@ class Budget:
         self._reseeds, self._emitted = reseeds, 1.5
         self._prompt_rows = 0.0
         self._rate = 0.0
+        #: Tokens and seconds of the last steps.
+        self._recent = np.zeros(2)
+        #: Seconds in which the host's drafter catches up with what it has missed.
+        self._catch_up = 0.0
+        self._missed_rows = 0
         self._rounds = 0
+        #: By class of what the others promise: tokens that the host's drafter added, and requests; with decay.
+        self._gains = np.tile([FIRST_GAIN * FIRST_REQUESTS, FIRST_REQUESTS], (len(CLASSES) + 1, 1))
+        self._classes: np.ndarray | None = None
         #: The arm of the current round: ``arm``, or another one on trial.
         self.running = self.arm
         self._round_levels = 0
@@ -240,7 +264,9 @@ class Budget:
         if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN):
             # Credit saved up in good times is not for trying what has just been given up.
             regime.arm, now, regime.credit = best, outlooks[best], 0.0
-        self._rate = max(now.rate, outlooks[PLAIN].rate)
+        recent = now.rate if self._recent[1] == 0 else self._recent[0] / self._recent[1]
+        self._rate = max(recent, outlooks[PLAIN].rate)
+        self._missed_rows = missed_rows
         self.running = regime.arm
         regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
         regime.drafting += 1
@@ -255,7 +281,8 @@ class Budget:
                 self.running = tried
         if self.running is PLAIN:
             regime.drafting = 0
-        self._round_levels, self._beams = 0, []
+            self._stepped(num_reqs, outlooks[PLAIN].seconds)
+        self._round_levels, self._beams, self._classes = 0, [], None
         return self.running
 
     def outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
@@ -285,7 +312,8 @@ class Budget:
             levels = np.maximum(worth[:, -1:] - 1, 0)
             level = costs["level"].at(num_reqs * self.level_width)
             first = num_reqs * (self._emitted if self._reseeds else 1)
-            seconds = seconds + costs["host"].at(first) + levels * level + self._prompt_seconds()
+            share = self._regime_of(num_reqs).with_host if arm.free else 1.0
+            seconds = seconds + share * (costs["host"].at(first) + levels * level) + self._prompt_seconds()
         best = int((tokens / seconds).argmax())
         levels, nodes = divmod(best, most + 1)
         tokens, seconds = (float(np.broadcast_to(x, tokens.shape).flat[best]) for x in (tokens, seconds))
@@ -318,6 +346,28 @@ class Budget:
 
     # ---- while drafting
 
+    def wants_host(self, expected: np.ndarray, wanted: np.ndarray) -> bool:
+        """Whether the host's drafter is worth its time beside the others.
+
+        Args:
+            expected: float ``[num_reqs]``; tokens that the others' drafts promise.
+            wanted: bool ``[num_reqs]``; requests that decode in the next step.
+        """
+        regime = self._regime
+        self._classes = np.searchsorted(CLASSES, expected)
+        if regime.by_host is None:
+            return True
+        gains = self._gains[self._classes[wanted]]
+        loss = regime.by_host - float((gains[:, 0] / gains[:, 1]).sum()) / max(self._rate, 1e-9)
+        if not self._missed_rows:  # a drafter that pauses has to catch up later
+            loss -= self._catch_up
+        wants = loss < 0
+        if not wants and regime.credit > loss:
+            regime.credit -= loss
+            wants = True
+        regime.with_host += 0.02 * (wants - regime.with_host)
+        return wants
+
     def may_grow(self, beam_values: torch.Tensor) -> bool:
         """Whether the next level is worth its cost.
 
@@ -333,6 +383,10 @@ class Budget:
         self._beams.append(fed)
         return True
 
+    def caught_up(self, seconds: float) -> None:
+        """The host's drafter has read what it had missed, in so many seconds."""
+        self._catch_up += (0.1 if self._catch_up else 1.0) * (seconds - self._catch_up)
+
     # ---- after drafting
 
     def select(
@@ -342,6 +396,8 @@ class Budget:
         num_tokens: np.ndarray,
         wanted: np.ndarray,
         draft_seconds: float,
+        by_host: float = 0.0,
+        by_host_only: np.ndarray | None = None,
     ) -> Draft:
         """Keep the nodes that are worth verifying, over the whole batch.
 
@@ -351,6 +407,8 @@ class Budget:
             num_tokens: int ``[num_reqs]``; tokens that each has, its root included.
             wanted: bool ``[num_reqs]``; requests that decode in the next step.
             draft_seconds: what the draft has cost.
+            by_host: what the host's drafter took of it; 0 where it did not run.
+            by_host_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
         """
         tree, arm, num_reqs = draft.tree, self.running, max(int(wanted.sum()), 1)
         parents, depths, num_rows = tree.parents.numpy(), tree.depths.numpy(), tree.num_rows.numpy()
@@ -360,9 +418,9 @@ class Budget:
         features = self._features(draft.log_values.numpy(), parents, depths, request_ids)
         model = self.arms.index(arm)
         drafted = tree.token_ids.numpy()
-        self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, depths, features, model)
+        self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, features, model)
         edges = sigmoid(features @ self.calibration.weights[model])
-        values = np.where(nodes, along_paths(edges, parents), 0.0)
+        values = np.where(nodes, along_paths(edges, parents, int(depths.max())), 0.0)
         order = np.argsort(-values, axis=None, kind="stable")[: min(int(nodes.sum()), self.max_rows - num_reqs)]
         gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
         verify = self.costs["verify"].seconds
@@ -371,18 +429,33 @@ class Budget:
         count = int((gains - self._rate * prices).argmax())
         keep = np.zeros_like(nodes)
         keep.flat[order[:count]] = True
-        self._keep_account(arm, values, keep, depths, wanted, num_reqs)
+        worth = self.worth.get(arm)
+        if worth is not None and (worth.requests < KNOWN or arm is not self.arm or self._rounds % ACCOUNT_EVERY == 0):
+            self._keep_account(worth, values, keep, depths, wanted, num_reqs)
+        if by_host and by_host_only is not None and self._classes is not None:
+            marginal = self._rate * (verify[min(num_reqs + count, len(verify) - 1)] - verify[num_reqs]) / max(count, 1)
+            self._learn_gains(by_host, np.where(keep & by_host_only, values - marginal, 0.0).sum(axis=1), wanted)
+        plain = sum(self.costs[part].at(num_reqs) for part in ("between", "verify", "sample"))
+        tokens, seconds = num_reqs + gains[count], plain + draft_seconds + prices[count]
         if arm is not self.arm:
-            plain = sum(self.costs[part].at(num_reqs) for part in ("between", "verify", "sample"))
-            self._regime.credit -= plain + draft_seconds + prices[count] - (num_reqs + gains[count]) / self._rate
+            self._regime.credit -= seconds - tokens / self._rate
+        self._stepped(tokens, seconds)
         return draft if keep.sum() == nodes.sum() else prune(draft, torch.from_numpy(keep))
 
+    def _stepped(self, tokens: float, seconds: float) -> None:
+        self._recent += np.array([tokens, seconds]) - self._recent / SPEED_MEMORY
+
+    def _learn_gains(self, by_host: float, gained: np.ndarray, wanted: np.ndarray) -> None:
+        """Beside others the host's drafter has added ``gained`` (``[num_reqs]``) tokens, what rows cost taken off."""
+        regime = self._regime
+        regime.by_host = by_host if regime.by_host is None else regime.by_host + 0.05 * (by_host - regime.by_host)
+        count = int(wanted.sum())
+        self._gains += (np.array([FIRST_GAIN * FIRST_REQUESTS, FIRST_REQUESTS]) - self._gains) * (count / GAIN_MEMORY)
+        np.add.at(self._gains, self._classes[wanted], np.stack([gained[wanted], np.ones(count)], axis=1))
+
     def _keep_account(
-        self, arm: Arm, values: np.ndarray, keep: np.ndarray, depths: np.ndarray, wanted: np.ndarray, num_reqs: int
+        self, worth: _Worth, values: np.ndarray, keep: np.ndarray, depths: np.ndarray, wanted: np.ndarray, num_reqs: int
     ) -> None:
-        worth = self.worth.get(arm)
-        if worth is None:
-            return
         max_levels, columns = worth.long_run.shape
         levels = np.arange(1, max_levels + 1) if max_levels > 1 else np.array([values.shape[1]])
         by_level = np.where(depths <= levels[:, None, None], values, 0.0)[:, wanted]
@@ -406,14 +479,15 @@ class Budget:
         self, log_values: np.ndarray, parents: np.ndarray, depths: np.ndarray, request_ids: Sequence[str]
     ) -> np.ndarray:
         """``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, depth, the request's record."""
-        above = at_rows(log_values, np.maximum(parents, 0))
-        with np.errstate(invalid="ignore"):
-            believed = np.exp(np.minimum(log_values - above, 0.0))
         features = np.ones((*log_values.shape, 4))
-        features[..., 1] = logit(np.nan_to_num(believed))
-        features[..., 2] = np.log2(np.maximum(depths, 1))
-        records = np.array([self._records.get(request_id, (0.0, 0.0)) for request_id in request_ids]).reshape(-1, 2)
-        features[..., 3] = np.clip(np.log((records[:, 0] + 1) / (records[:, 1] + 1)), -2.0, 2.0)[:, None]
+        # Where padding stands above padding, the difference is no number.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            edges = np.fmin(log_values - at_rows(log_values, np.maximum(parents, 0)), 0.0)
+            np.clip(edges - np.log(-np.expm1(edges)), -LOGIT_LIMIT, LOGIT_LIMIT, out=features[..., 1])
+        features[..., 2] = LOG2[depths]
+        for row, request_id in enumerate(request_ids):
+            accepted, expected = self._records.get(request_id, (0.0, 0.0))
+            features[row, :, 3] = min(max(log((accepted + 1) / (expected + 1)), -2.0), 2.0)
         return features
 
     # ---- what became of it
@@ -431,31 +505,41 @@ class Budget:
         if last is None or self._rounds % min(-(-len(request_ids) // LEARN_REQUESTS), LEARN_SELDOM):
             return
         now = {request_id: place for place, request_id in enumerate(request_ids)}
-        pairs = [(place, now[request_id]) for place, request_id in enumerate(last.request_ids) if request_id in now]
-        if not pairs:
+        owners, rows, accepted, emitted = [], [], [], []
+        # A node says something where its parent was right and the next token is known: few do, so they are walked to.
+        for place, request_id in enumerate(last.request_ids):
+            if request_id not in now:
+                continue
+            before, end = int(last.num_tokens[place]), int(num_tokens[now[request_id]])
+            if end <= before:
+                continue
+            emitted.append(end - before)
+            chosen = token_ids[now[request_id], before:end].tolist()
+            drafted, parents = last.token_ids[place].tolist(), last.parents[place].tolist()
+            depth_of = {0: 0}  # of the rows that were right
+            for row in range(1, len(parents)):
+                depth = depth_of.get(parents[row])
+                if depth is None or depth == len(chosen):
+                    continue
+                if right := drafted[row] == chosen[depth]:
+                    depth_of[row] = depth + 1
+                owners.append(place)
+                rows.append(row)
+                accepted.append(right)
+        if emitted:
+            self._emitted += 0.05 * (sum(emitted) / len(emitted) - self._emitted)
+        if not owners:
             return
-        then, places = map(np.array, zip(*pairs, strict=True))
-        parents, depths, before = last.parents[then], last.depths[then], last.num_tokens[then]
-        new = num_tokens[places] - before
-        if (new > 0).any():
-            self._emitted += 0.05 * (new[new > 0].mean() - self._emitted)
-        known = (parents >= 0) & (depths <= new[:, None])
-        columns = np.minimum(before[:, None] + depths - 1, token_ids.shape[1] - 1)
-        hits = known & (last.token_ids[then] == token_ids[places[:, None], columns])
-        right = along_paths(hits, parents)
-        # A node says something where its parent was right and the next token is known.
-        reached = known & at_rows(right, np.maximum(parents, 0))
-        owners, rows = np.nonzero(reached)
-        if len(owners) == 0:
-            return
-        features, accepted = last.features[then[owners], rows], right[owners, rows]
+        features, outcomes = last.features[owners, rows], np.array(accepted)
         weights = self.calibration.weights[last.model]
-        self.reliability.add(sigmoid(features @ weights), accepted)
-        self.calibration.learn(np.full(len(owners), last.model), features, accepted)
+        self.reliability.add(sigmoid(features @ weights), outcomes)
+        self.calibration.learn(np.full(len(owners), last.model), features, outcomes)
         # What was expected of any request: what is known of this one left out.
-        expected = sigmoid(features[:, :3] @ weights[:3])
-        sums = [np.bincount(owners, counted, minlength=len(then)).tolist() for counted in (accepted, expected)]
-        for place, num_accepted, num_expected in zip(then.tolist(), *sums, strict=True):
+        expected = sigmoid(features[:, :3] @ weights[:3]).tolist()
+        sums = dict.fromkeys(owners, (0.0, 0.0))
+        for place, right, chance in zip(owners, accepted, expected, strict=True):
+            sums[place] = (sums[place][0] + right, sums[place][1] + chance)
+        for place, (num_accepted, num_expected) in sums.items():
             old = self._records.get(last.request_ids[place], (0.0, 0.0))
             self._records[last.request_ids[place]] = (0.9 * old[0] + num_accepted, 0.9 * old[1] + num_expected)
         while len(self._records) > MAX_RECORDS:  # a host that never says what has ended
@@ -469,22 +553,25 @@ class Budget:
             worth.weight *= max(1 - len(request_ids) / max(self._num_reqs, 1), 0.25)
 
 
-def along_paths(edges: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """Products (of truths: conjunctions) of the edges from the root to each row; the root's own does not count.
+def along_paths(edges: np.ndarray, parents: np.ndarray, max_depth: int) -> np.ndarray:
+    """Products of the edges from the root to each row; the root's own does not count.
 
     Args:
-        edges: float or bool ``[num_reqs, num_rows]``.
+        edges: float ``[num_reqs, num_rows]``.
         parents: int ``[num_reqs, num_rows]``; -1 for roots and padding.
+        max_depth: of all rows.
     """
-    values = np.where(parents >= 0, edges, edges.dtype.type(1))
-    ancestors = np.maximum(parents, 0)
-    for _ in range((edges.shape[1] - 1).bit_length()):  # each round doubles the distance covered
-        values = values * at_rows(values, ancestors)
-        ancestors = at_rows(ancestors, ancestors)
-    return values
+    values = np.where(parents >= 0, edges, 1.0).ravel()
+    ancestors = (np.maximum(parents, 0) + np.arange(0, parents.size, parents.shape[1])[:, None]).ravel()
+    for _ in range((max_depth - 1).bit_length()):  # each round doubles the distance covered
+        values = values * values[ancestors]
+        ancestors = ancestors[ancestors]
+    return values.reshape(edges.shape)
 
 
 def at_rows(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """``np.take_along_axis`` over the last of two axes, in a third of its time at these sizes."""
     num_reqs, width = values.shape
+    if num_reqs == 1:
+        return values[0][rows]
     return values.ravel()[rows + np.arange(0, num_reqs * width, width)[:, None]]

@@ -100,11 +100,21 @@ class Reliability:
 
     def __post_init__(self) -> None:
         self._sums = np.zeros((self.num_bins, 3))  # outcomes, predicted, accepted
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
+        self._num_waiting = 0
 
     def add(self, predicted: np.ndarray, accepted: np.ndarray) -> None:
         """Take in outcomes: float ``[n]``, bool ``[n]``."""
-        if len(predicted) == 0:
+        self._waiting.append((predicted, accepted))
+        self._num_waiting += len(predicted)
+        if self._num_waiting >= BATCH:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        if not self._num_waiting:
             return
+        predicted, accepted = map(np.concatenate, zip(*self._waiting, strict=True))
+        self._waiting, self._num_waiting = [], 0
         bins = np.minimum((predicted * self.num_bins).astype(int), self.num_bins - 1)
         self._sums *= np.exp(-len(predicted) / self.memory)
         for column, values in enumerate((None, predicted, accepted)):
@@ -112,9 +122,11 @@ class Reliability:
 
     def curve(self) -> list[tuple[float, float, float]]:
         """(outcomes, mean prediction, share accepted) of each bin that has any."""
+        self._take_in()
         return [(n, p / n, y / n) for n, p, y in self._sums.tolist() if n > 0.5]
 
     def error(self) -> float:
         """Expected calibration error: mean distance of prediction and outcome over the bins, by their outcomes."""
+        self._take_in()
         total = self._sums[:, 0].sum()
         return float(np.abs(self._sums[:, 1] - self._sums[:, 2]).sum() / max(total, 1e-9))

@@ -22,6 +22,8 @@ MAX_DRAFT_TOP_K = 64
 
 #: What a verified node must be worth with a fixed budget: a further row costs about 5% of a plain step (CPU).
 DEFAULT_NODE_FLOOR = 0.06
+#: The same with a measured budget where a source may offer any number of nodes: what never pays is not looked at.
+MEASURED_NODE_FLOOR = 0.01
 VERIFICATIONS = ("exact", "typical", "rejection")
 #: By default the first: no machine has measured them yet.
 TREE_ATTENTIONS = ("triton", "flash", "xformers")
@@ -142,7 +144,7 @@ class Eagle2Options(TreeOptions):
     @property
     def node_floor(self) -> float:
         """``min_node_value``, its default resolved."""
-        return _or(self.min_node_value, DEFAULT_NODE_FLOOR if self.budget == "fixed" else 0.0)
+        return node_floor(self.min_node_value, self.budget)
 
     @property
     def level_floor(self) -> float:
@@ -153,6 +155,11 @@ class Eagle2Options(TreeOptions):
     def max_nodes(self) -> int:
         """Nodes drafted before reranking: k + (depth - 1) * k^2."""
         return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
+
+
+def node_floor(given: float | None, budget: str, measured: float = 0.0) -> float:
+    """``min_node_value``: the one given, else the default of the budget."""
+    return _or(given, DEFAULT_NODE_FLOOR if budget == "fixed" else measured)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -41,7 +41,9 @@ class DraftContext:
         wanted: bool ``[num_reqs]``; false for requests whose draft would be thrown away (in the middle of a chunked
             prefill): a root alone will do.
         vocab_size: the target's; drafted ids are from 0 to ``vocab_size - 1``.
-        host_draft: what the host's own drafter (EAGLE) drafted in this round; None where there is none.
+        draft_by_host: runs the host's own drafter (EAGLE) in this round, told how many tokens each request's other
+            drafts are expected to bring (float ``[num_reqs]``); its checked draft, or None where that would not pay or
+            it has failed.  None without such a drafter.
     """
 
     root_token_ids: torch.Tensor
@@ -50,7 +52,7 @@ class DraftContext:
     request_ids: tuple[str, ...]
     wanted: torch.Tensor
     vocab_size: int
-    host_draft: Draft | None = None
+    draft_by_host: Callable[[torch.Tensor], Draft | None] | None = None
 
 
 class Proposer(Protocol):

@@ -205,7 +205,7 @@ class LookupProposer:
             size=depth * count,
         )
         options = self.options
-        return rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.min_node_value)[0]
+        return rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)[0]
 
     # ---- learning
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_specplug.config import MAX_DRAFT_DEPTH, ConfigError, TreeOptions, require_int, require_number
+from vllm_specplug.config import (
+    MAX_DRAFT_DEPTH,
+    MEASURED_NODE_FLOOR,
+    ConfigError,
+    TreeOptions,
+    node_floor,
+    require_int,
+    require_number,
+)
 
 MAX_MATCH = 32
 MAX_TRAFFIC_TOKENS = 1 << 24
@@ -20,8 +28,8 @@ class LookupOptions(TreeOptions):
         min_match: shortest match, in tokens; 1 also looks for the last token alone.
         max_match: longest match told apart from longer ones.
         max_candidates: most recent matches looked at in each index, and the longest of them all that are drafted.
-        min_node_value: nodes whose probability of acceptance is believed to be lower are not drafted; the default is
-            about what verifying one more node costs, as a share of a decode step.
+        min_node_value: nodes whose probability of acceptance is believed to be lower are not drafted; by default 0.06
+            with a fixed budget, 0.01 with a measured one.
         traffic_tokens: answers of finished requests kept for later ones, in tokens; 0 keeps nothing: a request then
             sees nothing but itself.
     """
@@ -32,7 +40,7 @@ class LookupOptions(TreeOptions):
     min_match: int = 1
     max_match: int = 16
     max_candidates: int = 8
-    min_node_value: float = 0.01
+    min_node_value: float | None = None
     traffic_tokens: int = 1 << 17
 
     def __post_init__(self) -> None:
@@ -41,7 +49,8 @@ class LookupOptions(TreeOptions):
         require_int("max_match", self.max_match, 1, MAX_MATCH)
         require_int("min_match", self.min_match, 1, MAX_MATCH)
         require_int("max_candidates", self.max_candidates, 1, 32)
-        require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        if self.min_node_value is not None:
+            require_number("min_node_value", self.min_node_value, 0.0, 0.5)
         require_int("traffic_tokens", self.traffic_tokens, 0, MAX_TRAFFIC_TOKENS)
         if self.min_match > self.max_match:
             raise ConfigError(
@@ -50,3 +59,8 @@ class LookupOptions(TreeOptions):
             )
         if 0 < self.traffic_tokens < 1024:
             raise ConfigError(f"traffic_tokens={self.traffic_tokens} is too few: choose 1024 or more, or 0 for none")
+
+    @property
+    def node_floor(self) -> float:
+        """``min_node_value``, its default resolved."""
+        return node_floor(self.min_node_value, self.budget, MEASURED_NODE_FLOOR)

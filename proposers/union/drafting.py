@@ -58,14 +58,14 @@ class UnionProposer:
     def propose(self, context: DraftContext) -> Draft:
         """Draft one tree per request from the sources' drafts; those that fail are left out this time."""
         self._learn(context)
-        alone = replace(context, host_draft=None)
-        drafts = []
-        for source, guard in zip(self._sources, self._guards, strict=True):
-            if source is not None:
-                drafts.append(guard(lambda source=source: source.propose(alone), alone))
-            else:  # the host's drafter; where it failed, the runner has said so
-                given = context.host_draft
-                drafts.append(None if given is None else guard(lambda given=given: given, alone))
+        alone = replace(context, draft_by_host=None)
+        drafts: list[Draft | None] = [
+            None if source is None else guard(lambda source=source: source.propose(alone), alone)
+            for source, guard in zip(self._sources, self._guards, strict=True)
+        ]
+        if None in self._sources and context.draft_by_host is not None:
+            # Last, since whether it pays depends on what the others have.  Where it fails, the runner says so.
+            drafts[self._sources.index(None)] = context.draft_by_host(_expected(drafts, len(context.request_ids)))
         merged = merge(drafts, len(context.request_ids))
         patterns = pattern_of(merged)
         features = self._features(merged, context.request_ids)
@@ -123,7 +123,7 @@ class UnionProposer:
             size=width,
         )
         options = self.options
-        draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.min_node_value)
+        draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
         words = spread((1 << np.arange(len(self.names))) @ (merged.states == DRAFTED), 0, np.int64)
         bits = words.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
         return replace(draft, source_names=self.names, source_bits=bits)
@@ -168,6 +168,12 @@ class UnionProposer:
                 self._records[request_id] = 0.9 * self._records.get(request_id, 0.0) + both[place]
         while len(self._records) > MAX_RECORDS:  # a host that never says what has ended
             del self._records[next(iter(self._records))]
+
+
+def _expected(drafts: Collection[Draft | None], num_reqs: int) -> torch.Tensor:
+    """Tokens that the draft worth most is expected to bring, as its source believes; float ``[num_reqs]``."""
+    worth = [draft.log_values[:, 1:].exp().sum(dim=1) for draft in drafts if draft is not None]
+    return torch.stack([torch.zeros(num_reqs), *worth]).amax(dim=0)
 
 
 def pattern_of(merged: Merged) -> np.ndarray:

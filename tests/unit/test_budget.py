@@ -255,10 +255,35 @@ def test_what_was_not_verified_teaches_too():
     assert verified[0] == 0 and np.mean(verified[-100:]) > 1.9
 
 
+def beside(budget, num_reqs, expected, gain, rounds, by_host=1e-2):
+    """Rounds in which other drafters expect so many tokens; the host's adds a node of that probability to them."""
+    ran = []
+    wanted, num_tokens = np.ones(num_reqs, dtype=bool), np.full(num_reqs, 5)
+    by_host_only = np.array([[False, True]]).repeat(num_reqs, axis=0)
+    for _ in range(rounds):
+        budget.plan(num_reqs)
+        ran.append(budget.wants_host(np.full(num_reqs, expected), wanted))
+        seconds = by_host * ran[-1]
+        budget.select(chains(num_reqs, [gain]), names(num_reqs), num_tokens, wanted, 1e-3, seconds, by_host_only)
+    return np.mean(ran[-100:])
+
+
+@pytest.mark.parametrize("num_reqs", [1, 4])
+def test_the_hosts_drafter_runs_where_the_others_leave_it_something(num_reqs):
+    """At 20 ms a step of up to two tokens, 5 ms of it are worth half a token; for less it is tried now and then."""
+    budget = make(CHEAP, (BOTH,))
+    assert beside(budget, num_reqs, 0.0, 0.9, 50, by_host=5e-3) == 1.0
+    refusing = beside(budget, num_reqs, 5.0, 0.02, 1500, by_host=5e-3)
+    assert 0.0 < refusing < 0.2
+    assert budget._regime.with_host < 0.3
+    # What was learned of confident others says nothing of the rest.
+    assert beside(budget, num_reqs, 0.0, 0.9, 50, by_host=5e-3) == 1.0
+
+
 def test_values_along_paths():
     parents = np.array([[-1, 0, 0, 1, 3, 2, -1]])
     edges = np.array([[9.0, 0.5, 0.25, 0.5, 0.5, 0.1, 7.0]])
-    assert along_paths(edges, parents)[0, :6].tolist() == [1.0, 0.5, 0.25, 0.25, 0.125, 0.025]
+    assert along_paths(edges, parents, 4)[0, :6].tolist() == [1.0, 0.5, 0.25, 0.25, 0.125, 0.025]
 
 
 def test_prune():

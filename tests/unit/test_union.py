@@ -166,6 +166,22 @@ def test_agreement_is_worth_more_and_silence_less():
     assert union[1] > alone[1] == pytest.approx(0.5) and union[2] < alone[2] == pytest.approx(0.4)
 
 
+def test_the_hosts_drafter_comes_last_and_may_refuse():
+    """It is told what the others expect, each request's best."""
+    own = Draft(to_tree([[(ROOTS[0], -1), (5, 0), (6, 1)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
+    less = Draft(to_tree([[(ROOTS[0], -1), (5, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
+    host = Draft(to_tree([[(ROOTS[0], -1), (7, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
+    for answer, token_ids in ((host, {5, 6, 7}), (None, {5, 6})):
+        told = []
+
+        def draft_by_host(expected, answer=answer, told=told):
+            told.append(expected.tolist())
+            return answer
+
+        tree = make(None, Fixed(own), Fixed(less)).propose(rows_context(draft_by_host=draft_by_host)).tree
+        assert told == [[0.75]] and {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
+
+
 def test_no_source_has_anything():
     nothing = as_draft(to_tree([[(ROOTS[0], -1)], [(ROOTS[1], -1)]]))
     for source in (Fixed(nothing), Fixed(RuntimeError("no")), Fixed(None), None):

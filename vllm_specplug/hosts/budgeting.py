@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm_specplug")
 #: Rows up to which steps are timed at start-up, seconds that each part of them may take, and sweeps over the rows.
 MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 3.0, 3
 #: Observations that are all taken in; then one step in so many is, since learning has its own price.
-EAGER, STRIDE = 40, 8
+EAGER, STRIDE = 40, 16
 SAVE_EVERY = 2000
 
 
@@ -98,9 +98,7 @@ class ServingBudget:
         options, drafter = self._options, self._drafter
         has_make = find_method(options.method).make is not None
         arms = [Arm(options.method, host=not has_make, free=has_make)]
-        if has_make and drafter is not None and len(options.sources) > 1:
-            arms = [Arm("without the drafter", host=False, free=True), replace(arms[0], host=True)]
-        elif drafter is not None:
+        if drafter is not None:
             arms = [replace(arms[0], host=True)]
         measured = CostModel.measured_in(saved.get("seconds", {}))
         costs = CostModel({k: v for k, v in measured.items() if parts is None or k in parts}, self.limits)
@@ -222,25 +220,34 @@ class ServingBudget:
 
     def plan(self, wanted: np.ndarray) -> Arm:
         """Which drafters to run; ``wanted`` bool ``[num_reqs]`` are the requests that decode next."""
-        self._round = _Round(time.perf_counter(), int(wanted.sum()))
+        self._round = _Round(time.perf_counter(), wanted, int(wanted.sum()))
         batch = self._runner.input_batch
         self.budget.learn(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
         missed = self._runner.drafter.missed.num_rows if self._levelled else 0
         return self.budget.plan(self._round.wanted, missed)
 
-    def timed(self, draft_by_host: Callable[[], Draft | None]) -> Callable[[], Draft | None]:
-        """The host's drafter, with its time taken."""
+    def wants_host(self, expected: torch.Tensor | None) -> bool:
+        """Whether to run the host's drafter in this round; ``expected`` is that of ``DraftContext.draft_by_host``."""
+        if not self.budget.running.host:
+            return False
+        return expected is None or self.budget.wants_host(expected.numpy(), self._round.wants)
 
-        def call() -> Draft | None:
-            begin = time.perf_counter()
-            try:
-                return draft_by_host()
-            finally:
-                self._round.by_host = time.perf_counter() - begin
-                if not self._levelled:
-                    self.observe("host", self._round.wanted, self._round.by_host)
+    def catch_up(self, catch_up: Callable[[], None]) -> None:
+        """Let the host's drafter read what it has missed, with its time taken."""
+        begin = time.perf_counter()
+        catch_up()
+        self._round.catch_up = time.perf_counter() - begin
+        self.budget.caught_up(self._round.catch_up)
 
-        return call
+    def timed(self, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
+        """Run the host's drafter, with its time taken."""
+        begin = time.perf_counter()
+        try:
+            return draft_by_host()
+        finally:
+            self._round.by_host = time.perf_counter() - begin
+            if not self._levelled:
+                self.observe("host", self._round.wanted, self._round.by_host)
 
     def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
         """The host's drafter has grown trees.
@@ -263,7 +270,7 @@ class ServingBudget:
             return draft()
         finally:
             if self.budget.running.free:
-                free = time.perf_counter() - begin - self._round.by_host
+                free = time.perf_counter() - begin - self._round.by_host - self._round.catch_up
                 self._round.free = free
                 self.observe("free", self._round.wanted, free)
 
@@ -274,7 +281,15 @@ class ServingBudget:
         batch = self._runner.input_batch
         num_tokens = batch.num_tokens_no_spec[: batch.num_reqs]
         seconds = time.perf_counter() - self._round.began
-        return self.budget.select(draft, batch.req_ids, num_tokens, wanted, seconds)
+        return self.budget.select(
+            draft, batch.req_ids, num_tokens, wanted, seconds, self._round.by_host, self._by_host_only(draft)
+        )
+
+    def _by_host_only(self, draft: Draft) -> np.ndarray | None:
+        """Nodes ``[num_reqs, num_rows]`` that nobody but the host's drafter has drafted; None without other sources."""
+        if draft.source_names is None or self._drafter is None or self._drafter.method not in draft.source_names:
+            return None
+        return draft.source_bits.numpy() == 1 << draft.source_names.index(self._drafter.method)
 
     def handed_over(self, caught_up: bool) -> None:
         """The round that ``plan`` began has its drafts; ``caught_up``: it began with work left over from a pause."""
@@ -316,10 +331,12 @@ class _StepClock:
 
 @dataclass
 class _Round:
-    """When a round began, for how many requests, and what its proposers took."""
+    """When a round began, for which requests and how many, and what its proposers took."""
 
     began: float = 0.0
+    wants: np.ndarray | None = None
     wanted: int = 0
+    catch_up: float = 0.0
     by_host: float = 0.0
     forwards: float = 0.0
     free: float = 0.0

@@ -72,20 +72,26 @@ class HostFreeDrafting:
         make = find_method(options.method).make
         return None if make is None else cls(options, make(options), vocab_size)
 
-    def propose(self, input_batch: Any, sampled: np.ndarray, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
+    def propose(
+        self, input_batch: Any, sampled: np.ndarray, draft_by_host: Callable[[torch.Tensor], Draft | None]
+    ) -> Draft | None:
         """Draft one tree per request.
 
         Args:
             input_batch: the host's batch, its bookkeeping of this step done.
             sampled: bool ``[num_reqs]``; false for requests in the middle of their prefill.
-            draft_by_host: runs the host's drafter (``NoHostDrafter`` gives None); where it raises, it has drafted
-                nothing.
+            draft_by_host: runs the host's drafter (``NoHostDrafter`` gives None), see ``DraftContext``; where it
+                raises, it has drafted nothing.
 
         Returns:
             The draft, or None where the proposer failed.
         """
-        context = context_of(input_batch, sampled, self._vocab_size)
-        context = replace(context, host_draft=self._host_guard.check(draft_by_host, context))
+        alone = context_of(input_batch, sampled, self._vocab_size)
+
+        def guarded(expected: torch.Tensor) -> Draft | None:
+            return self._host_guard.check(lambda: draft_by_host(expected), alone)
+
+        context = replace(alone, draft_by_host=guarded)
         return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
 
     def finish(self, request_ids: Collection[str]) -> None:

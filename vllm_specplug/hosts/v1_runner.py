@@ -359,7 +359,7 @@ class TreeModelRunner(ABC):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
         self.drafter.begin_round(wanted)
-        draft_by_host = functools.partial(
+        propose_by_host = functools.partial(
             super().propose_draft_token_ids,
             scheduler_output,
             sampled_token_ids,
@@ -369,21 +369,28 @@ class TreeModelRunner(ABC):
             **kwargs,
         )
         failures = Guard.failures_of_all
-        caught_up = False
+        runs = caught_up = False
+
+        def draft_by_host(expected: torch.Tensor | None = None) -> Draft | None:
+            nonlocal runs, caught_up
+            budget = self.serving_budget
+            if budget is not None and not budget.wants_host(expected):
+                return None
+            runs = True
+            if isinstance(self.drafter, TreeEagleProposer) and self.drafter.missed.num_rows:
+                caught_up = True
+                catch_up = functools.partial(self._draft_guard.run, self.drafter.catch_up)
+                catch_up() if budget is None else budget.catch_up(catch_up)
+            return propose_by_host() if budget is None else budget.timed(propose_by_host)
+
         with self._counters.timed("draft_seconds"):
-            if isinstance(self.drafter, TreeEagleProposer):
-                if arm is None or arm.host:
-                    caught_up = self.drafter.missed.num_rows > 0
-                    self._draft_guard.run(self.drafter.catch_up)
-                else:
-                    self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
-            if arm is not None:
-                draft_by_host = self.serving_budget.timed(draft_by_host) if arm.host else _nothing
             if arm is PLAIN:
                 draft = None
             else:
                 propose = functools.partial(self._propose, wanted, draft_by_host)
                 draft = propose() if self.serving_budget is None else self.serving_budget.propose(propose)
+            if isinstance(self.drafter, TreeEagleProposer) and not runs:
+                self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
             if self.serving_budget is not None:
                 draft = self.serving_budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.failures_of_all - failures)
@@ -398,7 +405,7 @@ class TreeModelRunner(ABC):
             self.serving_budget.end_round()
         return flat
 
-    def _propose(self, wanted: np.ndarray, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
+    def _propose(self, wanted: np.ndarray, draft_by_host: Callable[..., Draft | None]) -> Draft | None:
         if self._host_free is not None:
             return self._host_free.propose(self.input_batch, wanted, draft_by_host)
         context = context_of(self.input_batch, wanted, self.model_config.get_vocab_size())
@@ -442,10 +449,6 @@ class TreeModelRunner(ABC):
     def _speculates(self, req_id: str) -> bool:
         params = self.requests[req_id].sampling_params
         return params is None or wants_speculation(params.extra_args)
-
-
-def _nothing() -> None:
-    """The host's drafter does not run."""
 
 
 __all__ = ["PADDING", "StagedStep", "TreeModelRunner"]
