@@ -89,7 +89,10 @@ def accepted(trees):
 
 @pytest.fixture
 def toggled(monkeypatch):
-    """Arms drawn at random for some rounds each, and every node drafted is verified; counts the arms."""
+    """Arms drawn at random for some rounds each, and every node drafted is verified.
+
+    Tells the arms that ran, and of each round of a union whether the host's drafter ran.
+    """
 
     def toggle(budget, seed=0):
         rng, ran, state = random.Random(seed), [], {"left": 0, "arm": PLAIN}
@@ -102,7 +105,12 @@ def toggled(monkeypatch):
             ran.append(state["arm"])
             return state["arm"]
 
+        def wants_host(*_):
+            ran.append(rng.random() < 0.5)
+            return ran[-1]
+
         monkeypatch.setattr(budget, "plan", plan)
+        monkeypatch.setattr(budget, "wants_host", wants_host)
         monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
         monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
         return ran
@@ -122,7 +130,7 @@ def test_identity_of_a_union_whose_drafter_goes_on_and_off(start, checkpoints, p
     llm = start(union(checkpoints))
     ran = toggled(budget_of(llm))
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
-    assert len(set(ran)) == 3 and accepted(verified) > 100
+    assert set(ran) == {*budget_of(llm).arms, True, False} and accepted(verified) > 100
 
 
 def test_seeded_sampling_and_chunked_prefill(engine, start, checkpoints, prompts, toggled):
