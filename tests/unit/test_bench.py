@@ -1,8 +1,10 @@
 """The parts of ``specplug bench`` that need no engine."""
 
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,40 @@ def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
     assert [m.questions for m in results["x"]] == [m.questions for m in results["y"]]
     assert [(m.concurrency, m.repeat) for m in results["x"]] == [(1, 0)] * 4 + [(1, 1)] * 4 + [(4, 0)]
     assert results["x"][-1].category == "mixed"
+
+
+CHATTY = """
+from vllm_specplug.bench.serving import run_worker
+
+def start(arguments):
+    print("loading")
+    seen = []
+
+    def answer(request):
+        print("thinking")
+        seen.append(request["texts"])
+        return {"seconds": 1.0, "token_ids": [[len(seen)]], "drafts": 0, "accepted": 0}
+
+    return {"model": arguments["model"]}, answer
+
+run_worker(start)
+"""
+
+
+def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch):
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
+    worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, tmp_path / "log", "chatty")
+    try:
+        assert worker.receive() == {"model": "m"}
+        asked = [worker.generate([bench.Question("q", "c", "?")], 8) for _ in range(2)]
+        assert [found.token_ids for found in asked] == [[[1]], [[2]]]
+        assert 1 < worker.close() < 2000
+        assert worker.process.returncode == 0
+    finally:
+        worker.kill()
+    assert (tmp_path / "log").read_text().split() == ["loading", "thinking", "thinking"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
