@@ -100,13 +100,15 @@ def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
     tokenizer = SimpleNamespace(
         eos_token_id=1, apply_chat_template=lambda chat, **_: [len(chat[0]["content"]), 3, 4] * 9
     )
-    request = {"texts": ["a", "bb"], "max_tokens": 6, "temperature": temperature}
-    plain, lookup = (
-        hf_worker.answer(model, tokenizer, request, {"max_length": 30} | options)
-        for options in ({}, {"prompt_lookup_num_tokens": 2})
+    request = {"texts": ["a", "bb"], "max_tokens": 6}  # as ``Worker.generate`` sends it
+    sampling = {"sampling": {"temperature": temperature, "seed": 0} if temperature else {}}
+    greedy, plain, lookup = (
+        hf_worker.answer(model, tokenizer, request | more, {"max_length": 30} | options)
+        for more, options in (({}, {}), (sampling, {}), (sampling, {"prompt_lookup_num_tokens": 2}))
     )
     assert [len(ids) for ids in plain["token_ids"]] == [6, 6] and len(plain["first_token_s"]) == 2
     assert min(plain["first_token_s"]) > 0 and min(plain["inter_token_s"]) > 0
+    assert (plain["token_ids"] == greedy["token_ids"]) == (temperature == 0)
     if not temperature:
         assert plain["token_ids"] == lookup["token_ids"]
 

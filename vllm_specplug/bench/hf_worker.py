@@ -35,8 +35,9 @@ def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[st
         chat = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         prompts.append(torch.tensor([ids[: options["max_length"] - request["max_tokens"]]]))
-    temperature = request.get("temperature", 0.0)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling = {"do_sample": False}
+    if asked := request.get("sampling"):
+        sampling = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
     lookup = {k: v for k, v in options.items() if k != "max_length"}
     token_ids, first, inter = [], [], []
     start = time.perf_counter()
