@@ -1,5 +1,6 @@
 """The parts of ``specplug bench`` that need no engine."""
 
+import contextlib
 import json
 import os
 import threading
@@ -140,6 +141,8 @@ class FakeVllm(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][0]["content"]
         self.server.bodies.append(body)
+        if text == "wait" and not self.server.two_at_once():
+            return self.reply('{"error": "alone"}', 400)
         if text == "bad":
             return self.reply('{"error": "too long"}', 400)
         self.server.answers += 1
@@ -152,6 +155,14 @@ class FakeVllm(BaseHTTPRequestHandler):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm) as fake:
         fake.answers, fake.bodies = 4, []
+        pair = threading.Barrier(2, timeout=1)
+
+        def two_at_once():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                pair.wait()
+            return not pair.broken
+
+        fake.two_at_once = two_at_once
         threading.Thread(target=fake.serve_forever, daemon=True).start()
         yield fake, f"http://127.0.0.1:{fake.server_port}"
         fake.shutdown()
@@ -164,6 +175,13 @@ def test_a_server_is_measured(server):
     assert (found.drafts, found.accepted, found.accepted_by_depth) == (10, 8, [6, 2])
     assert len(found.first_token_s) == len(found.inter_token_s) == 2 and min(found.first_token_s) > 0
     assert {body["temperature"] for body in fake.bodies} == {0.5} and all("seed" in body for body in fake.bodies)
+
+
+def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):
+    waiting = [bench.Question(str(i), "c", "wait") for i in range(4)]
+    assert len(Server("plain", server[1]).generate(waiting, 6, at_once=2).token_ids) == 4
+    with pytest.raises(RuntimeError, match="alone"):
+        Server("plain", server[1]).generate(waiting, 6, at_once=1)
 
 
 @pytest.mark.parametrize(("text", "said"), [("bad", "too long"), ("mute", "no token ids")])
