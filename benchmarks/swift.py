@@ -31,7 +31,7 @@ from vllm_specplug.proposers.swift.state import SwiftState
 
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.environment import provenance
-from vllm_specplug.hosts.round_probe import prompts_of
+from vllm_specplug.hosts.bench_worker import prompts_of
 from vllm_specplug.smollm2 import prepare
 
 TASKS = ("summarization", "math_reasoning", "qa", "translation", "rag")  # the paper's five kinds, in its order

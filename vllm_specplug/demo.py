@@ -318,19 +318,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-config", default=json.dumps(METHOD), metavar="JSON", help="the method (default: %(default)s)"
     )
-    parser.add_argument("--log-dir", metavar="DIR", help="where the servers' logs go (default: a temporary directory)")
+    parser.add_argument("--log-dir", metavar="DIR", help="keep the servers' logs there (else only after an error)")
     parser.add_argument("--timeout", type=float, default=900, metavar="S", help="longest start of a server")
 
 
-def _method_config(text: str, trace: Path) -> dict:
+def _method_config(text: str) -> dict:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("method"), str):
         raise ValueError("--speculative-config must be a JSON object with the key 'method'")
-    if config["method"] == METHOD["method"]:
-        config.setdefault("trace_trees", str(trace))
     return config
 
 
@@ -338,12 +336,14 @@ def run(args: argparse.Namespace) -> None:
     """``specplug demo``."""
     if args.max_tokens < 1 or not 1 <= args.limit <= len(PROMPTS):
         raise ValueError(f"--max-tokens must be at least 1, and --limit from 1 to {len(PROMPTS)}")
+    config = _method_config(args.speculative_config)
+    model = Path(args.model) if args.model else _prepare_smollm2()
     logs = Path(args.log_dir or tempfile.mkdtemp(prefix="specplug-demo-")).resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    config = _method_config(args.speculative_config, logs / "trees.jsonl")
+    if config["method"] == METHOD["method"]:
+        config.setdefault("trace_trees", str(logs / "trees.jsonl"))
     trace = Path(config.get("trace_trees", logs / "trees.jsonl"))
     trace.unlink(missing_ok=True)
-    model = Path(args.model) if args.model else _prepare_smollm2()
     options = ["--dtype", args.dtype, "--max-model-len", "2048", "--max-num-seqs", "8"]
     servers: list[Server] = []
     with _terminate_like_interrupt():
@@ -361,7 +361,10 @@ def run(args: argparse.Namespace) -> None:
     tree = best_tree(trace)
     if tree is not None:
         print("\nOne of its trees, the accepted path marked:\n\n" + draw(tree, model))
-    print(f"\nServer logs: {logs}", file=sys.stderr)
+    if args.log_dir:
+        print(f"\nServer logs: {logs}", file=sys.stderr)
+    else:
+        shutil.rmtree(logs)
 
 
 def _prepare_smollm2() -> Path:

@@ -88,10 +88,8 @@ class _SparseDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        grad, head_grad = ctx.saved_tensors
-        if head_grad is not None:
-            head_grad = (head_grad * grad_output).to(ctx.head_dtype)
-        return grad * grad_output.to(grad.dtype), None, None, head_grad, None
+        grad, head_grad = _kept_gradients(ctx, grad_output)
+        return grad, None, None, head_grad, None
 
 
 class _Distillation(torch.autograd.Function):
@@ -136,10 +134,16 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        grad, head_grad = ctx.saved_tensors
-        if head_grad is not None:
-            head_grad = (head_grad * grad_output).to(ctx.head_dtype)
-        return grad * grad_output.to(grad.dtype), None, head_grad, None, None, None, None, None
+        grad, head_grad = _kept_gradients(ctx, grad_output)
+        return grad, None, head_grad, None, None, None, None, None
+
+
+def _kept_gradients(ctx, grad_output):
+    """The features' gradient and the LM head's (or None), which `forward` computed with the loss."""
+    grad, head_grad = ctx.saved_tensors
+    if head_grad is not None:
+        head_grad = (head_grad * grad_output).to(ctx.head_dtype)
+    return grad * grad_output.to(grad.dtype), head_grad
 
 
 def _with_gradient(harmonised, draft_logits, target_logits, topk, weights):

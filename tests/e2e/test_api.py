@@ -5,15 +5,19 @@ Both serve the tiny random model in float32; the one with trees has KV space for
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 from benchmarks import stress
 from vllm_specplug import cli
+from vllm_specplug.bench.server import Server as MeasuredServer
 from vllm_specplug.demo import Server, read_counter
 
 CONCURRENCY = 32
@@ -199,25 +203,92 @@ def test_abort_in_the_middle_of_a_stream(servers):
         assert ask(servers["trees"], PATHS[0], **body) == ask(servers["plain"], PATHS[0], **body)
 
 
-def test_bench_measures_running_servers(servers, tmp_path, capsys):
-    """The same tokens from both, drafts of one of them only, and a page of it."""
-    questions, out, page = tmp_path / "q.jsonl", tmp_path / "out.json", tmp_path / "page.html"
+def bench(folder: Path, plain: str, trees: str) -> tuple[dict, float]:
+    """What ``specplug bench`` says about two servers, and the seconds it ran."""
+    questions, out = folder / "q.jsonl", folder / "out.json"
     asked = [{"question_id": i, "category": "ab"[i % 2], "turns": [f"count the lights {i}"]} for i in range(4)]
     questions.write_text("\n".join(map(json.dumps, asked)))
     command = ["bench", "--questions", str(questions), "--max-tokens", "24", "--concurrency", "1,2"]
-    command += ["--server", servers["plain"].url, "--server", f"trees={servers['trees'].url}", "--output", str(out)]
-    assert cli.main(command) == 0
-    assert "trees" in capsys.readouterr().out
-    found = json.loads(out.read_text())["methods"]
+    start = time.perf_counter()
+    assert cli.main([*command, "--server", plain, "--server", f"trees={trees}", "--output", str(out)]) == 0
+    return json.loads(out.read_text())["methods"], time.perf_counter() - start
+
+
+def check_bench(found: dict, seconds: float) -> None:
+    """The same tokens from both, drafts of one of them only, every question in its place, and times that add up."""
     plain, trees = found["plain"]["overall"], found["trees"]["overall"]
     assert trees["agree"] == plain["agree"] == plain["questions"] == 4 and trees["tokens"] == plain["tokens"] > 40
     assert plain["tau"] is None and plain["acceptance_by_depth"] == []
-    assert trees["tau"] > 1 and trees["acceptance_by_depth"][0] > 0
+    assert (trees["tau"] or 1) > 1 and trees["acceptance_by_depth"][0] > 0
     # Every token is of the prompt's step, of a step without a draft, or of a draft's.
     for batch in found["trees"]["batches"]:
         assert batch["drafts"] + batch["accepted"] <= batch["tokens"] and batch["accepted"] > 0
-    assert set(found["trees"]["categories"]) == {"a", "b"} and list(found["trees"]["concurrency"]) == ["1", "2"]
-    assert cli.main(["report", str(out), "--out", str(page)]) == 0 and "trees" in page.read_text()
+    times = []
+    for method in found.values():
+        assert [batch["questions"] for batch in method["batches"]] == [["0"], ["2"], ["1"], ["3"], ["0", "1", "2", "3"]]
+        assert {name: one["questions"] for name, one in method["categories"].items()} == {"a": 2, "b": 2}
+        assert {level: one["questions"] for level, one in method["concurrency"].items()} == {"1": 4, "2": 4}
+        for batch in method["batches"]:
+            count = len(batch["questions"])
+            assert len(batch["first_token_s"]) == len(batch["inter_token_s"]) == count
+            between = batch["inter_token_s"][0] * (batch["tokens"] - 1) if count == 1 else 0
+            assert 0 < max(batch["first_token_s"]) + between <= batch["seconds"]
+            times.append(batch["seconds"])
+        own = method["batches"][:4]
+        rate = sum(batch["tokens"] for batch in own) / sum(batch["seconds"] for batch in own)
+        assert method["overall"]["tokens_per_s"] == pytest.approx(rate, rel=1e-3)
+    assert len(set(times)) == len(times) and sum(times) < seconds
+    assert trees["speedup"] == pytest.approx(trees["tokens_per_s"] / plain["tokens_per_s"], rel=2e-3)
+
+
+def test_bench_measures_running_servers(servers, tmp_path, capsys):
+    found, seconds = bench(tmp_path, servers["plain"].url, servers["trees"].url)
+    check_bench(found, seconds)
+    speedup = f"{found['trees']['overall']['speedup']:.2f}x"
+    shown = capsys.readouterr().out
+    assert "trees" in shown and speedup in shown
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(tmp_path / "out.json"), "--out", str(page)]) == 0
+    assert "trees" in page.read_text() and speedup[:-1] in page.read_text()
+
+
+def swapped(_, servers):
+    return servers["trees"].url, servers["plain"].url
+
+
+def plain_only(_, servers):
+    return servers["plain"].url, servers["plain"].url
+
+
+def trees_only(_, servers):
+    return servers["trees"].url, servers["trees"].url
+
+
+def counters_of_a_life(patch, servers):
+    """Not of the batch."""
+    honest, calls = MeasuredServer.counters, itertools.count()
+    patch.setattr(MeasuredServer, "counters", lambda self: (0, []) if next(calls) % 2 == 0 else honest(self))
+    return servers["plain"].url, servers["trees"].url
+
+
+def one_time_for_all(patch, servers):
+    honest = MeasuredServer.generate
+
+    def generate(self, *args, **kwargs):
+        found = honest(self, *args, **kwargs)
+        found.seconds = 0.5
+        return found
+
+    patch.setattr(MeasuredServer, "generate", generate)
+    return servers["plain"].url, servers["trees"].url
+
+
+@pytest.mark.parametrize("spoil", [swapped, plain_only, trees_only, counters_of_a_life, one_time_for_all])
+def test_bench_controls(servers, tmp_path, monkeypatch, spoil):
+    """The negative controls: measured so, the test above must fail."""
+    found, seconds = bench(tmp_path, *spoil(monkeypatch, servers))
+    with pytest.raises(AssertionError):
+        check_bench(found, seconds)
 
 
 def test_stress(servers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ os.environ.update(
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests import tiny
 
@@ -58,10 +60,24 @@ def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
-def acceptance_length(llm: Any) -> float:
-    """tau, the bonus token counted, from the host's own counters."""
-    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return 1 + values["vllm:spec_decode_num_accepted_tokens"] / values["vllm:spec_decode_num_drafts"]
+def counters(llm: Any) -> Counter[str]:
+    """What the host has counted of this engine.  (``llm.get_metrics`` reads what the newest engine has counted.)"""
+    (prometheus,) = (one for one in llm.llm_engine.logger_manager.stat_loggers if isinstance(one, PrometheusStatLogger))
+    drafts = prometheus.spec_decoding_prom
+    found = {
+        "preemptions": prometheus.counter_num_preempted_reqs,
+        "drafts": drafts.counter_spec_decode_num_drafts,
+        "draft_tokens": drafts.counter_spec_decode_num_draft_tokens,
+        "accepted_tokens": drafts.counter_spec_decode_num_accepted_tokens,
+    }
+    return Counter({name: by_engine[0]._value.get() for name, by_engine in found.items()})
+
+
+def acceptance_length(llm: Any, before: Counter[str] | None = None) -> float:
+    """tau of this engine, the bonus token counted, since its counters were ``before``."""
+    counts = counters(llm)
+    counts.subtract(before or {})
+    return 1 + counts["accepted_tokens"] / counts["drafts"]
 
 
 def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[int]]]) -> None:
@@ -159,7 +175,7 @@ def runner_of(llm: Any) -> Any:
 
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of every walk of a tree in this test (the host's counters are the newest engine's)."""
+    """Tokens of every walk of a tree in this test."""
     from vllm_specplug.hosts.sampling import SampledWalk
 
     counts: list[int] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm import SamplingParams
 
-from tests.hosts.conftest import acceptance_length, check_prefix_cache_hits, make_prompts, token_ids
+from tests.hosts.conftest import acceptance_length, check_prefix_cache_hits, counters, make_prompts, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -38,6 +38,16 @@ def test_other_drafters(engine, prompts, plain, drafter, tau):
     assert acceptance_length(llm) > tau  # something is drafted, and accepted
 
 
+def test_counters_are_of_one_engine(engine, prompts):
+    """Else the tests that ask whether drafts were accepted would ask another engine."""
+    older, newer = engine("eagle"), engine("reduced")
+    before = counters(older), counters(newer)
+    older.generate(prompts[:4], GREEDY, use_tqdm=False)
+    assert counters(newer) == before[1]
+    assert 0 < counters(older)["accepted_tokens"] - before[0]["accepted_tokens"] < 4 * 40
+    assert acceptance_length(older, before[0]) > 1.3
+
+
 @pytest.mark.parametrize(
     "tree",
     [
@@ -53,15 +63,8 @@ def test_tree_shapes(engine, prompts, plain, tree):
 def test_trees_that_are_cut(engine, prompts, plain):
     """Floors near what a random drafter believes: trees of every size, and none at all."""
     llm = engine("eagle", {"min_node_value": 0.0075, "min_level_value": 0.02})
-    before = _drafts(llm)
     assert token_ids(llm.generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
-    drafts, nodes = (now - then for now, then in zip(_drafts(llm), before, strict=True))
-    assert 0 < nodes < 20 * drafts
-
-
-def _drafts(llm):
-    values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return values["vllm:spec_decode_num_drafts"], values["vllm:spec_decode_num_draft_tokens"]
+    assert 0 < counters(llm)["draft_tokens"] < 20 * counters(llm)["drafts"]
 
 
 def test_block_size_32_and_chunked_prefill(engine, prompts, plain):
@@ -79,8 +82,7 @@ def test_forced_preemption(engine, prompts, plain):
     expected = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
     llm = engine("eagle", block_size=32, num_gpu_blocks_override=14, enable_prefix_caching=False)
     assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == expected
-    preemptions = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-    assert sum(preemptions) > 0
+    assert counters(llm)["preemptions"] > 0
 
 
 def test_running_into_max_model_len(engine, prompts):

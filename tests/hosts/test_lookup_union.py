@@ -12,6 +12,7 @@ from tests.hosts.conftest import (
     ENGINE,
     acceptance_length,
     check_prefix_cache_hits,
+    counters,
     make_prompts,
     token_ids,
     unlucky_drafter,
@@ -42,7 +43,6 @@ def start(engine, checkpoints):
     None is dropped while another is in use: the end of one takes the process's parallel state with it.
     """
     started = {}
-    engine()  # before the others: the newest engine owns the process's metrics
 
     def make(speculative, **options):
         key = json.dumps([speculative, options], sort_keys=True)
@@ -105,7 +105,7 @@ def test_preemption(engine, start, prompts, checkpoints):
     wanted = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
     llm = start(union(checkpoints), block_size=32, num_gpu_blocks_override=14, enable_prefix_caching=False)
     assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == wanted
-    assert sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions") > 0
+    assert counters(llm)["preemptions"] > 0
 
 
 def test_chunked_prefill_and_prefix_cache_hits(engine, start, prompts, checkpoints):

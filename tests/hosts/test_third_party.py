@@ -22,7 +22,7 @@ def parrot(monkeypatch):
 
 
 def test_greedy_and_seeded_identity(engine, checkpoints, parrot):
-    plain = engine()  # before the other: the newest engine owns the process's metrics
+    plain = engine()
     llm = LLM(str(checkpoints["target"]), speculative_config={"method": "parrot", "budget": "fixed"}, **ENGINE)
     engine.kept.append(llm)
     prompts = make_prompts(16)

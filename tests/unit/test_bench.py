@@ -1,8 +1,11 @@
 """The parts of ``specplug bench`` that need no engine."""
 
+import contextlib
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +57,40 @@ def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
     assert results["x"][-1].category == "mixed"
 
 
+CHATTY = """
+from vllm_specplug.bench.serving import run_worker
+
+def start(arguments):
+    print("loading")
+    seen = []
+
+    def answer(request):
+        print("thinking")
+        seen.append(request["texts"])
+        return {"seconds": 1.0, "token_ids": [[len(seen)]], "drafts": 0, "accepted": 0}
+
+    return {"model": arguments["model"]}, answer
+
+run_worker(start)
+"""
+
+
+def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch):
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
+    worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, tmp_path / "log", "chatty")
+    try:
+        assert worker.receive() == {"model": "m"}
+        asked = [worker.generate([bench.Question("q", "c", "?")], 8) for _ in range(2)]
+        assert [found.token_ids for found in asked] == [[[1]], [[2]]]
+        assert 1 < worker.close() < 2000
+        assert worker.process.returncode == 0
+    finally:
+        worker.kill()
+    assert (tmp_path / "log").read_text().split() == ["loading", "thinking", "thinking"]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
     model_config = transformers.LlamaConfig(
@@ -64,13 +101,15 @@ def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
     tokenizer = SimpleNamespace(
         eos_token_id=1, apply_chat_template=lambda chat, **_: [len(chat[0]["content"]), 3, 4] * 9
     )
-    request = {"texts": ["a", "bb"], "max_tokens": 6, "temperature": temperature}
-    plain, lookup = (
-        hf_worker.answer(model, tokenizer, request, {"max_length": 30} | options)
-        for options in ({}, {"prompt_lookup_num_tokens": 2})
+    request = {"texts": ["a", "bb"], "max_tokens": 6}  # as ``Worker.generate`` sends it
+    sampling = {"sampling": {"temperature": temperature, "seed": 0} if temperature else {}}
+    greedy, plain, lookup = (
+        hf_worker.answer(model, tokenizer, request | more, {"max_length": 30} | options)
+        for more, options in (({}, {}), (sampling, {}), (sampling, {"prompt_lookup_num_tokens": 2}))
     )
     assert [len(ids) for ids in plain["token_ids"]] == [6, 6] and len(plain["first_token_s"]) == 2
     assert min(plain["first_token_s"]) > 0 and min(plain["inter_token_s"]) > 0
+    assert (plain["token_ids"] == greedy["token_ids"]) == (temperature == 0)
     if not temperature:
         assert plain["token_ids"] == lookup["token_ids"]
 
@@ -102,6 +141,8 @@ class FakeVllm(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][0]["content"]
         self.server.bodies.append(body)
+        if text == "wait" and not self.server.two_at_once():
+            return self.reply('{"error": "alone"}', 400)
         if text == "bad":
             return self.reply('{"error": "too long"}', 400)
         self.server.answers += 1
@@ -114,6 +155,14 @@ class FakeVllm(BaseHTTPRequestHandler):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm) as fake:
         fake.answers, fake.bodies = 4, []
+        pair = threading.Barrier(2, timeout=1)
+
+        def two_at_once():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                pair.wait()
+            return not pair.broken
+
+        fake.two_at_once = two_at_once
         threading.Thread(target=fake.serve_forever, daemon=True).start()
         yield fake, f"http://127.0.0.1:{fake.server_port}"
         fake.shutdown()
@@ -126,6 +175,13 @@ def test_a_server_is_measured(server):
     assert (found.drafts, found.accepted, found.accepted_by_depth) == (10, 8, [6, 2])
     assert len(found.first_token_s) == len(found.inter_token_s) == 2 and min(found.first_token_s) > 0
     assert {body["temperature"] for body in fake.bodies} == {0.5} and all("seed" in body for body in fake.bodies)
+
+
+def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):
+    waiting = [bench.Question(str(i), "c", "wait") for i in range(4)]
+    assert len(Server("plain", server[1]).generate(waiting, 6, at_once=2).token_ids) == 4
+    with pytest.raises(RuntimeError, match="alone"):
+        Server("plain", server[1]).generate(waiting, 6, at_once=1)
 
 
 @pytest.mark.parametrize(("text", "said"), [("bad", "too long"), ("mute", "no token ids")])

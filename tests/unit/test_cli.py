@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -50,7 +51,16 @@ def test_wrong_arguments_exit_with_2(argv, capsys):
     assert "error:" in capsys.readouterr().err
 
 
-def test_bad_values_are_one_line_each(capsys, tmp_path):
+@pytest.fixture
+def scratch(monkeypatch, tmp_path):
+    """Where temporary files go."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_bad_values_are_one_line_each(capsys, tmp_path, scratch):
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "1 + 1?"}\n')
     fails_with(capsys, ["demo", "--limit", "99"], "--limit")
@@ -61,6 +71,7 @@ def test_bad_values_are_one_line_each(capsys, tmp_path):
     fails_with(capsys, ["bench", "--questions", str(questions), "--methods", "ngram"], "'plain'")
     fails_with(capsys, ["bench", "--questions", str(questions), "--methods", "plain,magic"], "magic", "eagle2")
     fails_with(capsys, ["bench", "--questions", str(questions), "--max-tokens", "0"], "--max-tokens")
+    assert not list(scratch.iterdir())
 
 
 def test_traceback_flag_lets_the_error_through():
@@ -226,6 +237,27 @@ def test_demo_report():
     assert lines[4].split() == ["median", "15.0", "20.0", "1.50x", "1.88", "1/2", "same"]
     assert "--dtype float32" in lines[-1]
     assert "--dtype" not in demo.report(prompts, results, "eagle2", "float32")
+
+
+@pytest.mark.parametrize("end", ["well", "in an error", "well, logs wanted"])
+def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_path, scratch, capsys, end):
+    def answers(servers, prompts, max_tokens):
+        if end == "in an error":
+            raise RuntimeError("broke off")
+        return [[demo.Answer("a", 10, 1.0), demo.Answer("a", 10, 0.5, drafts=4, accepted=6)] for _ in prompts]
+
+    def server(name, model, options, log, plugins):
+        log.write_text("started")
+        return Namespace(name=name, command=["serve"], stop=lambda: None)
+
+    monkeypatch.setattr(demo, "Server", server)
+    monkeypatch.setattr(demo, "wait_until_ready", lambda servers, timeout: None)
+    monkeypatch.setattr(demo, "compare", answers)
+    wanted = ["--log-dir", str(tmp_path / "logs")] if "wanted" in end else []
+    assert cli.main(["demo", "--model", str(tmp_path), "--limit", "2", *wanted]) == (2 if "error" in end else 0)
+    assert [file.name for file in scratch.glob("*/plain.log")] == (["plain.log"] if "error" in end else [])
+    assert len(list(scratch.iterdir())) == ("error" in end)
+    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in capsys.readouterr().err)
 
 
 def test_best_tree_is_the_deepest_then_the_smallest(tmp_path):

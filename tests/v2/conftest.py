@@ -151,6 +151,15 @@ def check_preemption(llm, prompts, expected):
     assert preempted
 
 
+def check_control(llm, prompts, expected):
+    """Other answers from an engine that was spoiled; what it computed wrongly is not kept."""
+    llm.reset_prefix_cache()
+    try:
+        assert not same(answers(llm, prompts), expected)
+    finally:
+        llm.reset_prefix_cache()
+
+
 @contextlib.contextmanager
 def model_runner(version):
     """The host's V1 or V2 runner inside (None: as it likes); it asks whenever it needs to know, and keeps answers."""

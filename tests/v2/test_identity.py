@@ -13,6 +13,7 @@ from tests.v2.conftest import (
     SCARCE,
     WITH_HISTORY,
     answers,
+    check_control,
     check_preemption,
     check_prefix_cache_hits,
     same,
@@ -88,12 +89,7 @@ def stale_positions(patch, _):
 def test_controls(llm, prompts, plain, monkeypatch, spoil):
     """The negative controls: each must make the identity tests fail."""
     spoil(monkeypatch, runner_of(llm))
-    llm.reset_prefix_cache()
-    try:
-        spoiled = answers(llm, prompts)
-    finally:
-        llm.reset_prefix_cache()  # of what was computed wrongly
-    assert not same(spoiled, plain)
+    check_control(llm, prompts, plain)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

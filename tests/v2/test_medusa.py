@@ -8,7 +8,7 @@ from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
 from vllm_specplug.proposers.training.features import load_features
 
 from tests import tiny
-from tests.hosts.conftest import acceptance_length, runner_of, token_ids
+from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -85,24 +85,15 @@ def test_cuda_graphs(engine, prompts, plain, shape):
     assert same(answers(llm, prompts), plain)
 
 
-def tau(llm, prompts, plain, monkeypatch):
-    """Tokens of a walk; the answers must be plain decoding's.  (The host's counters are the newest engine's.)"""
-    runner, emitted = runner_of(llm), []
-    honest = runner.rejection_sampler
-
-    def counted(*args, **kwargs):
-        output = honest(*args, **kwargs)
-        emitted.append(output.num_sampled.float().mean())
-        return output
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "rejection_sampler", counted)
-        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain[0][: len(prompts)]
-    return float(torch.stack(emitted).mean())
+def tau(llm, prompts, plain):
+    """Of one more run; the answers must be plain decoding's."""
+    before = counters(llm)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain[0][: len(prompts)]
+    return acceptance_length(llm, before)
 
 
 def test_control_with_the_wrong_hidden_row(llm, prompts, plain, monkeypatch):
     """Heads that see a row of the flat prefix, not of the path, accept less; nothing else changes."""
-    honest = tau(llm, prompts[:1], plain, monkeypatch)
+    honest = tau(llm, prompts[:1], plain)
     monkeypatch.setattr(DeviceTrees, "accepted_rows", lambda self, rows: rows)
-    assert tau(llm, prompts[:1], plain, monkeypatch) < 0.9 * honest
+    assert tau(llm, prompts[:1], plain) < 0.9 * honest

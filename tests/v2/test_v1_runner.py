@@ -15,6 +15,7 @@ from tests.v2.conftest import (
     WITH_HISTORY,
     answers,
     asked_once,
+    check_control,
     check_preemption,
     model_runner,
     same,
@@ -95,9 +96,4 @@ def wrong_bit(patch):
 def test_controls(llm, prompts, plain, monkeypatch, spoil):
     """The negative controls: each must make the identity tests fail."""
     spoil(monkeypatch)
-    llm.reset_prefix_cache()
-    try:
-        spoiled = answers(llm, prompts)
-    finally:
-        llm.reset_prefix_cache()  # of what was computed wrongly
-    assert not same(spoiled, plain)
+    check_control(llm, prompts, plain)

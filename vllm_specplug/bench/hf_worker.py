@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer: plain and prompt-lookup decoding, the same JSON lines as ``hosts.bench_worker``.
+"""Hugging Face transformers as a peer: plain and prompt-lookup decoding, asked as ``hosts.bench_worker`` is.
 
 Assisted generation with the drafters of this package is not possible: an EAGLE head reads the target's hidden states,
 while transformers' assistant is a language model of its own.  Requests of a batch run one after the other.
@@ -6,13 +6,10 @@ while transformers' assistant is a language model of its own.  Requests of a bat
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
-from vllm_specplug.hosts.bench_worker import peak_rss_mib
+from vllm_specplug.bench.serving import Engine, Message, run_worker
 
 
 class FirstToken:
@@ -38,8 +35,9 @@ def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[st
         chat = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         prompts.append(torch.tensor([ids[: options["max_length"] - request["max_tokens"]]]))
-    temperature = request.get("temperature", 0.0)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling = {"do_sample": False}
+    if asked := request.get("sampling"):
+        sampling = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
     lookup = {k: v for k, v in options.items() if k != "max_length"}
     token_ids, first, inter = [], [], []
     start = time.perf_counter()
@@ -66,31 +64,22 @@ def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[st
     return figures | {"first_token_s": first, "inter_token_s": inter}
 
 
-def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answer requests until the pipe closes."""
+def start(arguments: Message) -> Engine:
+    """The model, for ``serving``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def reply(message: dict) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    arguments = json.loads(requests.readline())
     options = {k: v for k, v in arguments["speculative_config"].items() if k != "method"}
     options["max_length"] = arguments["max_model_len"]
     tokenizer = AutoTokenizer.from_pretrained(arguments["model"])
     model = AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=getattr(torch, arguments["dtype"])).eval()
-    reply({"ready": True})
-    for line in requests:
-        request = json.loads(line)
-        if "close" in request:
-            reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
-            return
-        with torch.inference_mode():
-            reply(answer(model, tokenizer, request, options))
+
+    @torch.inference_mode()
+    def ask(request: Message) -> Message:
+        return answer(model, tokenizer, request, options)
+
+    return {"ready": True}, ask
 
 
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the libraries print goes to the log
-    serve(sys.stdin, channel)
+    run_worker(start)

@@ -1,18 +1,15 @@
-"""One engine of ``specplug bench``: JSON lines in on stdin, JSON lines out on what was stdout.
+"""One engine of ``specplug bench``, served by ``bench.serving``.
 
-The first line holds the arguments of ``LLM``; then ``{"texts", "max_tokens"}`` asks for greedy answers, or for sampled
-ones with ``"sampling"`` (arguments of ``SamplingParams``), as many under way at once as ``"at_once"`` says (default:
-all), and ``{"close"}`` for the peak memory and the end.
+It is started with the arguments of ``LLM``.  ``{"texts", "max_tokens"}`` asks for greedy answers, or for sampled ones
+with ``"sampling"`` (arguments of ``SamplingParams``), as many under way at once as ``"at_once"`` says (default: all).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from vllm_specplug.bench.serving import Engine, Message, run_worker
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _ARGUMENTS = ("texts", "max_tokens", "sampling", "at_once")
@@ -30,6 +27,16 @@ def _read_counters(llm: Any) -> tuple[int, list[int]]:
     return drafts, by_depth
 
 
+def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict[str, Any]]:
+    """Chat messages as token ids, cut so that the answer fits."""
+    tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    return [
+        {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)[:room]}
+        for chat in chats
+    ]
+
+
 def answer(
     llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any] | None = None, at_once: int | None = None
 ) -> dict[str, Any]:
@@ -40,12 +47,7 @@ def answer(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
-    prompts = []
-    for text in texts:
-        messages = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        prompts.append({"prompt_token_ids": ids[:room]})
+    prompts = prompts_of(llm, texts, max_tokens)
     params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **(sampling or {})})
     params.output_kind = RequestOutputKind.FINAL_ONLY
     drafts, by_depth = _read_counters(llm)
@@ -87,43 +89,13 @@ def _generate(engine: Any, prompts: list[dict[str, Any]], params: Any, at_once: 
     return [done[name] for name in names]
 
 
-def peak_rss_mib(pid: int) -> int:
-    """Peak resident memory of a process and its living descendants (shared pages count in each)."""
-    parents: dict[int, int] = {}
-    peaks: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
-        except OSError:  # ended meanwhile
-            continue
-        parents[int(folder.name)] = int(fields["PPid"])
-        peaks[int(folder.name)] = int(fields.get("VmHWM", "0 kB").split()[0])
-    family, grown = {pid}, True
-    while grown:
-        more = {child for child, parent in parents.items() if parent in family} - family
-        family, grown = family | more, bool(more)
-    return sum(peaks.get(member, 0) for member in family) // 1024
-
-
-def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answer requests until the pipe closes."""
+def start(arguments: Message) -> Engine:
+    """The engine, for ``bench.serving``."""
     from vllm import LLM
 
-    def reply(message: dict) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    llm = LLM(**json.loads(requests.readline()))
-    reply({"ready": True})
-    for line in requests:
-        request = json.loads(line)
-        if "close" in request:
-            reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
-            return
-        reply(answer(llm, **{key: request[key] for key in _ARGUMENTS if key in request}))
+    llm = LLM(**arguments)
+    return {"ready": True}, lambda request: answer(llm, **{k: request[k] for k in _ARGUMENTS if k in request})
 
 
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the host prints goes to the log
-    serve(sys.stdin, channel)
+    run_worker(start)

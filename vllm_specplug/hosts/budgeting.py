@@ -228,8 +228,6 @@ class ServingBudget:
 
     def wants_host(self, expected: torch.Tensor | None) -> bool:
         """Whether to run the host's drafter in this round; ``expected`` is that of ``DraftContext.draft_by_host``."""
-        if not self.budget.running.host:
-            return False
         return expected is None or self.budget.wants_host(expected.numpy(), self._round.wants)
 
     def catch_up(self, catch_up: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """A look inside decode rounds: where their time goes, what trees are drafted, what more nodes cost.
 
-JSON lines as in ``bench_worker``, but the engine runs in this process, so that its runner is within reach.  The first
-line holds the arguments of ``LLM`` and is answered by facts about the machine; then come requests by key:
+Served by ``bench.serving``, like ``bench_worker``, but the engine runs in this process, so that its runner is within
+reach.  It is started with the arguments of ``LLM``, says facts about the machine, and is asked by key:
 
 ``stages``   ``{"texts", "max_tokens"}``: milliseconds of a decode round by stage.
 ``trees``    the same, with ``"count"``: drafted trees with their tokens' text, and predicted against real acceptance.
@@ -15,7 +15,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -25,7 +24,9 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from vllm_specplug.bench.serving import Engine, Message, run_worker
 from vllm_specplug.calibration import Reliability
+from vllm_specplug.hosts.bench_worker import prompts_of
 from vllm_specplug.hosts.trace import TreeTrace, source_shares
 
 _STAGES = ("verify", "draft", "draft_forward")
@@ -126,16 +127,6 @@ def weight_bytes(model: str, element_size: int) -> int:
     return sum(sizes.values()) * element_size
 
 
-def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict]:
-    """Chat messages as token ids, cut so that the answer fits."""
-    tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
-    chats = ([{"role": "user", "content": text}] for text in texts)
-    return [
-        {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)[:room]}
-        for chat in chats
-    ]
-
-
 def decode(llm: Any, prompts: list[dict], max_tokens: int, ignore_eos: bool = False) -> None:
     """Greedy answers, one prompt at a time."""
     from vllm import SamplingParams
@@ -187,40 +178,30 @@ def step_costs(llm: Any, clock: RoundClock, nodes: list[int], context: int, max_
     return results
 
 
-def serve(requests: Any, replies: Any) -> None:
-    """Answer requests until the pipe closes."""
+def start(arguments: Message) -> Engine:
+    """The engine and its clock, for ``bench.serving``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the runner must be within reach
     import torch
     from vllm import LLM
 
-    def reply(message: dict) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    llm = LLM(**json.loads(requests.readline()))
+    llm = LLM(**arguments)
     clock = RoundClock(llm)
     config = llm.llm_engine.model_config
     machine = {"weight_bytes": weight_bytes(config.model, config.dtype.itemsize), "read_gb_s": read_bandwidth_gb_s()}
-    reply(machine | {"threads": torch.get_num_threads()})
-    for line in requests:
-        request = json.loads(line)
-        if "close" in request:
-            reply({"peak_rss_mib": None})
-            return
+
+    def ask(request: Message) -> Message:
         if "nodes" in request:
-            reply({"steps": step_costs(llm, clock, request["nodes"], request["context"], request["max_tokens"])})
-            continue
+            return {"steps": step_costs(llm, clock, request["nodes"], request["context"], request["max_tokens"])}
         prompts = prompts_of(llm, request["texts"], request["max_tokens"])
         if "count" in request:
-            reply(traced_trees(llm, clock, prompts, request["max_tokens"], request["count"]))
-        else:
-            decode(llm, prompts[:1], request["max_tokens"])
-            clock.rounds.clear()
-            decode(llm, prompts, request["max_tokens"])
-            reply(clock.stages())
+            return traced_trees(llm, clock, prompts, request["max_tokens"], request["count"])
+        decode(llm, prompts[:1], request["max_tokens"])
+        clock.rounds.clear()
+        decode(llm, prompts, request["max_tokens"])
+        return clock.stages()
+
+    return machine | {"threads": torch.get_num_threads()}, ask
 
 
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the host prints goes to the log
-    serve(sys.stdin, channel)
+    run_worker(start)

@@ -374,7 +374,7 @@ class TreeModelRunner(ABC):
         def draft_by_host(expected: torch.Tensor | None = None) -> Draft | None:
             nonlocal runs, caught_up
             budget = self.serving_budget
-            if budget is not None and not budget.wants_host(expected):
+            if budget is not None and not (arm.host and budget.wants_host(expected)):
                 return None
             runs = True
             if isinstance(self.drafter, TreeEagleProposer) and self.drafter.missed.num_rows:

@@ -51,12 +51,8 @@ class Sources:
         """Where a name of a module is defined, imports followed: the module and the definition."""
         tree = self.module(module)
         for node in ast.walk(tree) if tree is not None else ():
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            if _defines(node, name):
                 return module, node
-            if isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                    return module, node
             if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
@@ -66,12 +62,8 @@ class Sources:
     def find_member(self, module: str, owner: ast.AST, name: str) -> tuple[str, ast.AST] | None:
         """A member of a class, inherited ones included."""
         for node in getattr(owner, "body", ()):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            if _defines(node, name):
                 return module, node
-            if isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                    return module, node
         for base in getattr(owner, "bases", ()):
             base = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(base, ast.Name) and (found := self.find(module, base.id)) is not None:
@@ -79,6 +71,14 @@ class Sources:
                 if member is not None:
                     return member
         return None
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    """Whether a statement is the definition of a name."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+    return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
 
 
 def problem_in(symbol: HostSymbol, sources: Sources) -> str | None:

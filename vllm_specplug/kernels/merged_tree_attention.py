@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.kernels.context_attention import ContextAttention
-from vllm_specplug.kernels.triton_tree_attention import _attend_tree, tile_options
+from vllm_specplug.kernels.triton_tree_attention import _attend_tree, _load_queries, _store_output, tile_options
 
 
 @triton.jit
@@ -62,18 +62,15 @@ def _continue_kernel(
     if row_block * BLOCK_M >= query_len * GROUP:
         return
 
-    # Rows of the tile are (query row, head of the group): they share their keys.
-    index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = index // GROUP
-    head = kv_head * GROUP + index % GROUP
-    in_query = row < query_len
-    dims = tl.arange(0, HEAD_PADDED)
-    in_head = dims < HEAD_SIZE
-    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
-    places = in_query[:, None] & in_head[None, :]
-    q = tl.load(
-        query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :], mask=places, other=0.0
-    )
+    tile = _load_queries(
+        query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
+        GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
+    )  # fmt: skip
+    _, row, in_query, _, head, dims, in_head = tile
+    tree = (
+        key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride,
+        tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride,
+    )  # fmt: skip
 
     own = request.to(tl.int64)
     sums = tl.load(
@@ -84,42 +81,11 @@ def _continue_kernel(
     top = tl.where(empty, float("-inf"), sums)
     total = tl.where(empty, 0.0, 1.0)
     start = context_ptr + own * context_stride + row * context_row_stride + head * context_head_stride
-    acc = tl.load(start[:, None] + dims[None, :], mask=places & (empty == 0)[:, None], other=0.0).to(tl.float32)
+    seen = (in_query & (empty == 0))[:, None] & in_head[None, :]
+    acc = tl.load(start[:, None] + dims[None, :], mask=seen, other=0.0).to(tl.float32)
 
-    top, total, acc = _attend_tree(
-        q,
-        row,
-        in_query,
-        in_head,
-        dims,
-        request,
-        kv_head,
-        key_ptr,
-        key_stride,
-        key_head_stride,
-        value_ptr,
-        value_stride,
-        value_head_stride,
-        tree_start_ptr,
-        tree_lens_ptr,
-        bits_ptr,
-        bits_stride,
-        bits_row_stride,
-        scale,
-        top,
-        total,
-        acc,
-        BLOCK_N,
-        PRECISION,
-        WIDEN,
-    )
-
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing gets zeros
-    tl.store(
-        output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :],
-        result.to(output_ptr.dtype.element_ty),
-        mask=places,
-    )
+    top, total, acc = _attend_tree(tile, tree, request, kv_head, scale, top, total, acc, BLOCK_N, PRECISION, WIDEN)
+    _store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
 
 
 def merged_tree_attention(

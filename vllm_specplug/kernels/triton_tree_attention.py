@@ -38,25 +38,53 @@ def _attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, W
 
 
 @triton.jit
-def _attend_tree(
-    q,
-    row,
-    in_query,
-    in_head,
-    dims,
+def _load_queries(
+    query_ptr,
+    query_stride,
+    query_head_stride,
+    query_start_ptr,
     request,
     kv_head,
-    key_ptr,
-    key_stride,
-    key_head_stride,
-    value_ptr,
-    value_stride,
-    value_head_stride,
-    tree_start_ptr,
-    tree_lens_ptr,
-    bits_ptr,
-    bits_stride,
-    bits_row_stride,
+    row_block,
+    query_len,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One tile of a request's queries, and where its rows are: (query row, head of the group), which share their keys.
+
+    Returns:
+        The queries ``[BLOCK_M, HEAD_PADDED]``; the query row, whether the request has it, the row in the batch and the
+        head of each; the dimensions of a head, and whether it has them.
+    """
+    index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = index // GROUP
+    head = kv_head * GROUP + index % GROUP
+    in_query = row < query_len
+    dims = tl.arange(0, HEAD_PADDED)
+    in_head = dims < HEAD_SIZE
+    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
+    places = query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :]
+    q = tl.load(places, mask=in_query[:, None] & in_head[None, :], other=0.0)
+    return q, row, in_query, flat, head, dims, in_head
+
+
+@triton.jit
+def _store_output(output_ptr, output_stride, output_head_stride, tile, total, acc):
+    """What the softmax over all keys gave for a tile of ``_load_queries``."""
+    _, _, in_query, flat, head, dims, in_head = tile
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing gets zeros
+    places = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
+    tl.store(places, result.to(output_ptr.dtype.element_ty), mask=in_query[:, None] & in_head[None, :])
+
+
+@triton.jit
+def _attend_tree(
+    tile,
+    tree,
+    request,
+    kv_head,
     scale,
     top,
     total,
@@ -65,7 +93,15 @@ def _attend_tree(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The tiles of a request's tree keys, each row's by its own mask."""
+    """The tiles of a request's tree keys, each row's by its own mask.
+
+    Args:
+        tile: of ``_load_queries``.
+        tree: from ``key_ptr`` to ``bits_row_stride``, as the kernels take them.
+    """
+    q, row, in_query, _, _, dims, in_head = tile
+    key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride = tree[:6]
+    tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride = tree[6:]
     tree_len = tl.load(tree_lens_ptr + request)
     tree_start = tl.load(tree_start_ptr + request)
     for first in range(0, tree_len, BLOCK_N):
@@ -140,18 +176,15 @@ def _tree_attention_kernel(
     if row_block * BLOCK_M >= query_len * GROUP:
         return
 
-    # Rows of the tile are (query row, head of the group): they share their keys.
-    index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = index // GROUP
-    head = kv_head * GROUP + index % GROUP
-    in_query = row < query_len
-    dims = tl.arange(0, HEAD_PADDED)
-    in_head = dims < HEAD_SIZE
-    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
-    places = in_query[:, None] & in_head[None, :]
-    q = tl.load(
-        query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :], mask=places, other=0.0
-    )
+    tile = _load_queries(
+        query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
+        GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
+    )  # fmt: skip
+    q, row, in_query, _, head, dims, in_head = tile
+    tree = (
+        key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride,
+        tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride,
+    )  # fmt: skip
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -160,8 +193,8 @@ def _tree_attention_kernel(
     # Plain arithmetic: every function of triton's own library costs the interpreter milliseconds.
     tiles = (context + BLOCK_N - 1) // BLOCK_N
     share = (tiles + NUM_SPLITS - 1) // NUM_SPLITS
-    for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    for number in range(split * share, tl.minimum((split + 1) * share, tiles)):
+        place = number * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = place < context
         page = tl.load(block_table_ptr + request * block_table_stride + place // PAGE, mask=valid, other=0)
         slot = (
@@ -177,41 +210,14 @@ def _tree_attention_kernel(
         top, total, acc = _attend(q, k, v, valid[None, :] & in_query[:, None], scale, top, total, acc, PRECISION, WIDEN)
 
     if split == NUM_SPLITS - 1:  # the split with the fewest context tiles
-        top, total, acc = _attend_tree(
-            q,
-            row,
-            in_query,
-            in_head,
-            dims,
-            request,
-            kv_head,
-            key_ptr,
-            key_stride,
-            key_head_stride,
-            value_ptr,
-            value_stride,
-            value_head_stride,
-            tree_start_ptr,
-            tree_lens_ptr,
-            bits_ptr,
-            bits_stride,
-            bits_row_stride,
-            scale,
-            top,
-            total,
-            acc,
-            BLOCK_N,
-            PRECISION,
-            WIDEN,
-        )
+        top, total, acc = _attend_tree(tile, tree, request, kv_head, scale, top, total, acc, BLOCK_N, PRECISION, WIDEN)
 
     if NUM_SPLITS == 1:
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing gets zeros
-        rows = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
-        tl.store(rows, result.to(output_ptr.dtype.element_ty), mask=places)
+        _store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
     else:
         part = ((request * max_query_len + row).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
-        tl.store(parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :], acc, mask=places)
+        places = parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(places, acc, mask=in_query[:, None] & in_head[None, :])
         tl.store(tops_ptr + part, top, mask=in_query)
         tl.store(totals_ptr + part, total, mask=in_query)
 

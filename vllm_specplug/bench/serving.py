@@ -1,0 +1,60 @@
+"""A worker's end of the pipe to ``workers.Worker``: JSON lines in on stdin, JSON lines out on what was stdout.
+
+The first line holds the engine's arguments and is answered when it is ready, every further one by the engine, and
+``{"close"}`` by the peak memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+Message = dict[str, Any]
+#: What is said when it is ready, and what answers a request.
+Engine = tuple[Message, Callable[[Message], Message]]
+
+
+def run_worker(start: Callable[[Message], Engine]) -> None:
+    """Be a worker; ``start`` makes the engine of its arguments."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the engine prints goes to the log
+    serve(start, sys.stdin, channel)
+
+
+def serve(start: Callable[[Message], Engine], requests: TextIO, replies: TextIO) -> None:
+    """Answer requests until one asks for the end, or the pipe closes."""
+
+    def reply(message: Message) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    ready, answer = start(json.loads(requests.readline()))
+    reply(ready)
+    for line in requests:
+        request = json.loads(line)
+        if "close" in request:
+            reply({"peak_rss_mib": peak_rss_mib(os.getpid())})
+            return
+        reply(answer(request))
+
+
+def peak_rss_mib(pid: int) -> int:
+    """Peak resident memory of a process and its living descendants (shared pages count in each)."""
+    parents: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
+        except OSError:  # ended meanwhile
+            continue
+        parents[int(folder.name)] = int(fields["PPid"])
+        peaks[int(folder.name)] = int(fields.get("VmHWM", "0 kB").split()[0])
+    family, grown = {pid}, True
+    while grown:
+        more = {child for child, parent in parents.items() if parent in family} - family
+        family, grown = family | more, bool(more)
+    return sum(peaks.get(member, 0) for member in family) // 1024
