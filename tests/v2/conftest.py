@@ -31,6 +31,7 @@ os.environ.update(
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams, envs
+from vllm.platforms import current_platform
 
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
 
@@ -160,6 +161,19 @@ def model_runner(version):
         envs.disable_envs_cache()
         yield
     envs.disable_envs_cache()
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """The host never schedules asynchronously on a CPU; it can."""
+    platform = type(current_platform)
+    honest = platform.check_and_update_config
+
+    def restore(config):
+        honest(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(restore))
 
 
 class NoLookAtTheDevice(TorchDispatchMode):
