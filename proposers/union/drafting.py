@@ -123,7 +123,7 @@ class UnionProposer:
             size=width,
         )
         options = self.options
-        draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.min_node_value)
+        draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
         words = spread((1 << np.arange(len(self.names))) @ (merged.states == DRAFTED), 0, np.int64)
         bits = words.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
         return replace(draft, source_names=self.names, source_bits=bits)

@@ -24,18 +24,18 @@ class UnionOptions(TreeOptions):
     Attributes:
         sources: options of each source, given as dictionaries with a ``method`` of their own.  A source drafts up to
             its own ``num_speculative_tokens``; those of the union are the best of all.
-        min_node_value: nodes whose probability of acceptance is believed to be lower are not verified; the default is
+        min_node_value: nodes whose probability of acceptance is believed to be lower are not verified; by default 0.01,
             about what verifying one more node costs, as a share of a decode step.
     """
 
     method: ClassVar[str] = "union"
 
     sources: tuple[TreeOptions, ...]
-    min_node_value: float = 0.01
+    min_node_value: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        require_number("min_node_value", self.node_floor, 0.0, 0.5)
         if not isinstance(self.sources, list | tuple) or not 1 <= len(self.sources) <= MAX_SOURCES:
             raise ConfigError(f"sources must be a list of 1 to {MAX_SOURCES} sources, like {_EXAMPLE}")
         sources = tuple(_parse_source(number, source, self.budget) for number, source in enumerate(self.sources))
@@ -45,6 +45,11 @@ class UnionOptions(TreeOptions):
         if sum(find_method(name).make is None for name in names) > 1:
             raise ConfigError("sources: only one of them may have a draft model of the host's; leave the others out")
         object.__setattr__(self, "sources", sources)
+
+    @property
+    def node_floor(self) -> float:
+        """``min_node_value``, its default resolved."""
+        return 0.01 if self.min_node_value is None else self.min_node_value
 
 
 def _parse_source(number: int, given: object, budget: str) -> TreeOptions:

@@ -32,9 +32,13 @@ def test_host_has_the_seams():
     [
         (
             {"method": "swift", "model": None},
-            "'swift'.*use one of eagle2, hass, lookup, medusa, or set VLLM_USE_V2_MODEL_RUNNER=0",
+            "'swift'.*use one of eagle2, hass, lookup, medusa, union, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
-        ({"method": "union", "model": None, "sources": [{"method": "lookup"}]}, "'union'"),
+        ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
+        (
+            {"method": "union", "model": None, "sources": [{"method": "lookup", "min_node_value": 0.1}]},
+            "min_node_value",
+        ),
         (
             {"method": "lookup", "model": None, "traffic_tokens": 4096},
             "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
@@ -77,6 +81,8 @@ def test_what_is_served():
             check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}), runner)
         check_options(parse_options({"method": "medusa", "model": "heads"}), runner)
         check_options(parse_options({"method": "lookup"}), runner)
+        for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
+            check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}), runner)
     check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), V1_CUDA)
     check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
 

@@ -227,7 +227,7 @@ def uses_v2_runner(options: TreeOptions) -> bool:
 
 
 #: Methods that run on a device.
-DEVICE_METHODS = ("eagle2", "hass", "medusa", "lookup")
+DEVICE_METHODS = ("eagle2", "hass", "medusa", "lookup", "union")
 
 
 @dataclass(frozen=True)

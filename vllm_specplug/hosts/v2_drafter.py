@@ -11,6 +11,7 @@ from vllm_specplug.hosts.v2_growth import Growth
 from vllm_specplug.hosts.v2_trees import DeviceTrees
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.proposers.lookup.device import draft_matches
+from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.types import Draft
 
 
@@ -31,7 +32,7 @@ class TreeSpeculator:
         """To be called by ``__init__``."""
         scheduler, config = vllm_config.scheduler_config, vllm_config.speculative_config
         self.options, self._lookup = host_drafter(config.specplug), lookup_of(config.specplug)
-        self._req_states = req_states
+        self._merges, self._req_states = config.specplug.method == "union", req_states
         self.trees = DeviceTrees(
             scheduler.max_num_seqs,
             config.num_speculative_tokens,
@@ -77,10 +78,12 @@ class TreeSpeculator:
         self, num_reqs: int, slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and parents, int64 ``[num_reqs, num_rows]``; see ``v2_growth.Grow``."""
+        drafts = []
+        if self.options is not None:
+            drafts.append(self._draft_by_model(root_token_ids, *inputs))
         if self._lookup is not None:
             known = self._req_states
             token_ids, lens = known.all_token_ids.gpu, known.total_len.gpu
-            draft = draft_matches(token_ids, slots, lens, root_token_ids, self._lookup, match_keys)
-        else:
-            draft = self._draft_by_model(root_token_ids, *inputs)
-        return draft.tree.token_ids, draft.tree.parents
+            drafts.append(draft_matches(token_ids, slots, lens, root_token_ids, self._lookup, match_keys))
+        tree = (merge_drafts(drafts, self.trees.width - 1) if self._merges else drafts[0]).tree
+        return tree.token_ids, tree.parents
