@@ -1,7 +1,8 @@
 """Lookup on a device: all earlier places of a request at once, tensors of a fixed shape, no look at a value.
 
-The trees are those of ``drafting``, from the same beliefs.  Two things stay behind, since they live on the host: what
-other requests were answered, and what is learned while serving (``START`` holds throughout).
+The trees are those of ``drafting``, from the same beliefs; where more places match than are drafted, the longest of all
+are taken, not of the newest only.  Two things stay behind, since they live on the host: what other requests were
+answered, and what is learned while serving (``START`` holds throughout).
 """
 
 from __future__ import annotations

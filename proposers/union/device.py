@@ -32,7 +32,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         own = rows.same[:, :, columns]
         drafted = own.any(dim=2)
         # Of equal siblings the first counts.
-        believed = rows.log_odds[:, columns].gather(1, own.long().argmax(dim=2))
+        believed = rows.log_odds[:, columns].gather(1, own.byte().argmax(dim=2))
         beliefs.append(believed.masked_fill(~drafted, 0.0))
         children = rows.parents[:, None, columns].expand_as(own)
         expanded = (rows.same.gather(2, children) & rows.nodes[:, None, columns]).any(dim=2)
@@ -44,7 +44,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
     log_values = logsigmoid(log_odds.clamp(-LOGIT_LIMIT, LOGIT_LIMIT)).masked_fill(~rows.nodes, 0.0)
     for ancestor in rows.ancestors:
         log_values = log_values + log_values.gather(1, ancestor)
-    leaders = rows.same.long().argmax(dim=2)
+    leaders = rows.same.byte().argmax(dim=2)
     merged = rows.nodes & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
     pool = DraftPool(
         token_ids=rows.token_ids,

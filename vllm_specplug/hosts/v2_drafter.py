@@ -56,8 +56,8 @@ class TreeSpeculator:
 
     def _record(self, *inputs: torch.Tensor) -> None:
         """Record the growth, see ``Growth.record``."""
-        zeros = torch.zeros(self.trees.context_lens.shape[0], dtype=torch.int64, device=self.trees.context_lens.device)
-        self._growth.record(zeros, zeros.clone(), *inputs)
+        slots = torch.zeros_like(self.trees.parents[:, 0])
+        self._growth.record(slots, slots.clone(), *inputs)
 
     def _draft(
         self, input_batch: Any, dummy_run: bool, last_sampled: torch.Tensor, *inputs: torch.Tensor

@@ -42,7 +42,7 @@ def _match_keys_kernel(
 def match_keys(
     token_ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, min_match: int, max_match: int
 ) -> torch.Tensor:
-    """The reference's arguments and result; ``token_ids`` must be contiguous."""
+    """The reference's arguments and result; all contiguous."""
     num_reqs, max_len = slots.shape[0], token_ids.shape[1]
     keys = torch.empty(num_reqs, max_len, dtype=torch.int32, device=token_ids.device)
     _match_keys_kernel[(num_reqs, triton.cdiv(max_len, _BLOCK))](
