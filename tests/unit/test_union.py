@@ -288,12 +288,13 @@ def check_device(drafts, num_nodes):
     return expected
 
 
-def test_equal_siblings_and_certainty_on_a_device():
-    """Of equal siblings the first counts; a certain node stays finite; a root alone says nothing."""
+def test_odd_trees_on_a_device():
+    """Of equal siblings the first counts; a root alone says nothing; its token further down is no root."""
     first = Draft(to_tree([[(90, -1), (5, 0), (5, 0), (6, 1)]]), torch.tensor([[0.0, -0.5, -1.0, -0.5]]))
     second = Draft(to_tree([[(90, -1), (5, 0)]]), torch.tensor([[0.0, -2.0]]))
     nothing = Draft(to_tree([[(90, -1)]]), torch.zeros(1, 1))
-    for drafts in ([first, second], [second, first], [nothing, first], [nothing]):
+    deeper = Draft(to_tree([[(90, -1), (90, 0), (5, 1)]]), torch.tensor([[0.0, -0.2, -0.3]]))
+    for drafts in ([first, second], [second, first], [nothing, first], [nothing], [first, deeper]):
         check_device(drafts, 4)
 
 
