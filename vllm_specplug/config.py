@@ -180,10 +180,19 @@ def check_typical_limits(typical_epsilon: Any, typical_delta: Any) -> None:
     require_number("typical_delta", typical_delta, 0.0, 1e6)
 
 
+def parts_of(options: TreeOptions) -> tuple[TreeOptions, ...]:
+    """A method's options and, of a union, those of its sources."""
+    return (options, *getattr(options, "sources", ()))
+
+
 def host_drafter(options: TreeOptions) -> TreeOptions | None:
     """Options of the drafter that the host runs (EAGLE, Medusa): the method itself or one of a union's sources."""
-    candidates = (options, *getattr(options, "sources", ()))
-    return next((found for found in candidates if find_method(found.method).make is None), None)
+    return next((part for part in parts_of(options) if find_method(part.method).make is None), None)
+
+
+def lookup_of(options: TreeOptions) -> TreeOptions | None:
+    """Options of lookup: the method itself or one of a union's sources."""
+    return next((part for part in parts_of(options) if part.method == "lookup"), None)
 
 
 def is_our_method(method: Any) -> bool:

@@ -92,7 +92,7 @@ class LookupProposer:
         self.calibration = OnlineLogistic(np.array([START[scope] for scope in SCOPES]))
         self.reliability = Reliability()
         self._index: RequestIndex | None = None  # its rows are as long as the host's: known with the first call
-        self._traffic = TrafficIndex(options.traffic_tokens, LONG_ANCHOR) if options.traffic_tokens else None
+        self._traffic = TrafficIndex(options.kept_tokens, LONG_ANCHOR) if options.kept_tokens else None
         self._open: _Open | None = None
         #: By request: where its answer starts, and how its matches have done (accepted, expected), with decay.
         self._prompt_lens: OrderedDict[str, int] = OrderedDict()

@@ -31,7 +31,7 @@ class LookupOptions(TreeOptions):
         min_node_value: nodes whose probability of acceptance is believed to be lower are not drafted; by default 0.06
             with a fixed budget, 0.01 with a measured one.
         traffic_tokens: answers of finished requests kept for later ones, in tokens; 0 keeps nothing: a request then
-            sees nothing but itself.
+            sees nothing but itself.  By default 131072 where the host has the tokens, and 0 on its V2 runner.
     """
 
     method: ClassVar[str] = "lookup"
@@ -41,7 +41,7 @@ class LookupOptions(TreeOptions):
     max_match: int = 16
     max_candidates: int = 8
     min_node_value: float | None = None
-    traffic_tokens: int = 1 << 17
+    traffic_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,18 +49,22 @@ class LookupOptions(TreeOptions):
         require_int("max_match", self.max_match, 1, MAX_MATCH)
         require_int("min_match", self.min_match, 1, MAX_MATCH)
         require_int("max_candidates", self.max_candidates, 1, 32)
-        if self.min_node_value is not None:
-            require_number("min_node_value", self.min_node_value, 0.0, 0.5)
-        require_int("traffic_tokens", self.traffic_tokens, 0, MAX_TRAFFIC_TOKENS)
+        require_number("min_node_value", self.node_floor, 0.0, 0.5)
+        require_int("traffic_tokens", self.kept_tokens, 0, MAX_TRAFFIC_TOKENS)
         if self.min_match > self.max_match:
             raise ConfigError(
                 f"min_match={self.min_match} is more than max_match={self.max_match}: "
                 "lower min_match or raise max_match"
             )
-        if 0 < self.traffic_tokens < 1024:
+        if 0 < self.kept_tokens < 1024:
             raise ConfigError(f"traffic_tokens={self.traffic_tokens} is too few: choose 1024 or more, or 0 for none")
 
     @property
     def node_floor(self) -> float:
         """``min_node_value``, its default resolved."""
         return node_floor(self.min_node_value, self.budget, MEASURED_NODE_FLOOR)
+
+    @property
+    def kept_tokens(self) -> int:
+        """``traffic_tokens``, its default resolved."""
+        return 1 << 17 if self.traffic_tokens is None else self.traffic_tokens

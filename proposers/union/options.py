@@ -42,8 +42,7 @@ class UnionOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_node_value is not None:
-            require_number("min_node_value", self.min_node_value, 0.0, 0.5)
+        require_number("min_node_value", self.node_floor, 0.0, 0.5)
         if not isinstance(self.sources, list | tuple) or not 1 <= len(self.sources) <= MAX_SOURCES:
             raise ConfigError(f"sources must be a list of 1 to {MAX_SOURCES} sources, like {_EXAMPLE}")
         sources = tuple(_parse_source(number, source, self.budget) for number, source in enumerate(self.sources))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
 from vllm_specplug.proposers.lookup.drafting import LookupProposer, Matches, build_prefix_tree
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 
@@ -281,6 +282,61 @@ def test_learning_counts_only_nodes_whose_parent_was_right():
     seen.clear()
     proposer.propose(context([[*history, 1, 2]], ids=["other"]))
     assert seen == []
+
+
+# ---- on a device
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(4, 8))
+def test_keys_on_a_device_are_the_matches(seed, min_match, max_match):
+    rng = random.Random(seed)
+    token_ids, lens = random_histories(rng, 4)
+    slots = torch.tensor([2, 0])
+    keys = match_keys(token_ids, slots, lens, min_match, max_match)
+    assert keys.dtype == torch.int32 and keys.shape == (2, token_ids.shape[1])
+    for row, slot in zip(keys.tolist(), slots.tolist(), strict=True):
+        tokens = token_ids[slot, : lens[slot]].tolist()
+        for place, key in enumerate(row):
+            size = slow_match(tokens, place, max_match) if place < len(tokens) - 1 else 0
+            assert key == (size * len(row) + place if size >= min_match else 0)
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 20), st.integers(1, 9))
+def test_trees_on_a_device_are_those_of_the_host(seed, num_nodes, draft_depth):
+    """Candidates enough for all matches: of more, the host keeps the newest, the device the longest."""
+    rng = random.Random(seed)
+    token_ids, lens = random_histories(rng, 4)
+    changes = dict(max_candidates=32, min_match=rng.randint(1, 3), max_match=rng.randint(3, 6))
+    proposer = make(
+        num_speculative_tokens=num_nodes, draft_depth=draft_depth, min_node_value=0.0, traffic_tokens=0, **changes
+    )
+    slots = torch.tensor([3, 1, 0])
+    sequences = [token_ids[slot, : lens[slot]].tolist() for slot in slots.tolist()]
+    expected = proposer.propose(context(sequences, max_len=token_ids.shape[1]))
+    draft = draft_matches(token_ids, slots, lens, expected.tree.token_ids[:, 0], proposer.options)
+    assert draft.tree.token_ids.shape == (3, num_nodes + 1)
+    for request in range(3):
+        assert to_rows(draft.tree, request) == to_rows(expected.tree, request)
+    assert draft.log_values[:, : expected.log_values.shape[1]].tolist() == [
+        pytest.approx(values, abs=1e-5) for values in expected.log_values.tolist()
+    ]
+
+
+def random_histories(rng, count):
+    """Tokens of some requests, garbage behind them, and how many each has."""
+    lens = torch.tensor([rng.randint(1, 30) for _ in range(count)], dtype=torch.int32)
+    token_ids = torch.tensor([[rng.randrange(3) for _ in range(33)] for _ in range(count)], dtype=torch.int32)
+    return token_ids, lens
+
+
+def test_the_longest_matches_are_drafted_on_a_device():
+    history = [5, 6, 7, 8, *[7, 9] * 4, 5, 6, 7]
+    options = parse_options({"method": "lookup", "max_candidates": 1, "draft_depth": 2, "num_speculative_tokens": 2})
+    tokens, lens = torch.tensor([history], dtype=torch.int32), torch.tensor([len(history)], dtype=torch.int32)
+    draft = draft_matches(tokens, torch.tensor([0]), lens, torch.tensor([7]), options)
+    assert to_rows(draft.tree, 0) == [(7, -1), (8, 0), (7, 1)]
 
 
 # ---- options

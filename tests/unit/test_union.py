@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
 from vllm_specplug.proposers.union.merge import ABSENT, DRAFTED, SILENT, merge
 from vllm_specplug.proposers.union.options import UnionOptions
@@ -261,6 +262,56 @@ def test_a_wrong_source_loses_its_nodes():
     for count in range(1, 60):
         draft = union.propose(context([[1, 7] + [6] * count]))
     assert [token for token, _ in to_rows(draft.tree, 0)[1:]] == [6, 6]
+
+
+# ---- on a device
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 20))
+def test_merging_on_a_device_equals_the_host(seed, num_sources, num_nodes):
+    """Before anything is learned; no two nodes are worth the same, which each would settle by an order of its own."""
+    rng = oracle.seeded(seed)
+    drafts = [untied(rng, random_draft(rng, 3, rng.randint(1, 12))[0]) for _ in range(num_sources)]
+    check_device(drafts, num_nodes)
+
+
+def untied(rng, draft):
+    """With values like no others."""
+    log_values = draft.log_values.clone()
+    for request, row in draft.tree.depths.nonzero().tolist():
+        parent = draft.tree.parents[request, row]
+        log_values[request, row] = log_values[request, parent] + math.log(rng.uniform(0.02, 0.98))
+    return Draft(draft.tree, log_values)
+
+
+def check_device(drafts, num_nodes):
+    """What is merged on a device is what the host merges, which is returned."""
+    num_reqs = len(drafts[0].log_values)
+    host = make(*map(Fixed, drafts), num_nodes=num_nodes)
+    expected, found = host.propose(rows_context(num_reqs, vocab_size=1000)), merge_drafts(drafts, num_nodes)
+    assert found.tree.token_ids.shape == found.log_values.shape == (num_reqs, num_nodes + 1)
+    for request in range(num_reqs):
+        trees = [
+            dict(zip(paths(rows), draft.log_values[request].tolist(), strict=False))
+            for draft in (expected, found)
+            for rows in [to_rows(draft.tree, request)]
+        ]
+        assert trees[1] == pytest.approx(trees[0], abs=1e-4)
+        parents = found.tree.parents[request].tolist()
+        assert all(parent < row for row, parent in enumerate(parents))
+        assert len(trees[1]) == found.tree.num_rows[request] == len([row for row in parents if row >= 0]) + 1
+    return expected
+
+
+def test_odd_trees_on_a_device():
+    """Of equal siblings the first counts; a root alone says nothing; its token further down is no root."""
+    first = Draft(to_tree([[(90, -1), (5, 0), (5, 0), (6, 1)]]), torch.tensor([[0.0, -0.5, -1.0, -0.5]]))
+    second = Draft(to_tree([[(90, -1), (5, 0)]]), torch.tensor([[0.0, -2.0]]))
+    nothing = Draft(to_tree([[(90, -1)]]), torch.zeros(1, 1))
+    deeper = Draft(to_tree([[(90, -1), (90, 0), (5, 1)]]), torch.tensor([[0.0, -0.2, -0.3]]))
+    for drafts in ([first, second], [second, first], [nothing, first], [nothing], [first, deeper]):
+        check_device(drafts, 4)
 
 
 # ---- the guard

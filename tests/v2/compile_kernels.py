@@ -18,6 +18,7 @@ from vllm_specplug.kernels import triton_tree_attention
 from vllm_specplug.kernels.context_attention import ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 from vllm_specplug.layout import ancestor_bits
 
@@ -59,6 +60,7 @@ def round_of(num_reqs: int = 2, width: int = 61) -> None:
     _, path, num_emitted = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
     caches = [torch.zeros(2, 2, 16, 128, dtype=torch.bfloat16)]
     move_rows(cache_pointers(caches), caches[0], flat, ints, path, num_emitted)
+    match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), slots.int(), ints, 1, 16)
 
 
 def main() -> None:

@@ -31,7 +31,9 @@ os.environ.update(
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams, envs
+from vllm.platforms import current_platform
 
+from tests import tiny
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
@@ -106,6 +108,22 @@ def features(checkpoints, prompts, plain, tmp_path_factory):  # noqa: F811
     return extract(str(checkpoints["target"]), rows, folder, layers=layers, progress=False)
 
 
+@pytest.fixture(scope="session")
+def heads(checkpoints, features, tmp_path_factory):  # noqa: F811
+    """Medusa heads that know the answers by heart: the name of their checkpoint."""
+    from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+    from vllm_specplug.proposers.training.features import load_features
+
+    out = tmp_path_factory.mktemp("heads") / "medusa"
+    training = MedusaTraining(
+        num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
+    )
+    data = load_features(features)
+    train_medusa(str(checkpoints["target"]), data, str(out), torch.arange(tiny.VOCAB), training, progress=False)
+    checkpoints[out.name] = out
+    return out.name
+
+
 def answers(llm, prompts, params=GREEDY):
     """Token ids of every answer, and the log-probability of every token."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -169,6 +187,19 @@ def model_runner(version):
         envs.disable_envs_cache()
         yield
     envs.disable_envs_cache()
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """The host never schedules asynchronously on a CPU; it can."""
+    platform = type(current_platform)
+    honest = platform.check_and_update_config
+
+    def restore(config):
+        honest(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(restore))
 
 
 class NoLookAtTheDevice(TorchDispatchMode):

@@ -24,7 +24,7 @@ def test_every_launch_compiles_and_fits(tmp_path):
     compiled = json.loads(done.stdout)
     assert {name.split()[0] for name in compiled} == {
         "_tree_attention_kernel", "_continue_kernel", "_merge_kernel", "_store_trees_kernel", "_stage_rows_kernel",
-        "_walk_rows_kernel", "_move_rows_kernel",
+        "_walk_rows_kernel", "_move_rows_kernel", "_match_keys_kernel",
     }  # fmt: skip
     for name, shared in compiled.items():
         assert max(shared) <= SHARED_MEMORY[name.split()[1]], name

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 
 from tests.unit.test_tree_attention import TOLERANCE, exact
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 from vllm_specplug.kv import apply_moves, plan_moves
@@ -177,3 +179,21 @@ def test_walk_and_moves(seed):
 def test_caches_of_one_shape_are_required():
     with pytest.raises(ValueError, match="caches differ"):
         cache_pointers([torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 16)])
+
+
+# ---- the search of lookup
+
+
+@pytest.mark.parametrize("max_len", [40, 2100])
+@pytest.mark.parametrize(("min_match", "max_match"), [(1, 1), (1, 16), (3, 5)])
+def test_match_keys(max_len, min_match, max_match):
+    """Contexts from nothing to the last place, over several blocks of the kernel."""
+    generator = torch.Generator().manual_seed(max_len + max_match)
+    token_ids = torch.randint(0, 3, (6, max_len), dtype=torch.int32, generator=generator)
+    token_ids[5] = 1  # one token throughout: matches everywhere
+    lens = torch.tensor([0, 1, 2, max_len // 2, max_len, max_len], dtype=torch.int32)
+    for slots in (torch.arange(6), torch.tensor([4, 2], dtype=torch.int32)):
+        expected = reference_keys(token_ids, slots, lens, min_match, max_match)
+        assert (expected > 0).any()
+        device = on_device({"token_ids": token_ids, "slots": slots, "lens": lens})
+        assert torch.equal(match_keys(**device, min_match=min_match, max_match=max_match).cpu(), expected)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
-from vllm_specplug.proposers.training.features import load_features
 
-from tests import tiny
 from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
 from tests.v2.conftest import (
     ENGINE,
@@ -30,21 +27,9 @@ CHAIN = {**TREE, "tree": [[0], [0, 0], [0, 0, 0]]}
 DYNAMIC = {"method": "medusa", "num_speculative_tokens": 8, "budget": "fixed", "dynamic": True, "draft_top_k": 3}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def heads(checkpoints, features, tmp_path_factory):
-    """Heads that know the answers by heart."""
-    out = tmp_path_factory.mktemp("heads") / "medusa"
-    training = MedusaTraining(
-        num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
-    )
-    data = load_features(features)
-    train_medusa(str(checkpoints["target"]), data, str(out), torch.arange(tiny.VOCAB), training, progress=False)
-    checkpoints["medusa"] = out
-
-
 @pytest.fixture(scope="module")
-def llm(engine):
-    return engine("medusa", TREE, **ENGINE)
+def llm(engine, heads):
+    return engine(heads, TREE, **ENGINE)
 
 
 def test_greedy_trees(llm, prompts, plain, monkeypatch):
@@ -59,8 +44,8 @@ def test_greedy_trees(llm, prompts, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])
-def test_other_shapes(engine, prompts, plain, shape):
-    llm = engine("medusa", shape, **ENGINE)
+def test_other_shapes(engine, heads, prompts, plain, shape):
+    llm = engine(heads, shape, **ENGINE)
     assert same(answers(llm, prompts), plain)
     assert acceptance_length(llm) > 1.8
 
@@ -73,15 +58,15 @@ def test_prefix_cache_hits_on_blocks_written_by_trees(llm, prompts, plainly):
     check_prefix_cache_hits(plainly, llm, prompts)
 
 
-def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
-    check_preemption(engine("medusa", TREE, **SCARCE), prompts, plain)
+def test_forced_preemption_and_chunked_prefill(engine, heads, prompts, plain):
+    check_preemption(engine(heads, TREE, **SCARCE), prompts, plain)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [TREE, DYNAMIC], ids=["static", "dynamic"])
-def test_cuda_graphs(engine, prompts, plain, shape):
+def test_cuda_graphs(engine, heads, prompts, plain, shape):
     """Verification and the heads from recorded graphs."""
-    llm = engine("medusa", shape, enforce_eager=False, async_scheduling=True, **ENGINE)
+    llm = engine(heads, shape, enforce_eager=False, async_scheduling=True, **ENGINE)
     assert same(answers(llm, prompts), plain)
 
 

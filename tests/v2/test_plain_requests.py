@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -58,19 +57,6 @@ def start(engine, checkpoints):
 @pytest.fixture(scope="module")
 def expected(engine, start, prompts):
     return engine(**OPTIONS, **PLAIN).generate(prompts, PARAMS, use_tqdm=False)
-
-
-@pytest.fixture
-def asynchronous(monkeypatch):
-    """The host never schedules asynchronously on a CPU; it can."""
-    platform = type(current_platform)
-    honest = platform.check_and_update_config
-
-    def restore(config):
-        honest(config)
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(restore))
 
 
 def drafted_nodes(llm, monkeypatch):

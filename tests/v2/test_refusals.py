@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.hosts.conftest import ENGINE
+from tests.hosts.test_third_party import parrot  # noqa: F401
 from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.hosts import features, speculative_config
@@ -30,11 +31,18 @@ def test_host_has_the_seams():
     ("changes", "named"),
     [
         (
-            {"method": "lookup", "model": None},
-            "'lookup'.*use one of eagle2, hass, medusa, or set VLLM_USE_V2_MODEL_RUNNER=0",
+            {"method": "swift", "model": None},
+            "'swift'.*use one of eagle2, hass, lookup, medusa, union, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
-        ({"method": "swift", "model": None}, "'swift'"),
-        ({"method": "union", "model": None, "sources": [{"method": "lookup"}]}, "'union'"),
+        ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
+        (
+            {"method": "union", "model": None, "sources": [{"method": "lookup", "min_node_value": 0.1}]},
+            "min_node_value",
+        ),
+        (
+            {"method": "lookup", "model": None, "traffic_tokens": 4096},
+            "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         ({"budget": "measured"}, "budget"),
         ({"verification": "typical"}, "verification"),
         ({"trace_trees": "trees.jsonl"}, "trace_trees"),
@@ -72,6 +80,9 @@ def test_what_is_served():
         for method in ("eagle2", "hass"):
             check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}), runner)
         check_options(parse_options({"method": "medusa", "model": "heads"}), runner)
+        check_options(parse_options({"method": "lookup"}), runner)
+        for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
+            check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}), runner)
     check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), V1_CUDA)
     check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
 
@@ -93,6 +104,7 @@ def start_on_cuda(monkeypatch, checkpoints):
     return start
 
 
+@pytest.mark.usefixtures("parrot")
 def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     """V1 where the host is told so or falls back to it, then without asynchronous scheduling; else V2 with it."""
     platform, chosen = type(current_platform), []  # what the host chooses, before it sees its CPU
@@ -105,7 +117,8 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(look))
     for runner, method, worker in (
         ("0", "eagle2", GPU_WORKER),
-        (None, "lookup", GPU_WORKER),
+        (None, "parrot", GPU_WORKER),
+        (None, "lookup", GPU_WORKER_V2),
         (None, "eagle2", GPU_WORKER_V2),
     ):
         config, is_v2 = start_on_cuda(runner, method)

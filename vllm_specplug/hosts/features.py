@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from vllm_specplug.config import ConfigError, TreeOptions
+from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parts_of
 from vllm_specplug.hosts.check import MANIFEST_FLASH, check_host
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
@@ -218,19 +218,16 @@ def check_features(method: str, setting: Setting) -> None:
             )
 
 
-def uses_v2_runner(has_host_model: bool) -> bool:
-    """Whether the host will choose its V2 model runner.
-
-    Args:
-        has_host_model: whether the host loads a drafter for the method, or may think so; else it falls back to V1.
-    """
+def uses_v2_runner(options: TreeOptions) -> bool:
+    """Whether the host will choose its V2 model runner: where it loads a drafter, and where we may say so."""
+    has_drafter = isinstance(host_drafter(options), Eagle2Options)
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
-    return HAS_TRITON and has_host_model
+    return HAS_TRITON and (has_drafter or all(V2.serves(part.method) for part in parts_of(options)))
 
 
 #: Methods that run on a device.
-DEVICE_METHODS = ("eagle2", "hass", "medusa")
+DEVICE_METHODS = ("eagle2", "hass", "medusa", "lookup", "union")
 
 
 @dataclass(frozen=True)
@@ -239,8 +236,8 @@ class _Runner:
 
     Attributes:
         name: as in messages.
-        static: whether a round is the device's alone and of a fixed shape: no search in what the host knows, and a node
-            left out would save nothing.
+        static: whether a round is the device's alone and of a fixed shape: the host knows nothing of it, and nothing is
+            saved by a node left out.
         otherwise: what to do with a method it does not serve, beside choosing another.
     """
 
@@ -262,20 +259,30 @@ def check_options(options: TreeOptions, runner: _Runner) -> None:
     Raises:
         ConfigError: naming the option and the fix.
     """
-    for method in (options.method, *(source.method for source in getattr(options, "sources", ()))):
-        if not runner.serves(method):
-            served = ", ".join(name for name in method_names() if runner.serves(name))
-            raise ConfigError(
-                f"method {method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
-            )
-    least_node, least_level = (getattr(options, name, None) for name in ("min_node_value", "min_level_value"))
+    for part in parts_of(options):
+        _check_part(part, runner)
+
+
+def _check_part(options: TreeOptions, runner: _Runner) -> None:
+    if not runner.serves(options.method):
+        served = ", ".join(name for name in method_names() if runner.serves(name))
+        raise ConfigError(
+            f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
+        )
+    given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
     for used, option, fix in (
         (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
         (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
         (runner.static and options.trace_trees is not None, "trace_trees", "no trace_trees"),
-        (runner.static and bool(least_node), "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
+        (
+            runner.static and given["min_node_value"],
+            "min_node_value",
+            "min_node_value=0, and fewer num_speculative_tokens",
+        ),
+        # Answers of other requests are on the host.
+        (runner.static and given["traffic_tokens"], "traffic_tokens", f"traffic_tokens=0, or {runner.otherwise}"),
         # Asking a device whether to go on costs more than a level.
-        (bool(least_level), "min_level_value", "min_level_value=0, and a lower draft_depth"),
+        (given["min_level_value"], "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):
         if used:
             raise ConfigError(f"{option} does not work on {runner.name} yet: use {fix}")

@@ -9,7 +9,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, parse_options, resolve_drafter
+from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, lookup_of, parse_options, resolve_drafter
 from vllm_specplug.hosts.check import check_host, manifest_of
 from vllm_specplug.hosts.features import (
     V1_CUDA,
@@ -77,6 +77,10 @@ class TreeSpeculativeConfig(SpeculativeConfig):
             self.update_arch_()
         return result
 
+    def use_ngram(self) -> bool:
+        """Asked where the V2 runner decides whether all tokens lie in the device's memory: lookup reads them there."""
+        return lookup_of(self.specplug) is not None
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled in the engine core and the workers: their registries must know the drafter too.
         _register_model()
@@ -101,7 +105,7 @@ def build(
     given = {key.replace("-", "_"): value for key, value in given.items()}
     options = parse_options(given)
     drafter, on_cpu = host_drafter(options), current_platform.is_cpu()
-    v2 = uses_v2_runner(drafter is not None and not isinstance(drafter, SwiftOptions))
+    v2 = uses_v2_runner(options)
     report = check_host(manifest_of("V2" if v2 else "V1", on_cpu))
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
@@ -119,7 +123,7 @@ def build(
     if isinstance(drafter, MedusaOptions):
         resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
         options = _with_drafter(options, drafter, resolved)
-        host_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else ("custom_class", MEDUSA_PROPOSER)
+        host_method, model = "custom_class", MEDUSA_PROPOSER
     elif isinstance(drafter, SwiftOptions):
         check_target(drafter, target_model_config.hf_text_config.num_hidden_layers)
         host_method, model = "custom_class", SWIFT_PROPOSER
@@ -133,6 +137,8 @@ def build(
         host_method, model = info.kind, str(path)
     else:
         host_method, model = "custom_class", NO_DRAFTER
+    if v2 and host_method == "custom_class":
+        host_method, model = V2_WITHOUT_DRAFTER, None
     if target_parallel_config.worker_cls == "auto":
         workers = {
             (True, True): CPU_WORKER_V2,

@@ -18,11 +18,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_specplug.config import ConfigError
+from vllm_specplug.config import ConfigError, host_drafter
 from vllm_specplug.frames import with_room
 from vllm_specplug.hosts.patches import Patch, apply_all
 from vllm_specplug.hosts.v2_attention import check_caches
 from vllm_specplug.hosts.v2_drafter import TreeSpeculator
+from vllm_specplug.hosts.v2_lookup import TreeLookupSpeculator
 from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
 from vllm_specplug.hosts.v2_sampler import TreeRejectionSampler
 from vllm_specplug.hosts.v2_speculator import TreeEagleSpeculator
@@ -36,7 +37,9 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         options = getattr(vllm_config.speculative_config, "specplug", None)
         if options is None:
             return original(vllm_config, device, req_states)
-        return (TreeMedusaSpeculator if options.method == "medusa" else TreeEagleSpeculator)(vllm_config, device)
+        drafter = host_drafter(options)
+        kinds = {None: TreeLookupSpeculator, "medusa": TreeMedusaSpeculator}
+        return kinds.get(drafter and drafter.method, TreeEagleSpeculator)(vllm_config, device, req_states)
 
     return init_speculator
 

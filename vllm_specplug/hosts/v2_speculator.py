@@ -10,6 +10,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+from vllm_specplug.config import Eagle2Options
 from vllm_specplug.draft_sampling import Children, likeliest
 from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.hosts.v2_attention import LevelMetadata
@@ -19,6 +20,7 @@ from vllm_specplug.kv import DraftScratch, KvScratch
 from vllm_specplug.layout import ancestor_bits
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.types import Draft
 
 
 class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
@@ -29,12 +31,13 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
     a scratch that is thrown away.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device):
+    options: Eagle2Options
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
-        self.init_trees(vllm_config, device)
+        self.init_trees(vllm_config, device, req_states)
         #: What goes to the LM head for each request's newest token; ``hidden_states`` holds what its children are fed.
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
-        self._root_token_ids = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self._draft_head: DraftHead | None = None
         self._draft_to_target: torch.Tensor | None = None
         self._scratch: DraftScratch | None = None
@@ -61,7 +64,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         if self.decode_cudagraph_manager is not None and self.decode_cudagraph_manager.needs_capture():
             self.draft_max_seq_len = self.max_model_len  # bounds the splits of what is recorded
             width = self.block_tables.input_block_tables[0].shape[1]
-            self._growth.record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device))
+            self._record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device))
 
     # ---- one round
 
@@ -112,23 +115,22 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         if attn_metadata is None:  # a profiling run
             return self.draft_tokens[:num_reqs]
         block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
-        self._root_token_ids[:num_reqs].copy_(last_sampled[input_batch.idx_mapping].view(-1))
-        return self._draft(input_batch, dummy_run, block_table)
+        return self._draft(input_batch, dummy_run, last_sampled, block_table)
 
-    def _grow(self, num_reqs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draft_by_model(self, root_token_ids: torch.Tensor, *inputs: torch.Tensor) -> Draft:
         """The levels behind the first forward, from fixed places and the block table ``[num_reqs, max_blocks]``."""
+        num_reqs = root_token_ids.shape[0]
         levels = _Levels(self, num_reqs, *inputs)
-        tree = grow_tree(
-            self._root_token_ids[:num_reqs],
+        return grow_tree(
+            root_token_ids,
             DraftFeatures(self.root_scores[:num_reqs], self.hidden_states[:num_reqs]),
             self._score,
             levels.forward,
-            num_nodes=self.num_speculative_steps,
+            num_nodes=self.options.num_speculative_tokens,
             draft_depth=self.options.draft_depth,
             draft_top_k=self.options.draft_top_k,
             static=True,
-        ).tree
-        return tree.token_ids, tree.parents
+        )
 
     def _score(self, _level: int, hidden: torch.Tensor, top_k: int) -> Children:
         if self._draft_head is not None:

@@ -1,0 +1,107 @@
+"""Merging on a device: the best nodes of several drafts in one tree, tensors of a fixed shape, no look at a value.
+
+The merge is that of ``merge``, the scale that of ``drafting``, with what agreement and silence are worth at the start:
+outcomes, from which the host learns more, are not known before drafting there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import logsigmoid
+from vllm_specplug.proposers.union.drafting import start_weights
+from vllm_specplug.proposers.union.merge import DRAFTED, SILENT
+
+from vllm_specplug.calibration import LOGIT_LIMIT
+from vllm_specplug.tree import NEVER, DraftPool, rerank_draft
+from vllm_specplug.types import PADDING, Draft
+
+
+def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
+    """Merge drafts for the same requests and keep the best nodes.
+
+    Args:
+        drafts: of each source; the same roots.
+        num_nodes: nodes to keep.
+    """
+    rows = _Rows(drafts)
+    beliefs, pattern = [], torch.zeros_like(rows.token_ids)
+    for source, columns in enumerate(rows.sources):
+        own = rows.same[:, :, columns]
+        drafted = own.any(dim=2)
+        # Of equal siblings the first counts.
+        believed = rows.log_odds[:, columns].gather(1, own.byte().argmax(dim=2))
+        beliefs.append(believed.masked_fill(~drafted, 0.0))
+        children = rows.parents[:, None, columns].expand_as(own)
+        expanded = (rows.same.gather(2, children) & rows.nodes[:, None, columns]).any(dim=2)
+        silent = expanded.gather(1, rows.parents) & ~drafted
+        pattern += 3**source * (DRAFTED * drafted + SILENT * silent)
+    weights = _start_weights(len(drafts), pattern.device)[pattern]
+    features = torch.stack([torch.ones_like(beliefs[0]), rows.depths.clamp(min=1).double().log2(), *beliefs], dim=2)
+    log_odds = (weights[:, :, : features.shape[2]] * features).sum(dim=2)
+    log_values = logsigmoid(log_odds.clamp(-LOGIT_LIMIT, LOGIT_LIMIT)).masked_fill(~rows.nodes, 0.0)
+    for ancestor in rows.ancestors:
+        log_values = log_values + log_values.gather(1, ancestor)
+    leaders = rows.same.byte().argmax(dim=2)
+    merged = rows.nodes & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
+    pool = DraftPool(
+        token_ids=rows.token_ids,
+        # The first with a parent's path comes before all of its children.
+        parents=leaders.gather(1, rows.parents).masked_fill(rows.depths == 1, PADDING),
+        log_values=log_values.masked_fill(~merged, NEVER).float(),
+        depths=rows.depths,
+        size=leaders.shape[1],
+    )
+    return rerank_draft(pool, rows.token_ids[:, 0], num_nodes)[0]
+
+
+class _Rows:
+    """The rows of all drafts side by side, the roots included.
+
+    Attributes:
+        sources: the columns of each draft.
+        token_ids, depths: int64 ``[num_reqs, num_rows]``; as in ``TokenTree``.
+        parents: int64, same shape; roots are their own, and padding rows hang from them.
+        nodes: bool, same shape; neither roots nor padding.
+        log_odds: float64, same shape; the source's belief that the node is accepted once its parent is.
+        ancestors: int64, same shape; those at distance 1, 2, 4 and so on.
+        same: bool ``[num_reqs, num_rows, num_rows]``; whether two rows end equal paths.
+    """
+
+    def __init__(self, drafts: Sequence[Draft]):
+        widths = [draft.tree.token_ids.shape[1] for draft in drafts]
+        starts = [sum(widths[:source]) for source in range(len(widths))]
+        self.sources = [slice(start, start + width) for start, width in zip(starts, widths, strict=True)]
+        trees = [draft.tree for draft in drafts]
+        self.token_ids = torch.cat([tree.token_ids for tree in trees], dim=1)
+        self.depths = torch.cat([tree.depths for tree in trees], dim=1)
+        self.parents = torch.cat(
+            [tree.parents.clamp(min=0) + start for tree, start in zip(trees, starts, strict=True)], dim=1
+        )
+        self.nodes = self.depths > 0
+        values = torch.cat([draft.log_values for draft in drafts], dim=1).double()
+        edges = (values - values.gather(1, self.parents)).masked_fill(~self.nodes, 0.0).clamp(max=0.0)
+        self.log_odds = (edges - torch.log(-torch.expm1(edges))).clamp(-LOGIT_LIMIT, LOGIT_LIMIT)
+        self.ancestors = [self.parents]
+        for _ in range((max(widths) - 1).bit_length() - 1):
+            self.ancestors.append(self.ancestors[-1].gather(1, self.ancestors[-1]))
+        self.same = self._same_paths()
+
+    def _same_paths(self) -> torch.Tensor:
+        """By pointer jumping, as ``layout.ancestor_mask``."""
+        exists = self.token_ids != PADDING
+        same = exists.unsqueeze(2) & exists.unsqueeze(1)
+        for values in (self.token_ids, self.depths):
+            same = same & (values.unsqueeze(2) == values.unsqueeze(1))
+        for ancestor in self.ancestors:
+            above = same.gather(1, ancestor.unsqueeze(2).expand_as(same))
+            same = same & above.gather(2, ancestor.unsqueeze(1).expand_as(same))
+        return same
+
+
+@lru_cache(maxsize=16)
+def _start_weights(num_sources: int, device: torch.device) -> torch.Tensor:
+    """``start_weights`` on a device; one upload: a round takes nothing from the host."""
+    return torch.from_numpy(start_weights(num_sources)).to(device)

@@ -1,0 +1,113 @@
+"""Lookup on the V2 model runner: the tokens of plain decoding, and the trees that the host would draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from vllm_specplug.proposers.lookup.drafting import LookupProposer
+
+from tests.hosts.conftest import acceptance_length, runner_of
+from tests.unit.contexts import context
+from tests.unit.oracle_tensors import to_rows
+from tests.v2.conftest import (
+    ENGINE,
+    SAMPLED,
+    SCARCE,
+    answers,
+    check_preemption,
+    check_prefix_cache_hits,
+    same,
+    watch_rounds,
+)
+from vllm_specplug.hosts.v2_lookup import TreeLookupSpeculator
+from vllm_specplug.hosts.v2_scheduler import AsyncTreeScheduler
+from vllm_specplug.tree import from_flat
+
+#: Candidates enough for all matches of these contexts: of more, the host keeps the newest, the device the longest.
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6, "max_candidates": 32}
+
+
+@pytest.fixture(scope="module")
+def repeating(prompts):
+    """Prompts that repeat what plain decoding went on with."""
+    return [{"prompt_token_ids": prompt["prompt_token_ids"][:9] * 3} for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected(plainly, repeating):
+    return plainly(repeating)
+
+
+@pytest.fixture(scope="module")
+def llm(engine, expected):  # the newest engine owns the host's counters
+    return engine(speculative_config=LOOKUP, **ENGINE)
+
+
+def trees_of(llm, monkeypatch):
+    """The list gets a pair for each tree drafted from now on: the request's tokens, and the tree as rows."""
+    speculator, drafted = runner_of(llm).speculator, []
+    honest = speculator._growth
+
+    def look(num_reqs, slots, roots, *inputs):
+        token_ids, parents = honest(num_reqs, slots, roots, *inputs)
+        states = speculator._req_states
+        num_rows = 1 + (parents >= 0).sum(dim=1)
+        tree = from_flat(token_ids, parents, num_rows)
+        for request, slot in enumerate(slots.tolist()):
+            known = states.all_token_ids.gpu[slot, : states.total_len.gpu[slot]].tolist()
+            drafted.append((known, to_rows(tree, request)))
+        return token_ids, parents
+
+    monkeypatch.setattr(speculator, "_growth", look)
+    return drafted
+
+
+def test_greedy(llm, repeating, expected, monkeypatch):
+    assert isinstance(runner_of(llm).speculator, TreeLookupSpeculator)
+    # Else the host would choose its V1 runner where nothing else is asked for.
+    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
+    rounds = watch_rounds(llm, monkeypatch)
+    assert same(answers(llm, repeating), expected)
+    assert len(rounds) > 4
+    assert acceptance_length(llm) > 1.3
+
+
+def test_trees_are_those_of_the_host(llm, repeating, monkeypatch):
+    drafted = trees_of(llm, monkeypatch)
+    found, _ = answers(llm, repeating)
+    texts = [prompt["prompt_token_ids"] + answer[0] for prompt, answer in zip(repeating, found, strict=True)]
+    options = runner_of(llm).speculator._lookup
+    assert len(drafted) > 10 and max(len(rows) for _, rows in drafted) == 13
+    for known, rows in drafted:
+        # A last step may emit more than was asked for.
+        assert any(known[: len(text)] == text[: len(known)] for text in texts)
+        untaught = LookupProposer(replace(options, min_node_value=0.0, traffic_tokens=0))
+        assert rows == to_rows(untaught.propose(context([known], max_len=256)).tree, 0)
+
+
+def test_same_seed_same_tokens(llm, repeating, plainly):
+    assert same(answers(llm, repeating, SAMPLED), plainly(repeating, SAMPLED))
+
+
+def test_prefix_cache_hits_on_blocks_written_by_trees(llm, repeating, plainly):
+    check_prefix_cache_hits(plainly, llm, repeating)
+
+
+def test_forced_preemption_and_chunked_prefill(engine, repeating, expected):
+    check_preemption(engine(speculative_config=LOOKUP, **SCARCE), repeating, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the default")
+def test_asynchronous_scheduling(engine, repeating, expected, asynchronous):
+    llm = engine(speculative_config={**LOOKUP, "num_speculative_tokens": 6}, **ENGINE)
+    assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncTreeScheduler)
+    assert same(answers(llm, repeating), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs(engine, repeating, expected):
+    """Verification and the search from recorded graphs."""
+    llm = engine(speculative_config=LOOKUP, enforce_eager=False, async_scheduling=True, **ENGINE)
+    assert same(answers(llm, repeating), expected)

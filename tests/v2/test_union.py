@@ -1,0 +1,82 @@
+"""Unions on the V2 model runner: the tokens of plain decoding, and trees merged as the host would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.hosts.conftest import acceptance_length, runner_of
+from tests.unit.test_union import check_device
+from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_preemption, same, watch_rounds
+from vllm_specplug.hosts import v2_drafter
+from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
+from vllm_specplug.hosts.v2_speculator import TreeEagleSpeculator
+
+EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
+MEDUSA = {"method": "medusa", "tree": [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "draft_depth": 5}
+
+
+@pytest.fixture(scope="module")
+def mixed(prompts):
+    """New text, which drafters know, and repeated text, which is to be found."""
+    return [*prompts[:2], {"prompt_token_ids": prompts[2]["prompt_token_ids"][:9] * 3}]
+
+
+@pytest.fixture(scope="module")
+def expected(plainly, mixed):
+    return plainly(mixed)
+
+
+@pytest.fixture(scope="module")
+def start(engine, checkpoints, heads, expected):  # the newest engine owns the host's counters
+    """``start(drafter, **engine_options)``: an engine that merges it with lookup."""
+
+    def make(drafter, **options):
+        source = {**(MEDUSA if drafter == heads else EAGLE), "model": str(checkpoints[drafter])}
+        union = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12}
+        return engine(speculative_config=union, **{**ENGINE, **options})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kind", "drafted_by"),
+    [("eagle", TreeEagleSpeculator, {1, 2, 3}), ("medusa", TreeMedusaSpeculator, {1, 2})],
+)
+def test_greedy(start, mixed, expected, drafter, kind, drafted_by, monkeypatch):
+    """And no value is read back; what was merged is checked behind it."""
+    merged, honest = [], v2_drafter.merge_drafts
+    monkeypatch.setattr(v2_drafter, "merge_drafts", lambda *args: merged.append(args) or honest(*args))
+    llm = start(drafter)
+    assert isinstance(runner_of(llm).speculator, kind)
+    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
+    rounds = watch_rounds(llm, monkeypatch)
+    merged.clear()
+    assert same(answers(llm, mixed), expected)
+    assert len(rounds) > 4
+    assert acceptance_length(llm) > 1.5
+    bits = [check_device(*args).source_bits.flatten() for args in merged]
+    assert set(torch.cat(bits).tolist()) - {0} == drafted_by  # the drafter, lookup, both
+
+
+def test_same_seed_same_tokens(start, mixed, plainly):
+    assert same(answers(start("eagle"), mixed, SAMPLED), plainly(mixed, SAMPLED))
+
+
+def test_forced_preemption_and_chunked_prefill(start, mixed, expected):
+    check_preemption(start("eagle", **SCARCE), mixed, expected)
+
+
+def test_one_source(engine, mixed, expected):
+    """Of more nodes than the union takes."""
+    llm = engine(speculative_config={"method": "union", "sources": [LOOKUP], "num_speculative_tokens": 5}, **ENGINE)
+    assert same(answers(llm, mixed), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("drafter", ["eagle", "medusa"])
+def test_cuda_graphs(start, mixed, expected, drafter):
+    """Verification, drafters, search and merge from recorded graphs."""
+    llm = start(drafter, enforce_eager=False, async_scheduling=True)
+    assert same(answers(llm, mixed), expected)

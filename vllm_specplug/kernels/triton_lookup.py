@@ -1,0 +1,51 @@
+"""The search for earlier matches in Triton; ``proposers.lookup.device.match_keys`` is its reference."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _match_keys_kernel(
+    tokens_ptr,
+    slots_ptr,
+    lens_ptr,
+    keys_ptr,
+    max_len,
+    MIN_MATCH: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    end = tl.load(lens_ptr + slot) - 1
+    own = tokens_ptr + slot * max_len
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    matches = places < end
+    lengths = tl.zeros([BLOCK], tl.int32)
+    back = 0
+    # Few places match at all: most programs read their tokens once.
+    while (back < MAX_MATCH) & (tl.max(matches.to(tl.int32), axis=0) > 0):
+        here = tl.load(own + places - back, mask=matches & (places >= back), other=-1)
+        # A match so far began at place ``back - 1`` or behind it, which is before ``end``.
+        matches = matches & (here == tl.load(own + end - back))
+        lengths += matches.to(tl.int32)
+        back += 1
+    keys = tl.where(lengths >= MIN_MATCH, lengths * max_len + places, 0)
+    tl.store(keys_ptr + request * max_len + places, keys, mask=places < max_len)
+
+
+def match_keys(
+    token_ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, min_match: int, max_match: int
+) -> torch.Tensor:
+    """The reference's arguments and result; all contiguous."""
+    num_reqs, max_len = slots.shape[0], token_ids.shape[1]
+    keys = torch.empty(num_reqs, max_len, dtype=torch.int32, device=token_ids.device)
+    _match_keys_kernel[(num_reqs, triton.cdiv(max_len, _BLOCK))](
+        token_ids, slots, lens, keys, max_len, MIN_MATCH=min_match, MAX_MATCH=max_match, BLOCK=_BLOCK
+    )
+    return keys
