@@ -51,7 +51,7 @@ def test_eagle2_is_faster(benchmark, questions):
     speeds = {chains[name]: found[name]["overall"]["speedup"] for name in chains}
     length = max(speeds, key=speeds.get)
     print(f"\nthe chain over plain by length: {speeds}")
-    methods = ["plain", "ngram", "eagle-chain", "eagle2", "union"]
+    methods = ["plain", "ngram", "eagle-chain", "eagle2", "lookup", "union"]
     report = benchmark.pedantic(run, args=(questions, NUM_QUESTIONS, methods, {"eagle-chain": length}), rounds=1)
     report["chain_lengths"] = speeds
     print("\n" + bench.render(report))
