@@ -18,6 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -338,8 +339,31 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-tokens must be at least 1, and --limit from 1 to {len(PROMPTS)}")
     config = _method_config(args.speculative_config)
     model = Path(args.model) if args.model else _prepare_smollm2()
-    logs = Path(args.log_dir or tempfile.mkdtemp(prefix="specplug-demo-")).resolve()
-    logs.mkdir(parents=True, exist_ok=True)
+    with _log_folder(args.log_dir) as logs:
+        _compare_with_plain(args, config, model, logs)
+
+
+@contextlib.contextmanager
+def _log_folder(wanted: str | None) -> Iterator[Path]:
+    """Where the servers' logs go: the folder that is wanted, or one that stays only after an error, which names it."""
+    if wanted:
+        logs = Path(wanted).resolve()
+        logs.mkdir(parents=True, exist_ok=True)
+        yield logs
+        print(f"\nServer logs: {logs}", file=sys.stderr)
+        return
+    logs, failed = Path(tempfile.mkdtemp(prefix="specplug-demo-")).resolve(), False
+    try:
+        yield logs
+    except Exception:
+        failed = True
+        raise
+    finally:
+        if not failed:
+            shutil.rmtree(logs)
+
+
+def _compare_with_plain(args: argparse.Namespace, config: dict, model: Path, logs: Path) -> None:
     if config["method"] == METHOD["method"]:
         config.setdefault("trace_trees", str(logs / "trees.jsonl"))
     trace = Path(config.get("trace_trees", logs / "trees.jsonl"))
@@ -361,10 +385,6 @@ def run(args: argparse.Namespace) -> None:
     tree = best_tree(trace)
     if tree is not None:
         print("\nOne of its trees, the accepted path marked:\n\n" + draw(tree, model))
-    if args.log_dir:
-        print(f"\nServer logs: {logs}", file=sys.stderr)
-    else:
-        shutil.rmtree(logs)
 
 
 def _prepare_smollm2() -> Path:

@@ -239,11 +239,13 @@ def test_demo_report():
     assert "--dtype" not in demo.report(prompts, results, "eagle2", "float32")
 
 
-@pytest.mark.parametrize("end", ["well", "in an error", "well, logs wanted"])
+@pytest.mark.parametrize("end", ["well", "in an error", "interrupted", "well, logs wanted"])
 def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_path, scratch, capsys, end):
     def answers(servers, prompts, max_tokens):
         if end == "in an error":
             raise RuntimeError("broke off")
+        if end == "interrupted":
+            raise KeyboardInterrupt
         return [[demo.Answer("a", 10, 1.0), demo.Answer("a", 10, 0.5, drafts=4, accepted=6)] for _ in prompts]
 
     def server(name, model, options, log, plugins):
@@ -254,7 +256,8 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
     monkeypatch.setattr(demo, "wait_until_ready", lambda servers, timeout: None)
     monkeypatch.setattr(demo, "compare", answers)
     wanted = ["--log-dir", str(tmp_path / "logs")] if "wanted" in end else []
-    assert cli.main(["demo", "--model", str(tmp_path), "--limit", "2", *wanted]) == (2 if "error" in end else 0)
+    code = 2 if "error" in end else 130 if end == "interrupted" else 0
+    assert cli.main(["demo", "--model", str(tmp_path), "--limit", "2", *wanted]) == code
     assert [file.name for file in scratch.glob("*/plain.log")] == (["plain.log"] if "error" in end else [])
     assert len(list(scratch.iterdir())) == ("error" in end)
     assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in capsys.readouterr().err)
