@@ -190,6 +190,8 @@ MANIFEST_V2 = (
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.execute_model", ("self", "scheduler_output")),
     HostSymbol(f"{_V2}.model_runner:GPUModelRunner.sample_tokens", ("self", "grammar_output")),
     HostSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),
+    HostSymbol(f"{_V2}.states:RequestState.__init__", ("self", "max_num_reqs", "max_model_len")),
+    HostSymbol(f"{_V2}.buffer_utils:StagedWriteTensor.__init__", ("self", "size", "dtype", "device")),
     HostSymbol(f"{_V2}.spec_decode.eagle.speculator:EagleSpeculator.load_draft_model", ("self", "target_model")),
     HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.propose", _V2_PROPOSE),
     HostSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager", ("self", "cudagraph_mode")),
