@@ -34,6 +34,10 @@ FIRST_GUESS = 0.6
 #: What the other drafters promise a request, in tokens: edges of the classes by which is known what the host's drafter
 #: adds.
 CLASSES = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+#: For so many requests, whether the host's drafter runs beside others is asked at every round, by what these promise.
+#: In larger batches that is much the same from round to round, and after each pause the drafter would have prompts to
+#: catch up with: there an arm without it is compared.
+ASKING = 1
 #: Gain of the host's drafter before anything is known, requests that this is worth, and those after which an old one
 #: counts 1/e.
 FIRST_GAIN, FIRST_REQUESTS, GAIN_MEMORY = 0.6, 8.0, 1000.0
@@ -270,7 +274,7 @@ class Budget:
         self.running = regime.arm
         regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
         regime.drafting += 1
-        others = [arm for arm in self.arms[1:] if arm is not regime.arm]
+        others = [arm for arm in outlooks if arm not in (PLAIN, regime.arm)]
         if regime.drafting >= PLAIN_EVERY:
             self.running = PLAIN
         elif others:
@@ -289,9 +293,13 @@ class Budget:
         """What every arm promises for ``num_reqs`` requests; looked at anew every few calls."""
         known, age, found = self._outlooks
         if known != num_reqs or age >= 4:
-            age, found = 0, {arm: self._outlook(arm, num_reqs) for arm in self.arms}
+            age, found = 0, {arm: self._outlook(arm, num_reqs) for arm in self._arms_for(num_reqs)}
         self._outlooks = (num_reqs, age + 1, found)
         return found
+
+    def _arms_for(self, num_reqs: int) -> list[Arm]:
+        asks = num_reqs <= ASKING and any(arm.host and arm.free for arm in self.arms)
+        return [arm for arm in self.arms if not (asks and arm.free and not arm.host)]
 
     def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
         costs = self.costs
@@ -333,7 +341,7 @@ class Budget:
 
     def choice(self, num_reqs: int) -> dict[str, Any]:
         """What is best for so many requests, for people: batch, arm, nodes of a request, levels, expected speedup."""
-        outlooks = {arm: self._outlook(arm, num_reqs) for arm in self.arms}
+        outlooks = {arm: self._outlook(arm, num_reqs) for arm in self._arms_for(num_reqs)}
         best = max(outlooks, key=lambda arm: outlooks[arm].rate)
         levels = 0 if best is PLAIN else self._regime_of(num_reqs).worth[best].mean()[outlooks[best].levels - 1, -1]
         return {
@@ -354,6 +362,8 @@ class Budget:
             wanted: bool ``[num_reqs]``; requests that decode in the next step.
         """
         regime = self._regime
+        if self._num_reqs > ASKING:
+            return True
         self._classes = np.searchsorted(CLASSES, expected)
         if regime.by_host is None:
             return True

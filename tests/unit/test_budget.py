@@ -159,7 +159,7 @@ def test_trials_cost_little():
 
 def test_a_union_leaves_a_drafter_out_that_is_not_worth_its_time():
     costs = {**CHEAP, "host": 0.02, "level": 0.02}
-    arms, _ = run(make(costs, (ALONE, BOTH)), 1, [0.7, 0.7], 600, draft_seconds=0.02)
+    arms, _ = run(make(costs, (ALONE, BOTH)), 2, [0.7, 0.7], 600, draft_seconds=0.02)
     assert sum(arm is ALONE for arm in arms[-200:]) > 190 and BOTH in arms
 
 
@@ -268,16 +268,17 @@ def beside(budget, num_reqs, expected, gain, rounds, by_host=1e-2):
     return np.mean(ran[-100:])
 
 
-@pytest.mark.parametrize("num_reqs", [1, 4])
-def test_the_hosts_drafter_runs_where_the_others_leave_it_something(num_reqs):
+def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
     """At 20 ms a step of up to two tokens, 5 ms of it are worth half a token; for less it is tried now and then."""
-    budget = make(CHEAP, (BOTH,))
-    assert beside(budget, num_reqs, 0.0, 0.9, 50, by_host=5e-3) == 1.0
-    refusing = beside(budget, num_reqs, 5.0, 0.02, 1500, by_host=5e-3)
+    budget = make(CHEAP, (ALONE, BOTH))
+    assert beside(budget, 1, 0.0, 0.9, 50, by_host=5e-3) == 1.0
+    refusing = beside(budget, 1, 5.0, 0.02, 1500, by_host=5e-3)
     assert 0.0 < refusing < 0.2
     assert budget._regime.with_host < 0.3
     # What was learned of confident others says nothing of the rest.
-    assert beside(budget, num_reqs, 0.0, 0.9, 50, by_host=5e-3) == 1.0
+    assert beside(budget, 1, 0.0, 0.9, 50, by_host=5e-3) == 1.0
+    # In a batch of more, arms are compared; the one that was chosen runs.
+    assert beside(budget, 4, 5.0, 0.02, 50, by_host=5e-3) == 1.0
 
 
 def test_values_along_paths():

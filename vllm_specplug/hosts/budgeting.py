@@ -98,7 +98,9 @@ class ServingBudget:
         options, drafter = self._options, self._drafter
         has_make = find_method(options.method).make is not None
         arms = [Arm(options.method, host=not has_make, free=has_make)]
-        if drafter is not None:
+        if has_make and drafter is not None and len(options.sources) > 1:
+            arms = [Arm("without the drafter", host=False, free=True), replace(arms[0], host=True)]
+        elif drafter is not None:
             arms = [replace(arms[0], host=True)]
         measured = CostModel.measured_in(saved.get("seconds", {}))
         costs = CostModel({k: v for k, v in measured.items() if parts is None or k in parts}, self.limits)

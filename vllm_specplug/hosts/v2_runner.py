@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_specplug.config import ConfigError, host_drafter, lookup_of
+from vllm_specplug.config import ConfigError, host_drafter
 from vllm_specplug.frames import with_room
 from vllm_specplug.hosts.patches import Patch, apply_all
 from vllm_specplug.hosts.v2_attention import check_caches
@@ -37,10 +37,6 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         options = getattr(vllm_config.speculative_config, "specplug", None)
         if options is None:
             return original(vllm_config, device, req_states)
-        if lookup_of(options) is not None:
-            # Every round searches them: on the device, not in the host's memory, where they are by default.
-            known, size = req_states.all_token_ids, (req_states.max_num_reqs, req_states.max_model_len)
-            req_states.all_token_ids = type(known)(size, dtype=known.dtype, device=device)
         drafter = host_drafter(options)
         kinds = {None: TreeLookupSpeculator, "medusa": TreeMedusaSpeculator}
         return kinds.get(drafter and drafter.method, TreeEagleSpeculator)(vllm_config, device, req_states)
