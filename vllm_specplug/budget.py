@@ -9,14 +9,14 @@ An arm that does not run is tried now and then, as often as its expected loss al
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.calibration import OnlineLogistic, Reliability, log_odds_of, sigmoid
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import prune
 from vllm_specplug.types import Draft
@@ -109,6 +109,7 @@ class _Regime:
         worth: of each arm but the plain one.
         by_host: seconds of the host's drafter in a round beside other drafters; None before the first.
         with_host: share of those rounds in which it runs.
+        recent: float64 ``[2]``; tokens and seconds of the last steps.
     """
 
     arm: Arm
@@ -117,6 +118,7 @@ class _Regime:
     drafting: int = 0
     by_host: float | None = None
     with_host: float = 1.0
+    recent: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,6 @@ class Budget:
         self._reseeds, self._emitted = reseeds, 1.5
         self._prompt_rows = 0.0
         self._rate = 0.0
-        #: Tokens and seconds of the last steps.
-        self._recent = np.zeros(2)
         #: Seconds in which the host's drafter catches up with what it has missed.
         self._catch_up = 0.0
         self._missed_rows = 0
@@ -268,8 +268,8 @@ class Budget:
         if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN):
             # Credit saved up in good times is not for trying what has just been given up.
             regime.arm, now, regime.credit = best, outlooks[best], 0.0
-        recent = now.rate if self._recent[1] == 0 else self._recent[0] / self._recent[1]
-        self._rate = max(recent, outlooks[PLAIN].rate)
+        tokens, seconds = regime.recent
+        self._rate = max(tokens / seconds if seconds else now.rate, outlooks[PLAIN].rate)
         self._missed_rows = missed_rows
         self.running = regime.arm
         regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
@@ -453,7 +453,8 @@ class Budget:
         return draft if keep.sum() == nodes.sum() else prune(draft, torch.from_numpy(keep))
 
     def _stepped(self, tokens: float, seconds: float) -> None:
-        self._recent += np.array([tokens, seconds]) - self._recent / SPEED_MEMORY
+        recent = self._regime.recent
+        recent += np.array([tokens, seconds]) - recent / SPEED_MEMORY
 
     def _learn_gains(self, by_host: float, gained: np.ndarray, wanted: np.ndarray) -> None:
         """Beside others the host's drafter has added ``gained`` (``[num_reqs]``) tokens, what rows cost taken off."""
@@ -491,9 +492,9 @@ class Budget:
         """``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, depth, the request's record."""
         features = np.ones((*log_values.shape, 4))
         # Where padding stands above padding, the difference is no number.
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(invalid="ignore"):
             edges = np.fmin(log_values - at_rows(log_values, np.maximum(parents, 0)), 0.0)
-            np.clip(edges - np.log(-np.expm1(edges)), -LOGIT_LIMIT, LOGIT_LIMIT, out=features[..., 1])
+        features[..., 1] = log_odds_of(edges)
         features[..., 2] = LOG2[depths]
         for row, request_id in enumerate(request_ids):
             accepted, expected = self._records.get(request_id, (0.0, 0.0))

@@ -14,10 +14,10 @@ LOGIT_LIMIT = float(np.log((1 - FLOOR) / FLOOR))
 BATCH = 64
 
 
-def logit(probabilities: np.ndarray) -> np.ndarray:
-    """Log odds, finite."""
-    clipped = np.clip(probabilities, FLOOR, 1 - FLOOR, dtype=np.float64)
-    return np.log(clipped / (1 - clipped))
+def log_odds_of(log_probabilities: np.ndarray) -> np.ndarray:
+    """Log odds of what has these logarithms (none above 0), finite."""
+    with np.errstate(divide="ignore"):
+        return np.clip(log_probabilities - np.log(-np.expm1(log_probabilities)), -LOGIT_LIMIT, LOGIT_LIMIT)
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.calibration import LOGIT_LIMIT
+from vllm_specplug.calibration import log_odds_of
 from vllm_specplug.types import Draft
 
 #: What a source says of a node: nothing, since it drafted no child of the node's parent; it drafted others; it itself.
@@ -111,10 +111,9 @@ def _flatten(drafts: Sequence[Draft | None], num_reqs: int) -> tuple[np.ndarray,
         flat[:, 0] = np.arange(num_reqs)
         flat[requests, nodes] = num_reqs + count + np.arange(len(requests))
         values = draft.log_values.numpy().astype(np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(invalid="ignore"):
             edge = np.minimum(values[requests, nodes] - values[requests, parent], 0.0)
-            edge = np.where(np.isnan(edge), -np.inf, edge)
-            log_odds = edge - np.log(-np.expm1(edge))
+        edge = np.where(np.isnan(edge), -np.inf, edge)
         columns.append(
             (
                 requests,
@@ -122,7 +121,7 @@ def _flatten(drafts: Sequence[Draft | None], num_reqs: int) -> tuple[np.ndarray,
                 flat[requests, parent],
                 depths[requests, nodes],
                 np.full(len(requests), source),
-                np.clip(log_odds, -LOGIT_LIMIT, LOGIT_LIMIT),
+                log_odds_of(edge),
             )
         )
         count += len(requests)

@@ -281,6 +281,14 @@ def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
     assert beside(budget, 4, 5.0, 0.02, 50, by_host=5e-3) == 1.0
 
 
+def test_a_large_batch_says_nothing_of_the_price_of_time_in_a_small_one():
+    """A step of 16 requests emits many tokens a second; at that price no row of a single request's would pay."""
+    costs, chain = {**CHEAP, "row": 0.004}, [0.7, 0.6, 0.4, 0.1]
+    budget = make(costs)
+    run(budget, 16, chain, 60)
+    assert run(budget, 1, chain, 3)[1] == run(make(costs), 1, chain, 3)[1] != [0, 0, 0]
+
+
 def test_values_along_paths():
     parents = np.array([[-1, 0, 0, 1, 3, 2, -1]])
     edges = np.array([[9.0, 0.5, 0.25, 0.5, 0.5, 0.1, 7.0]])

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vllm_specplug.calibration import FLOOR, OnlineLogistic, Reliability, logit, sigmoid
+from vllm_specplug.calibration import FLOOR, OnlineLogistic, Reliability, log_odds_of, sigmoid
 
 
 def outcomes(rng, weights, count):
@@ -20,9 +20,10 @@ def feed(model, which, features, accepted, chunk=7):
         model.learn(np.full(len(features[part]), which), features[part], accepted[part])
 
 
-def test_logit_and_sigmoid_are_inverse_and_finite():
-    values = np.array([0.0, 0.2, 0.5, 0.99, 1.0])
-    assert sigmoid(logit(values)) == pytest.approx([FLOOR, 0.2, 0.5, 0.99, 1 - FLOOR])
+def test_log_odds_and_sigmoid_are_inverse_and_finite():
+    with np.errstate(divide="ignore"):
+        values = np.log([0.0, 0.2, 0.5, 0.99, 1.0])
+    assert sigmoid(log_odds_of(values)) == pytest.approx([FLOOR, 0.2, 0.5, 0.99, 1 - FLOOR])
     assert np.isfinite(np.log(sigmoid(np.array([-np.inf, -1e9, 1e9, np.inf])))).all()
 
 

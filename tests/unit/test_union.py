@@ -18,7 +18,7 @@ from vllm_specplug.proposers.union.options import UnionOptions
 from tests.unit import oracle
 from tests.unit.contexts import context
 from tests.unit.oracle_tensors import to_rows, to_tree
-from vllm_specplug.calibration import LOGIT_LIMIT, logit
+from vllm_specplug.calibration import LOGIT_LIMIT, log_odds_of
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parse_options
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.flat_draft import flatten
@@ -71,7 +71,7 @@ def test_merge_equals_dictionaries_of_paths(seed, num_sources, num_reqs):
             rows, values = one[1][request], one[2][request]
             for row, path in enumerate(paths(rows)):
                 if row:
-                    edge = logit(np.exp(values[row] - values[rows[row][1]]))
+                    edge = log_odds_of(min(values[row] - values[rows[row][1]], 0.0))
                     expected.setdefault((request, *path), {}).setdefault(source, edge)  # of equal siblings the first
     assert found.keys() == expected.keys()
     for path, beliefs in expected.items():

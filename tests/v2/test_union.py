@@ -29,7 +29,7 @@ def expected(plainly, mixed):
 
 
 @pytest.fixture(scope="module")
-def start(engine, checkpoints, heads, expected):  # the newest engine owns the host's counters
+def start(engine, checkpoints, heads):
     """``start(drafter, **engine_options)``: an engine that merges it with lookup."""
 
     def make(drafter, **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ class TreeSpeculator:
     options: TreeOptions | None
     trees: DeviceTrees
     draft_attn_layer_names: set[str]
+    #: Trees of the drafter, where there is one: from the last emitted tokens (int64 ``[num_reqs]``) and what ``_draft``
+    #: was given (``[num_reqs, ...]`` each).
+    _draft_by_model: Callable[..., Draft]
 
     def init_trees(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         """To be called by ``__init__``."""
@@ -44,15 +48,6 @@ class TreeSpeculator:
 
     def load_heads(self, target_model: torch.nn.Module) -> None:
         """Load what the host does not load itself."""
-
-    def _draft_by_model(self, root_token_ids: torch.Tensor, *inputs: torch.Tensor) -> Draft:
-        """The drafter's trees.
-
-        Args:
-            root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
-            inputs: ``[num_reqs, ...]`` each, as given to ``_draft``.
-        """
-        raise NotImplementedError
 
     def _record(self, *inputs: torch.Tensor) -> None:
         """Record the growth, see ``Growth.record``."""
