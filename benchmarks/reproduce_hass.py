@@ -1,10 +1,11 @@
 """HASS at this scale: alignment over 1, 2, 3 ... steps, and the K and w of its loss; equal data, steps and start.
 
     python benchmarks/reproduce_hass.py --target DIR --data DATA --dev-data DEV --heads DIR --out claims.json \
-        [--sweep-data DATA]
+        [--start-from HEAD] [--sweep-data DATA]
 
-``specplug data`` makes the data folders.  The common head is trained without alignment first (``--base-epochs``), then
-every head goes on from it (``--epochs``); heads that are in ``--heads`` already are not trained again.  With
+``specplug data`` makes the data folders.  The common head is one given (``--start-from``), or is trained without
+alignment first (``--base-epochs``); then every head goes on from it (``--epochs``); heads that are in ``--heads``
+already are not trained again.  With
 ``--sweep-data``, usually less of the same data, heads aligned over three steps go on from the common head with each K
 and w.  tau is that of EAGLE-2 trees along the target's own greedy answers: at temperature 0 a drafted token is accepted
 exactly when it is the answer's next.
@@ -19,12 +20,12 @@ import sys
 from pathlib import Path
 
 import torch
+
+from vllm_specplug.bench.reproductions import Cycles, gain_text, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.data import ANSWERS_NAME, FEATURES_NAME
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
-
-from vllm_specplug.bench.reproductions import Cycles, gain_text, tau, verdict_on, write
 
 NODES, DEPTH, BEAM = 60, 6, 10
 SWEEP_NODES, SWEEP_DEPTH, SWEEP_BEAM = 16, 4, 4
@@ -54,16 +55,22 @@ def train(args: argparse.Namespace, data: Path, out: Path, *options: str) -> Pat
     return out
 
 
+def start(args: argparse.Namespace) -> Path:
+    """The head that all others go on from."""
+    if args.start_from:
+        return args.start_from
+    return train(args, args.data, args.heads / "base", *aligned_over(1), "--epochs", str(args.base_epochs), *rate(1e-3))
+
+
 def aligned(args: argparse.Namespace) -> dict[int, Path]:
     """The heads by alignment."""
-    base = train(args, args.data, args.heads / "base", *aligned_over(1), "--epochs", str(args.base_epochs), *rate(1e-3))
-    more = ["--init-from", str(base), "--epochs", str(args.epochs), *rate(6e-4), "--seed", "1"]
+    more = ["--init-from", str(start(args)), "--epochs", str(args.epochs), *rate(args.lr), "--seed", "1"]
     return {k: train(args, args.data, args.heads / f"align-{k}", *aligned_over(k), *more) for k in args.align}
 
 
 def swept(args: argparse.Namespace) -> dict[tuple[int, float], Path]:
     """The heads by K and w, on the data of the sweep, in small batches."""
-    more = ["--init-from", str(args.heads / "base"), "--epochs", "1", "--batch-tokens", "1024", *rate(3e-4)]
+    more = ["--init-from", str(start(args)), "--epochs", "1", "--batch-tokens", "1024", *rate(args.lr / 2)]
     more += [*aligned_over(3), "--seed", "1"]
     return {
         (k, w): train(
@@ -90,7 +97,8 @@ def rate(value: float) -> list[str]:
 class Judge:
     """Measures heads on held-out answers."""
 
-    def __init__(self, target: str, folder: Path):
+    def __init__(self, target: str, folder: Path, start: Path):
+        self.start = start
         answers = read_answers(folder / ANSWERS_NAME)
         self.data = load_features(extract(target, answers, folder / FEATURES_NAME, progress=False))
         _, self.embedding, self.lm_head = target_head(target)
@@ -116,10 +124,14 @@ class Judge:
         return found
 
 
-def facts_of(folder: Path) -> str:
+def facts_of(folder: Path, start: Path) -> str:
     """What a head was trained on."""
-    facts = json.loads((folder / "config.json").read_text())["specplug"]
-    return f"{facts['steps']} steps on {facts['answer_tokens']} answer tokens after a common start without alignment"
+    facts, common = (json.loads((f / "config.json").read_text())["specplug"] for f in (folder, start))
+    return (
+        f"{facts['steps']} steps on {facts['answer_tokens']} answer tokens after a common start: "
+        f"{common['steps']} steps aligned over {common['options']['align_steps']} "
+        f"on {common['answer_tokens']} answer tokens"
+    )
 
 
 def alignment_table(judge: Judge, heads: dict[int, Path]) -> dict:
@@ -157,7 +169,7 @@ def alignment_table(judge: Judge, heads: dict[int, Path]) -> dict:
             for k in heads
         ],
         "note": f"offline, {len(judge.data)} held-out answers; trees of {NODES} nodes, depth {DEPTH}, {BEAM} children; "
-        + facts_of(heads[1]),
+        + facts_of(heads[1], judge.start),
     }
 
 
@@ -188,7 +200,7 @@ def sweep_table(judge: Judge, heads: dict[tuple[int, float], Path]) -> dict:
             for (k, w), found in trees.items()
         ],
         "note": f"offline, {len(judge.data)} held-out answers; trees of {SWEEP_NODES} nodes, depth {SWEEP_DEPTH}, "
-        f"{SWEEP_BEAM} children; align-3, {facts_of(next(iter(heads.values())))}",
+        f"{SWEEP_BEAM} children; align-3, {facts_of(next(iter(heads.values())), judge.start)}",
     }
 
 
@@ -207,7 +219,9 @@ def main() -> None:
     for name in ("data", "dev-data", "heads", "out"):
         parser.add_argument(f"--{name}", required=True, type=Path)
     parser.add_argument("--align", type=lambda text: [int(k) for k in text.split(",")], default=[1, 2, 3, 4, 5])
+    parser.add_argument("--start-from", type=Path, metavar="HEAD", help="common start (default: trained, unaligned)")
     parser.add_argument("--base-epochs", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=6e-4, help="of the alignment; the sweep's is half of it")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--sweep-data", type=Path, help="folder for the sweep over K and w (default: no sweep)")
     parser.add_argument("--sweep", type=parse_sweep, default=list(SWEEP), metavar="K:w,..")
@@ -218,7 +232,7 @@ def main() -> None:
 
     heads = aligned(args)
     sweep = swept(args) if args.sweep_data else {}
-    judge = Judge(args.target, args.dev_data)
+    judge = Judge(args.target, args.dev_data, start(args))
     tables = [alignment_table(judge, heads), *([sweep_table(judge, sweep)] if sweep else [])]
     write(args.out, tables, "align-1 and the loss without its top-K term: same data, same steps")
 

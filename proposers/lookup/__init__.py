@@ -1,8 +1,7 @@
 """Lookup: what followed the same words before, in the request itself or in recent traffic, drafted as a tree."""
 
-from vllm_specplug.proposers.lookup.options import LookupOptions
-
 from vllm_specplug.proposer import Method
+from vllm_specplug.proposers.lookup.options import LookupOptions
 
 
 def _make(options: LookupOptions):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
-from vllm_specplug.proposers.lookup.options import LookupOptions
 
 from vllm_specplug.calibration import OnlineLogistic, Reliability, sigmoid
 from vllm_specplug.proposer import DraftContext
+from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
+from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.tree import NEVER, DraftPool, rerank_draft
 from vllm_specplug.types import PADDING, Draft
 

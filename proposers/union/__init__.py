@@ -1,8 +1,7 @@
 """Union: the best nodes of several proposers in one tree, by one scale of belief."""
 
-from vllm_specplug.proposers.union.options import UnionOptions
-
 from vllm_specplug.proposer import Method
+from vllm_specplug.proposers.union.options import UnionOptions
 
 
 def _make(options: UnionOptions):

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import calibrate
 from vllm_specplug.proposers.medusa.ranks import load_for_ranking, rank_answers
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
-
-from vllm_specplug.config import resolve_drafter
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = {

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm_specplug.proposers.eagle2.checkpoint import save_head
-from vllm_specplug.proposers.medusa.heads import MedusaHeads
 
 from tests import tiny
 from tests.hosts.conftest import TREE, make_prompts, token_ids
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts import eagle_proposer, medusa_heads
+from vllm_specplug.proposers.eagle2.checkpoint import save_head
+from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.types import Draft, TokenTree
 
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 8}

@@ -11,11 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm_specplug.proposers.medusa import steps
-from vllm_specplug.proposers.medusa.joint import JointTraining, train_joint
-from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
-from vllm_specplug.proposers.training.answers import Answer
-from vllm_specplug.proposers.training.features import extract, load_features
 
 from tests import tiny
 from tests.hosts.conftest import (
@@ -26,6 +21,11 @@ from tests.hosts.conftest import (
     make_prompts,
     token_ids,
 )
+from vllm_specplug.proposers.medusa import steps
+from vllm_specplug.proposers.medusa.joint import JointTraining, train_joint
+from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.training.answers import Answer
+from vllm_specplug.proposers.training.features import extract, load_features
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 HEADS = 3

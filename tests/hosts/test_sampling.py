@@ -10,14 +10,14 @@ import torch
 from scipy.stats import chi2
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
-from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
-from vllm_specplug.proposers.training.answers import Answer
-from vllm_specplug.proposers.training.features import extract, load_features
 
 from tests import tiny
 from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
 from vllm_specplug.hosts.sampling import SampledWalk
 from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
+from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.training.answers import Answer
+from vllm_specplug.proposers.training.features import extract, load_features
 
 METHODS = ("eagle2", "medusa", "union", "swift")
 #: Of a method that leaves layers out, the others have the small one.

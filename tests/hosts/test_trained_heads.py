@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from vllm import SamplingParams
+
+from tests import tiny
+from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.hass.train import HassTrainOptions
 from vllm_specplug.proposers.training import eagle, features
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
-
-from tests import tiny
-from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 
 CHAIN = {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4, **WHOLE}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
+
 from vllm_specplug.proposers.eagle2 import alignment
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig, rotary_table, rotate
 

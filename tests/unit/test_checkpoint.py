@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from vllm_specplug.proposers.eagle2.checkpoint import (
     CheckpointError,
     load_head,

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_specplug.proposers.eagle3.head import layer_ids
-from vllm_specplug.proposers.training import answers as answer_files
-from vllm_specplug.proposers.training import features, generate
-from vllm_specplug.proposers.training.answers import Conversation, read_answers, read_conversations
 
 from tests.unit.trained import DRAFT, VOCAB, full_disk, write_target
 from vllm_specplug import cli
 from vllm_specplug.hosts import offline
+from vllm_specplug.proposers.eagle3.head import layer_ids
+from vllm_specplug.proposers.training import answers as answer_files
+from vllm_specplug.proposers.training import features, generate
+from vllm_specplug.proposers.training.answers import Conversation, read_answers, read_conversations
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

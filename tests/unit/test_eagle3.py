@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+
+from tests.unit.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import HeadConfig, rotary_table
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import Eagle3Head, layer_ids
 from vllm_specplug.proposers.training import loop
-
-from tests.unit.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
 
 LAYERS = (0, 1, 2)
 IDS = torch.arange(DRAFT) + 5

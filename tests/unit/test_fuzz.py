@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_checkpoint
-from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 from tests import tiny
 from vllm_specplug.config import ConfigError, TreeOptions, parse_options
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_checkpoint
+from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 METHODS = ("eagle2", "hass", "lookup", "medusa", "swift", "union")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from vllm_specplug.proposers.hass import losses as hass
 from vllm_specplug.proposers.training import losses
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, load_head, save_head, validate_checkpoint
-from vllm_specplug.proposers.eagle3.speculators import convert
 
 from tests.unit.test_checkpoint import CONFIG, DRAFT, HIDDEN, VOCAB, eagle3_state, eagle_state, write
 from tests.unit.trained import full_disk
 from vllm_specplug import cli
 from vllm_specplug.inspection import inspect, render
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, load_head, save_head, validate_checkpoint
+from vllm_specplug.proposers.eagle3.speculators import convert
 
 PROVENANCE = {
     "target": "Some-1B",

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
-from vllm_specplug.proposers.lookup.drafting import LookupProposer, Matches, build_prefix_tree
-from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 
 from tests.unit.contexts import context
 from tests.unit.oracle_tensors import to_rows
 from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
+from vllm_specplug.proposers.lookup.drafting import LookupProposer, Matches, build_prefix_tree
+from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

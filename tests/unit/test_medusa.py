@@ -12,6 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from tests.unit import trained
+from vllm_specplug.bench import METHODS
+from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, offsets, save_head
 from vllm_specplug.proposers.medusa import calibrate, simulate, train
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
@@ -38,10 +42,6 @@ from vllm_specplug.proposers.medusa.sparse_tree import (
 )
 from vllm_specplug.proposers.training import loop
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
-
-from tests.unit import trained
-from vllm_specplug.bench import METHODS
-from vllm_specplug.config import ConfigError, parse_options
 
 HIDDEN, VOCAB, DRAFT = trained.HIDDEN, trained.VOCAB, trained.DRAFT
 

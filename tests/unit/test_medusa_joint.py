@@ -7,14 +7,14 @@ import json
 
 import pytest
 import torch
+
+from tests import tiny
+from tests.unit import trained
 from vllm_specplug.proposers.medusa import joint
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 from vllm_specplug.proposers.training import loop
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
-
-from tests import tiny
-from tests.unit import trained
 
 DRAFT = 120
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.stats import chi2
-from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
-from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
-from vllm_specplug.proposers.medusa.sparse_tree import in_draw_order
 
 from vllm_specplug import draft_sampling, rejection
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.draft_sampling import DraftSampling
 from vllm_specplug.noise import gumbel_noise, upcoming_seeds
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
+from vllm_specplug.proposers.medusa.sparse_tree import in_draw_order
 from vllm_specplug.rejection import accept_rejection
 from vllm_specplug.types import PADDING
 

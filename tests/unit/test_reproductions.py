@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
-from vllm_specplug.proposers.swift import drafting
-from vllm_specplug.proposers.training.evaluate import Drafted
 
 from benchmarks import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift
 from tests.unit.test_report import CLAIM, Page
 from vllm_specplug import report
 from vllm_specplug.bench import reproductions
+from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
+from vllm_specplug.proposers.swift import drafting
+from vllm_specplug.proposers.training.evaluate import Drafted
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: Files of the page, and the scripts that wrote them.

@@ -8,14 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
+
+from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.swift.drafting import DraftedLevel, chain_with_siblings, num_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet, num_choices
 from vllm_specplug.proposers.swift.ledger import MOST_CREDIT, Ledger
 from vllm_specplug.proposers.swift.options import check_target
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
 from vllm_specplug.proposers.swift.state import SwiftState, load_state
-
-from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.request_args import check_request
 from vllm_specplug.types import PADDING
 

@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+
+from tests.unit.trained import DRAFT, full_disk, make_answers, make_features, write_target
+from vllm_specplug import cli
 from vllm_specplug.proposers.eagle2.checkpoint import load_head
 from vllm_specplug.proposers.hass import train as hass
 from vllm_specplug.proposers.training import eagle, features, log, loop, trainer
 from vllm_specplug.proposers.training.team import Team, join
-
-from tests.unit.trained import DRAFT, full_disk, make_answers, make_features, write_target
-from vllm_specplug import cli
 
 IDS = torch.arange(DRAFT)
 SMALL = eagle.EagleOptions(epochs=1, batch_tokens=96, draft_vocab_size=DRAFT, align_steps=2)

@@ -6,14 +6,14 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
+
+from tests.unit.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
 from vllm_specplug.proposers.training import answers as answer_files
 from vllm_specplug.proposers.training import eagle, features, loop, losses
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance, tree_tau
-
-from tests.unit.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_specplug.proposers.union.device import merge_drafts
-from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
-from vllm_specplug.proposers.union.merge import ABSENT, DRAFTED, SILENT, merge
-from vllm_specplug.proposers.union.options import UnionOptions
 
 from tests.unit import oracle
 from tests.unit.contexts import context
@@ -23,6 +19,10 @@ from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_d
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
+from vllm_specplug.proposers.union.device import merge_drafts
+from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
+from vllm_specplug.proposers.union.merge import ABSENT, DRAFTED, SILENT, merge
+from vllm_specplug.proposers.union.options import UnionOptions
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import Draft, TokenTree
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
 from vllm_specplug.proposers.training import features
 from vllm_specplug.proposers.training.answers import Answer
 

@@ -10,9 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_specplug.proposers.eagle2.checkpoint import target_ids
-from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
-from vllm_specplug.proposers.medusa import drafting as medusa
 
 from vllm_specplug import tree
 from vllm_specplug.draft_sampling import likeliest
@@ -20,6 +17,9 @@ from vllm_specplug.hosts import v1_gpu_runner
 from vllm_specplug.hosts.v1_gpu_attention import device_scratch_metadata, upload_rows
 from vllm_specplug.hosts.v2_trees import DeviceTrees
 from vllm_specplug.kv import KvScratch, plan_moves
+from vllm_specplug.proposers.eagle2.checkpoint import target_ids
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.proposers.medusa import drafting as medusa
 from vllm_specplug.types import Walk
 
 DEVICE = torch.device("meta")

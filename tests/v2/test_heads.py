@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from vllm_specplug.proposers.eagle3.train import Eagle3Options, train_eagle3
-from vllm_specplug.proposers.training.features import load_features
 
 from tests import tiny
 from tests.hosts.conftest import WHOLE, acceptance_length
 from tests.v2.conftest import ENGINE, answers, same
+from vllm_specplug.proposers.eagle3.train import Eagle3Options, train_eagle3
+from vllm_specplug.proposers.training.features import load_features
 
 TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 
 from tests.unit.test_tree_attention import TOLERANCE, exact
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
@@ -11,6 +10,7 @@ from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 from vllm_specplug.kv import apply_moves, plan_moves
 from vllm_specplug.layout import ancestor_bits, ancestor_mask, lay_out
+from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 from vllm_specplug.tree import depths_from_parents, from_flat
 from vllm_specplug.types import PADDING
 from vllm_specplug.walk import walk_tokens

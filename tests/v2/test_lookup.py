@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm_specplug.proposers.lookup.drafting import LookupProposer
 
 from tests.hosts.conftest import acceptance_length, runner_of
 from tests.unit.contexts import context
@@ -23,6 +22,7 @@ from tests.v2.conftest import (
 )
 from vllm_specplug.hosts.v2_lookup import TreeLookupSpeculator
 from vllm_specplug.hosts.v2_scheduler import AsyncTreeScheduler
+from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.tree import from_flat
 
 #: Candidates enough for all matches of these contexts: of more, the host keeps the newest, the device the longest.
