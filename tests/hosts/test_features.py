@@ -45,9 +45,9 @@ def test_what_works_has_its_test(support):
     assert name in functions
 
 
-def test_readme_has_the_table():
-    readme = (ROOT / "README.md").read_text()
-    written = readme.split("<!-- features -->\n")[1].split("\n<!-- /features -->")[0]
+def test_the_page_has_the_table():
+    page = (ROOT / "docs" / "support.md").read_text()
+    written = page.split("<!-- features -->\n")[1].split("\n<!-- /features -->")[0]
     assert written == feature_table(), "run: python -m vllm_specplug.hosts.features"
 
 

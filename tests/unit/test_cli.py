@@ -407,17 +407,28 @@ def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
     fails_with(capsys, ["bench", "--table", str(file), "--into", str(page)], "results")
 
 
-def test_the_readme_shows_the_files(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
+def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     """Each generated table is what the results it names give."""
     root = Path(__file__).parents[2]
-    page = (root / "README.md").read_text()
-    assert all(page.count(mark) == 1 for mark in (*bench.MARKS, *bench.CONCURRENCY_MARKS))
+    page, copy = (root / name).read_text(), tmp_path / "page.md"
     monkeypatch.chdir(root / "benchmarks" / "results")
-    under_load = page.partition(bench.CONCURRENCY_MARKS[0])[2].partition(bench.CONCURRENCY_MARKS[1])[0]
-    files = re.findall(r"^\d\. `(\w+\.json)`", under_load, re.MULTILINE)
-    assert files
-    copy = tmp_path / "README.md"
+    if name == "README.md":
+        marks, options = bench.MARKS, ["--table", "end_to_end.json"]
+    else:
+        marks = bench.CONCURRENCY_MARKS
+        under_load = page.partition(marks[0])[2].partition(marks[1])[0]
+        files = re.findall(r"^\d\. `(\w+\.json)`", under_load, re.MULTILINE)
+        assert files
+        options = ["--concurrency-table", *files]
+    assert all(page.count(mark) == 1 for mark in marks)
     copy.write_text(page)
-    for options in (["--table", "end_to_end.json"], ["--concurrency-table", *files]):
-        assert cli.main(["bench", *options, "--into", str(copy)]) == 0
+    assert cli.main(["bench", *options, "--into", str(copy)]) == 0
     assert copy.read_text() == page
+
+
+def test_the_pages_link_to_what_is_there():
+    root = Path(__file__).parents[2]
+    for page in (root / "README.md", root / "benchmarks" / "REPRODUCTIONS.md", *(root / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="only print the speedups under load of such files",
     )
-    parser.add_argument("--into", type=Path, metavar="README", help="with a table: write it there, between its marks")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with a table: write it there, between its marks")
 
 
 def batch_size(concurrency: int) -> int:

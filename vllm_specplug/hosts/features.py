@@ -1,6 +1,6 @@
 """Host features beside our methods, as data: what is refused at start, and which test shows what works.
 
-The checks at start, the tests and the README's table read the same list.
+The checks at start, the tests and the table of docs/support.md read the same list.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
 
 
 def feature_table() -> str:
-    """The README's table of host features, in Markdown."""
+    """The table of host features in docs/support.md, in Markdown."""
     rows = [[support.feature, "works", support.note] for support in WORKS]
     rows += [[refusal.feature, "refused", f"use {refusal.fix}"] for refusal in REFUSED]
     return format_table(["host feature", "with our methods", "note"], rows, markdown=True)
