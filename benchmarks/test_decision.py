@@ -1,20 +1,31 @@
 """What the measured budget's own decision takes: which drafters to run, which nodes to verify, and learning from it.
 
-    python -m pytest benchmarks/test_decision.py
+    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/test_decision.py
 
-Chains of eight nodes for so many requests; nothing else runs, no engine.
+By itself: chains of eight nodes for so many requests.  In the engine, where other work has emptied the caches: by
+method, with so many questions under way at once, beside the time of the step that it belongs to.
 """
+
+import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from vllm_specplug.bench import METHODS, Method, read_questions
+from vllm_specplug.bench.workers import PROBE_MODULE, started
 from vllm_specplug.budget import Arm, Budget
 from vllm_specplug.costs import CostModel
+from vllm_specplug.environment import provenance
+from vllm_specplug.smollm2 import prepare
 from vllm_specplug.tree import from_flat
 from vllm_specplug.types import Draft
 
 NUM_NODES, PROMPT = 8, 100
+SIZES, MAX_TOKENS = (1, 8, 32), 64
+OUTPUT = Path(__file__).parents[1] / ".benchmarks" / "decision.json"
 
 
 @pytest.fixture(params=[1, 8, 32])
@@ -40,3 +51,33 @@ def test_decision(benchmark, num_reqs):
         budget.learn(names, token_ids, num_tokens + 3)
 
     benchmark(decide)
+
+
+@pytest.mark.parametrize("name", ["eagle2", "union"])
+def test_decision_in_the_engine(benchmark, name):
+    path = os.environ.get("SPECPLUG_QUESTIONS")
+    if not path:
+        pytest.skip("set SPECPLUG_QUESTIONS to a JSONL file of questions")
+    questions = read_questions(Path(path), max(SIZES))
+    engine = {"model": str(prepare()), "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": max(SIZES)}
+    engine |= {"enable_prefix_caching": False}
+    method = Method(name, METHODS[name] | {"budget": "measured"})
+
+    def measure() -> dict[int, dict[str, float]]:
+        found = {}
+        with started([method], engine, 1, PROBE_MODULE) as [worker]:
+            for size in SIZES:
+                texts = [questions[i * len(questions) // size].text for i in range(size)]
+                worker.send({"texts": texts, "max_tokens": MAX_TOKENS, "together": True})
+                found[size] = worker.receive()
+            worker.close()
+        return found
+
+    found = benchmark.pedantic(measure, rounds=1)
+    for size, stages in found.items():
+        share = stages["decide_ms"] / stages["round_ms"]
+        print(f"{name}, {size} at once: {stages['decide_ms']:.2f} ms of {stages['round_ms']:.1f} ms ({share:.1%})")
+    known = json.loads(OUTPUT.read_text())["methods"] if OUTPUT.exists() else {}
+    OUTPUT.parent.mkdir(exist_ok=True)
+    report = {"provenance": provenance("the whole step, same run"), "methods": known | {name: found}}
+    OUTPUT.write_text(json.dumps(report, indent=1) + "\n")

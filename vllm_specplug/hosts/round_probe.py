@@ -3,7 +3,7 @@
 Served by ``bench.serving``, like ``bench_worker``, but the engine runs in this process, so that its runner is within
 reach.  It is started with the arguments of ``LLM``, says facts about the machine, and is asked by key:
 
-``stages``   ``{"texts", "max_tokens"}``: milliseconds of a decode round by stage.
+``stages``   ``{"texts", "max_tokens"}``: milliseconds of a decode round by stage; with ``"together"``, of one batch.
 ``trees``    the same, with ``"count"``: drafted trees with their tokens' text, and predicted against real acceptance.
 ``nodes``    ``{"nodes": [..], "context", "max_tokens"}``: milliseconds of a step, drafting left out, by verified nodes.
 """
@@ -29,7 +29,9 @@ from vllm_specplug.calibration import Reliability
 from vllm_specplug.hosts.bench_worker import prompts_of
 from vllm_specplug.hosts.trace import TreeTrace, source_shares
 
-_STAGES = ("verify", "draft", "draft_forward")
+_STAGES = ("verify", "draft", "draft_forward", "decide")
+#: Of the measured budget.
+_DECISIONS = ("begin", "plan", "wants_host", "select", "end")
 
 
 class RoundClock:
@@ -51,6 +53,10 @@ class RoundClock:
             self._wrap(*((drafter, "_score") if hasattr(drafter, "_score") else (drafter.model, "compute_logits")))
         elif hasattr(drafter, "heads"):  # Medusa's
             self._wrap(drafter.heads, "_logits", "draft_forward")
+        if budget := getattr(self.runner, "serving_budget", None):
+            for name in _DECISIONS:
+                self._wrap(budget, name, "decide")
+            self._wrap(budget.budget, "may_grow", "decide")
         execute, step = self.runner.execute_model, engine.step
 
         def noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +94,7 @@ class RoundClock:
         ordered = sorted(self.rounds, key=lambda spent: spent["round"])
         middle = ordered[len(ordered) // 4 : max(3 * len(ordered) // 4, len(ordered) // 4 + 1)]
         mean = {name: statistics.fmean(spent[name] for spent in middle) * 1e3 for name in ("round", *_STAGES)}
-        return {
+        found = {
             "rounds": len(self.rounds),
             "round_ms": round(mean["round"], 3),
             "verify_ms": round(mean["verify"], 3),
@@ -96,6 +102,8 @@ class RoundClock:
             "draft_other_ms": round(mean["draft"] - mean["draft_forward"], 3),
             "host_ms": round(mean["round"] - mean["verify"] - mean["draft"], 3),
         }
+        # Within the other parts: the budget's own time.
+        return found | ({"decide_ms": round(mean["decide"], 3)} if mean["decide"] else {})
 
 
 def read_bandwidth_gb_s(mib: int = 256, repeats: int = 5) -> float:
@@ -134,6 +142,13 @@ def decode(llm: Any, prompts: list[dict], max_tokens: int, ignore_eos: bool = Fa
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
     for prompt in prompts:
         llm.generate([prompt], sampling, use_tqdm=False)
+
+
+def decode_together(llm: Any, prompts: list[dict], max_tokens: int) -> None:
+    """Greedy answers of one length, all under way at once."""
+    from vllm import SamplingParams
+
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
 
 
 def traced_trees(llm: Any, clock: RoundClock, prompts: list[dict], max_tokens: int, count: int) -> dict[str, Any]:
@@ -193,6 +208,11 @@ def start(arguments: Message) -> Engine:
         if "nodes" in request:
             return {"steps": step_costs(llm, clock, request["nodes"], request["context"], request["max_tokens"])}
         prompts = prompts_of(llm, request["texts"], request["max_tokens"])
+        if request.get("together"):
+            decode_together(llm, prompts, request["max_tokens"])
+            clock.rounds.clear()
+            decode_together(llm, prompts, request["max_tokens"])
+            return clock.stages()
         if "count" in request:
             return traced_trees(llm, clock, prompts, request["max_tokens"], request["count"])
         decode(llm, prompts[:1], request["max_tokens"])
