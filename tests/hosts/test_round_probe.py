@@ -67,6 +67,16 @@ def test_stages_trees_and_steps(probed, monkeypatch):
     assert {2, 7} <= set(seen) and clock.runner.drafter.options is options
 
 
+def test_the_decisions_own_time(engine):
+    tree = {"method": "eagle2", "num_speculative_tokens": 4, "draft_depth": 2, "draft_top_k": 2, "budget": "measured"}
+    llm = engine("eagle", tree=tree)  # of this test only
+    clock = round_probe.RoundClock(llm)
+    round_probe.decode_together(llm, prompts(3), 12)
+    stages = clock.stages()
+    assert 0 < stages["decide_ms"] < stages["round_ms"]
+    assert 2 <= stages["rounds"] <= 12  # all three in each
+
+
 def test_machine_facts(checkpoints):
     weights = load_file(checkpoints["target"] / "model.safetensors")
     read = [name for name in weights if "lm_head.weight" not in weights or "embed_tokens" not in name]
