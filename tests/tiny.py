@@ -177,3 +177,24 @@ def write_eagle3_drafter(path: Path, seed: int = 1, draft_vocab: int = 96) -> Pa
     # The default layers (2, L//2, L-3) do not exist in a target of two layers.
     config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     return _write(path, config, tensors)
+
+
+def extract_features(
+    target: Path, texts: list[tuple[list[int], list[int]]], folder: Path, layers: tuple[int, ...] = ()
+) -> list[Path]:
+    """Files of a target's features over pairs of prompt and answer: heads fitted to them accept often."""
+    from vllm_specplug.proposers.training.answers import Answer
+    from vllm_specplug.proposers.training.features import extract
+
+    rows = [Answer("tiny", prompt, answer) for prompt, answer in texts]
+    return extract(str(target), rows, folder, layers=layers, progress=False)
+
+
+def write_medusa(path: Path, target: Path, features: list[Path]) -> Path:
+    """Medusa heads that know by heart what the features are of."""
+    from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+    from vllm_specplug.proposers.training.features import load_features
+
+    training = MedusaTraining(num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=VOCAB)
+    train_medusa(str(target), load_features(features), str(path), torch.arange(VOCAB), training, progress=False)
+    return path

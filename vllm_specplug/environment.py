@@ -60,10 +60,15 @@ _ERROR_LINE = re.compile(r"^(?:\(.*?\) ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exce
 
 def end_of_log(log: Path, num_lines: int = 20) -> str:
     """What a person wants of a dead engine's log: the first error in it, often far up, and its last lines."""
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [match[1][:500] for line in lines if (match := _ERROR_LINE.match(line))]
-    shown = [f"the end of {log}:", *(f"  | {line}" for line in lines[-num_lines:])]
-    return "\n".join(shown + ([f"the first error in it: {errors[0]}"] if errors else []))
+    text = log.read_text(errors="replace")
+    shown = [f"the end of {log}:", *(f"  | {line}" for line in text.splitlines()[-num_lines:])]
+    error = first_error(text)
+    return "\n".join(shown + ([f"the first error in it: {error}"] if error else []))
+
+
+def first_error(log: str) -> str | None:
+    """The line that says what was raised first."""
+    return next((match[1][:500] for line in log.splitlines() if (match := _ERROR_LINE.match(line))), None)
 
 
 def cpu_name() -> str:

@@ -7,7 +7,7 @@ answered, and what is learned while serving (``START`` holds throughout).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import logsigmoid, pad
@@ -48,6 +48,19 @@ def match_keys(
         matches = matches & (places >= back) & (tokens.roll(back, 1) == wanted)
         lengths += matches
     return (lengths * max_len + places).masked_fill(lengths < min_match, 0)
+
+
+def make_inputs(lens: Sequence[int], max_len: int, vocab_size: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random ``token_ids``, ``slots`` and ``lens`` of ``match_keys``, for tests and timing.
+
+    Of few different tokens, so that much matches; of several requests, the last has one throughout: everything does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, vocab_size, (len(lens), max_len), dtype=torch.int32, generator=generator)
+    if len(lens) > 1:
+        token_ids[-1] = 1
+    slots = torch.randperm(len(lens), generator=generator)
+    return {"token_ids": token_ids, "slots": slots, "lens": torch.tensor(lens, dtype=torch.int32)}
 
 
 def draft_matches(

@@ -39,15 +39,16 @@ class Elsewhere:
         return 0
 
 
-def attention(rows: int, head_size: int, num_splits: int = 2) -> None:
+def attention(rows: int, head_size: int, num_splits: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
     inputs = make_inputs(
-        (40, 3), (rows, 2), num_heads=4, num_kv_heads=2, head_size=head_size, block_size=16, dtype=torch.bfloat16,
+        (40, 3), (rows, 2), num_heads=4, num_kv_heads=2, head_size=head_size, block_size=16, dtype=dtype,
         kv_layout=TOKEN_LAYOUT,
     )  # fmt: skip
     del inputs["kv_layout"]
     inputs["bits"] = ancestor_bits(inputs.pop("mask"))
     triton_tree_attention.tree_attention(**inputs, max_query_len=rows, num_splits=num_splits)
-    merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows)
+    if dtype == torch.bfloat16:  # of the other, which takes seconds, the larger one
+        merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows)
 
 
 def round_of(num_reqs: int = 2, width: int = 61) -> None:
@@ -60,7 +61,8 @@ def round_of(num_reqs: int = 2, width: int = 61) -> None:
     _, path, num_emitted = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
     caches = [torch.zeros(2, 2, 16, 128, dtype=torch.bfloat16)]
     move_rows(cache_pointers(caches), caches[0], flat, ints, path, num_emitted)
-    match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), slots.int(), ints, 1, 16)
+    for given in (slots.int(), slots):  # the host's, and those of a recorded graph
+        match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), given, ints, 1, 16)
 
 
 def main() -> None:
@@ -82,7 +84,9 @@ def main() -> None:
     round_of()
     triton_tree_attention._shared_memory = lambda _: 99 << 10
     driver.set_active(Elsewhere(89))
-    attention(61, 128)  # the largest tiles on a device with little shared memory
+    # The largest tiles on a device with little shared memory.
+    attention(61, 128)
+    attention(61, 256, num_splits=1, dtype=torch.float32)
     json.dump(compiled, sys.stdout)
 
 

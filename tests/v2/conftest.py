@@ -16,7 +16,10 @@ import torch
 if "vllm" in sys.modules or ("triton" in sys.modules and "triton.language" in sys.modules):
     pytest.exit("tests/v2 needs a process of its own: python -m pytest tests/v2", returncode=4)
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    # The host's Triton attention would round float32 to TF32, ours does not.
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+else:
     from vllm_specplug.interpreter import use_interpreter
 
     use_interpreter()
@@ -48,10 +51,12 @@ WITH_HISTORY = [
     SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.4, max_tokens=6, ignore_eos=True),
     SamplingParams(temperature=0, frequency_penalty=0.8, presence_penalty=0.5, max_tokens=6, ignore_eos=True),
 ]
+#: Engines stay for the session, and the host asks for so much of a GPU's memory to be free before each.
+_SHARED = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
 #: Blocks of 16 tokens, so that contexts span several and requests are short: the interpreter is slow.
-ENGINE = {"block_size": 16}
+ENGINE = {"block_size": 16, **_SHARED}
 #: The host's CPU attention takes no smaller ones.
-PLAIN = {"block_size": 32}
+PLAIN = {"block_size": 32, **_SHARED}
 #: Too few blocks for the requests, and too few tokens for their prompts.
 SCARCE = {"max_model_len": 96, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 24, "max_num_seqs": 3, **ENGINE}
 
@@ -98,30 +103,21 @@ def plain(plainly, prompts):
 
 @pytest.fixture(scope="session")
 def features(checkpoints, prompts, plain, tmp_path_factory):  # noqa: F811
-    """Files of the target's features over those answers: heads fitted to them accept often."""
+    """Files of the target's features over those answers."""
     from vllm_specplug.proposers.eagle3.head import layer_ids
-    from vllm_specplug.proposers.training.answers import Answer
-    from vllm_specplug.proposers.training.features import extract
 
-    rows = [Answer("tiny", one["prompt_token_ids"], out[0]) for one, out in zip(prompts, plain[0], strict=True)]
+    texts = [(one["prompt_token_ids"], out[0]) for one, out in zip(prompts, plain[0], strict=True)]
     folder, layers = tmp_path_factory.mktemp("features"), layer_ids({"num_hidden_layers": 2})
-    return extract(str(checkpoints["target"]), rows, folder, layers=layers, progress=False)
+    return tiny.extract_features(checkpoints["target"], texts, folder, layers)
 
 
 @pytest.fixture(scope="session")
 def heads(checkpoints, features, tmp_path_factory):  # noqa: F811
     """Medusa heads that know the answers by heart: the name of their checkpoint."""
-    from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
-    from vllm_specplug.proposers.training.features import load_features
-
-    out = tmp_path_factory.mktemp("heads") / "medusa"
-    training = MedusaTraining(
-        num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
+    checkpoints["medusa"] = tiny.write_medusa(
+        tmp_path_factory.mktemp("heads") / "medusa", checkpoints["target"], features
     )
-    data = load_features(features)
-    train_medusa(str(checkpoints["target"]), data, str(out), torch.arange(tiny.VOCAB), training, progress=False)
-    checkpoints[out.name] = out
-    return out.name
+    return "medusa"
 
 
 def answers(llm, prompts, params=GREEDY):

@@ -19,7 +19,10 @@ from vllm_specplug.hosts.v2_trees import DeviceTrees
 from vllm_specplug.kv import KvScratch, plan_moves
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.proposers.lookup.device import draft_matches
+from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.medusa import drafting as medusa
+from vllm_specplug.proposers.union import device as union
 from vllm_specplug.types import Walk
 
 DEVICE = torch.device("meta")
@@ -27,7 +30,8 @@ DEVICE = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def fake():
-    kept = (medusa._guesses_of, tree._static_shape)  # real tensors from before, fake ones from here
+    # Real tensors from before, fake ones from here.
+    kept = (medusa._guesses_of, tree._static_shape, union._start_weights)
     for cached in kept:
         cached.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):  # torch.tensor makes real ones
@@ -75,6 +79,15 @@ def test_medusa_trees(ids):
     assert medusa.fill_tree(roots, logits, draft_ids, ((0,), (1,), (0, 1))).tree.parents.device == DEVICE
     draft = medusa.choose_tree(roots, logits, draft_ids, num_nodes=5, draft_top_k=3, min_node_value=0.0)
     assert draft.tree.parents.device == DEVICE
+
+
+def test_lookup_and_unions():
+    slots, roots = on_device(3, dtype=torch.int64), on_device(3, dtype=torch.int64)
+    options = LookupOptions(num_speculative_tokens=9)
+    token_ids, lens = on_device(8, 200, dtype=torch.int32), on_device(8, dtype=torch.int32)
+    found = draft_matches(token_ids, slots, lens, roots, options)
+    assert found.tree.parents.device == DEVICE
+    assert union.merge_drafts([found, found], 9).tree.parents.device == DEVICE
 
 
 def test_verification_of_the_v1_runner(monkeypatch):

@@ -19,6 +19,7 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
+from vllm_specplug.hosts import v2_sampler
 from vllm_specplug.hosts.v2_runner import TreeRunner
 from vllm_specplug.hosts.v2_trees import DeviceTrees
 
@@ -46,6 +47,23 @@ def test_greedy_chains(engine, prompts, plain):
 def test_same_seed_same_tokens(llm, prompts, plainly, params):
     prompts = prompts[: len(params)]
     assert same(answers(llm, prompts, params), plainly(prompts, params))
+
+
+@pytest.mark.parametrize("params", [SAMPLED, WITH_HISTORY], ids=["parallel", "by depth"])
+def test_sampling_by_chunks(llm, prompts, plainly, params, monkeypatch):
+    """As the host bounds its copies of logits; of one request, no chunk is made smaller."""
+    sampler, rows = runner_of(llm).sampler, []
+    honest = sampler.sample
+
+    def counted(logits, *args, **kwargs):
+        rows.append(len(logits))
+        return honest(logits, *args, **kwargs)
+
+    monkeypatch.setattr(sampler, "sample", counted)
+    monkeypatch.setattr(v2_sampler, "get_max_chunk_logits", lambda _: 4)
+    prompts = prompts[: len(params)]
+    assert same(answers(llm, prompts, params), plainly(prompts, params))
+    assert max(rows) == (10 if params is SAMPLED else 4)
 
 
 def test_prefix_cache_hits_on_blocks_written_by_trees(llm, prompts, plainly):

@@ -10,6 +10,7 @@ from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 from vllm_specplug.kv import apply_moves, plan_moves
 from vllm_specplug.layout import ancestor_bits, ancestor_mask, lay_out
+from vllm_specplug.proposers.lookup.device import make_inputs as make_keys_inputs
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 from vllm_specplug.tree import depths_from_parents, from_flat
 from vllm_specplug.types import PADDING
@@ -188,12 +189,10 @@ def test_caches_of_one_shape_are_required():
 @pytest.mark.parametrize(("min_match", "max_match"), [(1, 1), (1, 16), (3, 5)])
 def test_match_keys(max_len, min_match, max_match):
     """Contexts from nothing to the last place, over several blocks of the kernel."""
-    generator = torch.Generator().manual_seed(max_len + max_match)
-    token_ids = torch.randint(0, 3, (6, max_len), dtype=torch.int32, generator=generator)
-    token_ids[5] = 1  # one token throughout: matches everywhere
-    lens = torch.tensor([0, 1, 2, max_len // 2, max_len, max_len], dtype=torch.int32)
-    for slots in (torch.arange(6), torch.tensor([4, 2], dtype=torch.int32)):
-        expected = reference_keys(token_ids, slots, lens, min_match, max_match)
+    inputs = make_keys_inputs([0, 1, 2, max_len // 2, max_len, max_len], max_len, seed=max_len + max_match)
+    for slots in (inputs["slots"], torch.tensor([4, 2], dtype=torch.int32)):
+        inputs["slots"] = slots
+        expected = reference_keys(**inputs, min_match=min_match, max_match=max_match)
         assert (expected > 0).any()
-        device = on_device({"token_ids": token_ids, "slots": slots, "lens": lens})
-        assert torch.equal(match_keys(**device, min_match=min_match, max_match=max_match).cpu(), expected)
+        found = match_keys(**on_device(inputs), min_match=min_match, max_match=max_match)
+        assert torch.equal(found.cpu(), expected)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
 from tests.hosts.conftest import acceptance_length, runner_of
 from tests.unit.test_union import check_device
 from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_preemption, same, watch_rounds
 from vllm_specplug.hosts import v2_drafter
 from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
+from vllm_specplug.hosts.v2_sampler import TreeRejectionSampler
 from vllm_specplug.hosts.v2_speculator import TreeEagleSpeculator
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
@@ -72,6 +75,32 @@ def test_one_source(engine, mixed, expected):
     """Of more nodes than the union takes."""
     llm = engine(speculative_config={"method": "union", "sources": [LOOKUP], "num_speculative_tokens": 5}, **ENGINE)
     assert same(answers(llm, mixed), expected)
+
+
+def test_what_the_host_runs_before_it_serves_on_cuda(start, mixed, expected, monkeypatch):
+    """Steps of its own making, with every sampling parameter, and with and without drafts side by side."""
+    llm = start("eagle")
+    runner, worker = runner_of(llm), llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+        # The host's kernel, which the interpreter refuses.
+        monkeypatch.setattr(runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *_: None)
+    walks, honest = [], TreeRejectionSampler._walk_by_depth
+    monkeypatch.setattr(TreeRejectionSampler, "_walk_by_depth", lambda *args: walks.append(args) or honest(*args))
+    warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
+    assert run_mixed_prefill_decode_warmup(runner, worker.execute_model, worker.sample_tokens, 20)
+    assert len(walks) > 2
+    llm.reset_prefix_cache()  # they wrote to blocks of their own choice
+    assert same(answers(llm, mixed), expected)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "medusa"])
+def test_graphs_are_forgotten_with_their_cache(start, drafter):
+    """The host records some on a small cache, to measure them, and warms up on the real one before it records all."""
+    speculator = runner_of(start(drafter)).speculator
+    speculator._growth._recorded[8] = None
+    speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
+    assert not speculator._growth._recorded
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

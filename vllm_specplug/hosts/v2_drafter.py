@@ -49,6 +49,12 @@ class TreeSpeculator:
     def load_heads(self, target_model: torch.nn.Module) -> None:
         """Load what the host does not load itself."""
 
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Asked for with every KV cache.  The first one may be small, to measure what graphs take, and is freed again:
+        what was recorded then would read it."""
+        self._growth.forget()
+        super().init_cudagraph_manager(cudagraph_mode)
+
     def _record(self, *inputs: torch.Tensor) -> None:
         """Record the growth, see ``Growth.record``."""
         slots = torch.zeros_like(self.trees.parents[:, 0])

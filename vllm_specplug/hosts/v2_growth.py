@@ -31,8 +31,8 @@ class Growth:
         """Record graphs for powers of two of requests.
 
         Args:
-            inputs: ``[max_num_reqs, ...]`` each, as wide as any; the graphs' own, all zeros, which requests that only
-                fill up a graph read.
+            inputs: ``[max_num_reqs, ...]`` each, as wide as any; the graphs' own.  Zeros: requests that only fill up a
+                graph read what is there, which later is what some earlier batch left.
         """
         sizes = {self._max_num_reqs, *(1 << i for i in range(self._max_num_reqs.bit_length()))}
         self._inputs, pool = inputs, torch.cuda.graph_pool_handle()
@@ -45,6 +45,10 @@ class Growth:
                 result = self._grow(size, *given)
             self._recorded[size] = (graph, result)
         logger.info("tree growth: recorded graphs for %s requests", sorted(self._recorded))
+
+    def forget(self) -> None:
+        """Drop the graphs: what they read may lie elsewhere from now on."""
+        self._inputs, self._recorded = (), {}
 
     def __call__(self, num_reqs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and parents, int64 ``[num_reqs, num_rows]``; valid until the next call."""

@@ -23,6 +23,7 @@ class TreeLookupSpeculator(TreeSpeculator, BaseSpeculator):
         self._records = False
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        super().init_cudagraph_manager(cudagraph_mode)
         self._records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
 
     def capture(self) -> None:

@@ -137,25 +137,34 @@ class TreeRejectionSampler(RejectionSampler):
     def _walk_by_depth(
         self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The walk of ``walk_exact``; at each depth the processors see the path so far, as if drafted as a chain."""
+        """The walk of ``walk_exact``; at each depth the processors see the path so far, as if drafted as a chain.
+
+        By chunks of requests too: the chains of a deep tree are many rows.
+        """
         first = input_batch.cu_num_logits[:-1].long()
+        num_reqs, max_rows = first.shape[0], get_max_chunk_logits(logits.shape[1])
         visited: list[torch.Tensor] = []
 
         def sample(rows: torch.Tensor, active: torch.Tensor, depth: int) -> torch.Tensor:
             visited.append(first + rows)
-            chain = torch.stack(visited, dim=1).flatten()
-            length = depth + 1
-            tokens, _ = self.sampler.sample(
-                logits[chain],
-                input_batch.idx_mapping.repeat_interleave(length),
-                input_batch.idx_mapping,
-                input_batch.idx_mapping_np,
-                pos[chain],
-                token_ids[chain],
-                torch.arange(length, dtype=torch.int32, device=chain.device).repeat(first.shape[0]),
-                input_batch.seq_lens_cpu_upper_bound.numpy(),
-            )
-            return tokens.view(-1, length)[:, -1]
+            chains, length = torch.stack(visited, dim=1), depth + 1
+            local = torch.arange(length, dtype=torch.int32, device=chains.device)
+            at_once = max(1, max_rows // length)
+            sampled = []
+            for part in (slice(start, start + at_once) for start in range(0, num_reqs, at_once)):
+                chain = chains[part].flatten()
+                tokens, _ = self.sampler.sample(
+                    logits[chain],
+                    input_batch.idx_mapping[part].repeat_interleave(length),
+                    input_batch.idx_mapping[part],
+                    input_batch.idx_mapping_np[part],
+                    pos[chain],
+                    token_ids[chain],
+                    local.repeat(chains[part].shape[0]),
+                    input_batch.seq_lens_cpu_upper_bound.numpy()[part],
+                )
+                sampled.append(tokens.view(-1, length)[:, -1])
+            return torch.cat(sampled)
 
         tree = self.trees.batch_tree(input_batch, token_ids)
         walk = walk_exact(tree, sample, static_depth=self.trees.max_depth)

@@ -113,12 +113,10 @@ def _attend_tree(
         values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
         k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
         v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
-        words = tl.load(
-            bits_ptr + request * bits_stride + row[:, None] * bits_row_stride + node[None, :] // 64,
-            mask=in_query[:, None] & valid[None, :],
-            other=0,
-        )
-        visible = ((words >> (node[None, :] % 64).to(tl.int64)) & 1) != 0
+        # A tile lies within one word: it starts at a multiple of BLOCK_N, which divides the word's bits.
+        word = bits_ptr + request * bits_stride + row * bits_row_stride + first // 64
+        words = tl.load(word, mask=in_query, other=0)
+        visible = (((words[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0) & valid[None, :]
         top, total, acc = _attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
     return top, total, acc
 
@@ -385,12 +383,13 @@ def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
     """
     head_size = query.shape[2]
     head_padded = triton.next_power_of_2(head_size)
-    wide = query.dtype == torch.float32
+    row_bytes, wide = head_padded * query.element_size(), query.dtype == torch.float32
     return {
         "HEAD_SIZE": head_size,
         "HEAD_PADDED": head_padded,
-        "BLOCK_M": min(64, max(16, triton.next_power_of_2(num_rows))),
-        "BLOCK_N": max(16, min(64, (16 << 10) // (head_padded * query.element_size()))),  # tiles of 16 KiB at the most
+        # Tiles of 32 KiB of queries and 16 KiB of keys at the most.
+        "BLOCK_M": max(16, min(64, triton.next_power_of_2(num_rows), (32 << 10) // row_bytes)),
+        "BLOCK_N": max(16, min(64, (16 << 10) // row_bytes)),
         "PRECISION": "ieee" if wide else "tf32",
         "WIDEN": _INTERPRETED,
         "num_warps": 4,
