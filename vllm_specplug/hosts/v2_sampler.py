@@ -151,7 +151,8 @@ class TreeRejectionSampler(RejectionSampler):
             local = torch.arange(length, dtype=torch.int32, device=chains.device)
             at_once = max(1, max_rows // length)
             sampled = []
-            for part in (slice(start, start + at_once) for start in range(0, num_reqs, at_once)):
+            for begin in range(0, num_reqs, at_once):
+                part = slice(begin, min(begin + at_once, num_reqs))
                 chain = chains[part].flatten()
                 tokens, _ = self.sampler.sample(
                     logits[chain],
