@@ -21,6 +21,7 @@ from vllm_specplug.hosts.check import (
     MANIFEST_V1_CUDA,
     MANIFEST_V2,
     OPTIONAL,
+    REFERENCE_VERSION,
     HostSymbol,
 )
 from vllm_specplug.tables import format_table
@@ -83,6 +84,10 @@ def _defines(node: ast.AST, name: str) -> bool:
 
 def problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
     """What of a symbol differs in these sources, or None: as ``HostSymbol.problem``, without importing."""
+    return symbol.problem(lambda one: _problem_in(one, sources))
+
+
+def _problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
     module, _, qualified = symbol.path.partition(":")
     first, *rest = qualified.split(".")
     found = sources.find(module, first)
@@ -149,7 +154,8 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
 
     rows = []
     for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
-        used = "accepted" if report.version in CHECKED_VERSIONS else "refused at start"
+        used = "accepted on V1, CPU" if report.version in CHECKED_VERSIONS else "refused at start"
+        used = "accepted" if report.version == REFERENCE_VERSION else used
         cells = (
             cell(report.v1, MANIFEST),
             cell(report.v1_cuda, MANIFEST_V1_CUDA),
