@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packaging.version import Version
 from scipy.stats import chi2
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
+from tests.host_versions import NOISE_IS_KNOWN
 from tests.hosts.conftest import WHOLE, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts import draft_noise
-from vllm_specplug.hosts.check import find_host
 from vllm_specplug.hosts.draft_noise import noise_is_known
 from vllm_specplug.hosts.rejection import RejectionWalk
 
 COUPLED = {"method": "eagle2", "num_speculative_tokens": 8, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 REJECTION = {**COUPLED, "verification": "rejection"}
-#: Whether the host's noise is a function of seed and token: older ones draw a vocabulary's worth, and drafts are the
-#: likeliest tokens there.
-KNOWN = Version(find_host()[1]) >= Version("0.32")
 KINDS = ({}, {"top_p": 0.8}, {"top_k": 12, "repetition_penalty": 1.2}, {"min_p": 0.05}, {"temperature": 0.0})
 
 
@@ -29,7 +25,7 @@ def parameters(count: int, **changes) -> list[SamplingParams]:
 
 
 def test_the_host_draws_the_noise_that_is_drafted_with():
-    assert noise_is_known(Sampler()) == KNOWN
+    assert noise_is_known(Sampler()) == NOISE_IS_KNOWN
     assert not noise_is_known(Sampler(use_fp64_gumbel=True))
 
 
@@ -46,7 +42,7 @@ def test_coupled_drafts_keep_the_seed(engine, emitted, monkeypatch):
         llm.generate(prompts, free, use_tqdm=False)
         taus.append(sum(emitted) / len(emitted))
         monkeypatch.setattr(runner_of(llm).draft_noise, "couples", False)
-    assert (taus[0] > taus[1] + 0.1) == KNOWN
+    assert (taus[0] > taus[1] + 0.1) == NOISE_IS_KNOWN
 
 
 def test_requests_without_a_seed_are_coupled_too(engine):
