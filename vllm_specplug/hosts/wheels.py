@@ -164,7 +164,8 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
             cell(report.v1_cuda, MANIFEST_V1_CUDA),
             cell(report.v2, V2_SYMBOLS),
         )
-        rows.append([f"{report.host} {report.version}", used, *cells, NOTES.get(report.version, "")])
+        untested = "" if report.v1 or report.version in CHECKED_VERSIONS else "not all tests have passed on it"
+        rows.append([f"{report.host} {report.version}", used, *cells, NOTES.get(report.version, untested)])
     columns = ["host", "plugin", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
     return format_table(columns, rows, markdown=True)
 
