@@ -39,10 +39,10 @@ class Finding:
 
 
 def _host() -> Finding:
-    from .hosts.check import CHECKED_VERSIONS, check_host, manifest_of
+    from .hosts.check import CHECKED_VERSIONS, check_runner
     from .hosts.probe import find_platform, find_runner
 
-    report = check_host(manifest_of(find_runner()[0], find_platform()[1] == "cpu"))
+    report = check_runner(find_runner()[0], find_platform()[1] == "cpu")
     found = f"{report.host or 'none'} {report.version}".strip()
     return Finding("host", f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})", tuple(report.problems))
 

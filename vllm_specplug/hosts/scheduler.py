@@ -7,7 +7,7 @@ nodes that its grammar allows behind their path are scheduled, and every row's l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+from vllm_specplug.hosts.grammars import tree_masks, walk_grammar
 from vllm_specplug.hosts.patches import Patch, apply_all
 
 _DRAFTS = "tree_draft_token_ids"
@@ -101,7 +102,7 @@ class TreeScheduler(Scheduler):
                 request,
                 token_ids,
                 parents,
-                lambda row, _grammar, kept=rows: kept.append(row),
+                lambda row, _grammar, _forbidden, kept=rows: kept.append(row),
             )
             rows.sort()
             place = {row: new for new, row in enumerate(rows)}
@@ -133,62 +134,11 @@ class TreeScheduler(Scheduler):
             and self.requests[req_id].use_structured_output
             and not self.requests[req_id].is_prefill_chunk
         ]
-        manager, drafts = self.structured_output_manager, scheduler_output.scheduled_spec_decode_tokens
-        counts = [len(drafts.get(request.request_id, ())) for request in requests]
-        bitmask = manager.backend.allocate_token_bitmask(sum(counts) + len(counts))
-        bitmask.fill_(-1)  # everything allowed
-        first_row = 0
-        for request, count in zip(requests, counts, strict=True):
-            token_ids = drafts.get(request.request_id, ())
-            parents = scheduler_output.parents.get(request.request_id, range(count))
-
-            def fill(row: int, grammar: Any, first_row: int = first_row) -> None:
-                if grammar is not None:
-                    grammar.fill_bitmask(bitmask, first_row + row)
-
-            walk_grammar(manager, request, token_ids, parents, fill)
-            first_row += count + 1
-        return GrammarOutput([request.request_id for request in requests], bitmask.numpy(), counts)
-
-
-def walk_grammar(
-    manager: Any,
-    request: Any,
-    token_ids: Sequence[int],
-    parents: Sequence[int],
-    visit: Callable[[int, Any], None],
-) -> None:
-    """Visit every row whose path the request's grammar allows, with the grammar standing behind that path.
-
-    Args:
-        manager: the host's ``StructuredOutputManager``.
-        request: the host's, with structured output.
-        token_ids: of the nodes, parent-first; negative ones are no tokens.
-        parents: row of each node's parent; node ``i`` is row ``i + 1``.
-        visit: gets the row, and its grammar, or None where nothing is constrained there (before the end of reasoning,
-            behind the end of the grammar).
-    """
-    grammar = request.structured_output_request.grammar
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    path: list[int] = []
-
-    def descend(row: int) -> None:
-        constrained = len(path) >= manager._get_constraint_bounds(request, path).constraint_start
-        visit(row, grammar if constrained and not grammar.is_terminated() else None)
-        for node in children.get(row, ()):
-            token_id = token_ids[node]
-            if token_id < 0:
-                continue
-            path.append(token_id)
-            in_grammar = len(path) > manager._get_constraint_bounds(request, path).grammar_start
-            if not in_grammar:
-                descend(node + 1)
-            elif grammar.validate_tokens([token_id]):
-                grammar.accept_tokens(request.request_id, [token_id])
-                descend(node + 1)
-                grammar.rollback(1)
-            path.pop()
-
-    descend(0)
+        if not requests:
+            return None
+        trees = []
+        for request in requests:
+            token_ids = scheduler_output.scheduled_spec_decode_tokens.get(request.request_id, ())
+            trees.append((token_ids, scheduler_output.parents.get(request.request_id, range(len(token_ids)))))
+        masks = tree_masks(self.structured_output_manager, requests, trees)
+        return GrammarOutput([request.request_id for request in requests], masks)

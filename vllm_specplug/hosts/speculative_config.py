@@ -10,7 +10,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, lookup_of, parse_options, resolve_drafter
-from vllm_specplug.hosts.check import check_host, manifest_of
+from vllm_specplug.hosts.check import check_runner
 from vllm_specplug.hosts.features import (
     V1_CUDA,
     V2,
@@ -106,7 +106,7 @@ def build(
     options = parse_options(given)
     drafter, on_cpu = host_drafter(options), current_platform.is_cpu()
     v2 = uses_v2_runner(options)
-    report = check_host(manifest_of("V2" if v2 else "V1", on_cpu))
+    report = check_runner("V2" if v2 else "V1", on_cpu)
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)

@@ -255,15 +255,13 @@ class TreeModelRunner(ABC):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         begin = time.perf_counter()
-        output = self._choose(logits, spec_decode_metadata)
+        output = self._choose(logits)
         if self.serving_budget is not None:
             self.serving_budget.sampled(time.perf_counter() - begin)
         return output
 
-    def _choose(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+    def _choose(self, logits: torch.Tensor | None) -> Any:
         step = self._step
-        if spec_decode_metadata is None:
-            return super()._sample(logits, spec_decode_metadata)
         if step is None:
             return self._sample_plainly(logits)
         num_reqs = self.input_batch.num_reqs
@@ -422,7 +420,10 @@ class TreeModelRunner(ABC):
     ) -> None:
         if self.use_aux_hidden_state_outputs:
             hidden_states = torch.cat(aux_hidden_states, dim=-1)
-        self.drafter.skip_round(hidden_states, sampled_token_ids, np.asarray(spec_decode_metadata.num_draft_tokens))
+        # Until 0.31 the host has no such metadata in a step without drafts.
+        plain = spec_decode_metadata is None
+        num_drafts = [0] * len(sampled_token_ids) if plain else spec_decode_metadata.num_draft_tokens
+        self.drafter.skip_round(hidden_states, sampled_token_ids, np.asarray(num_drafts))
 
     def _remember(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and hand the flat tokens to the scheduler."""

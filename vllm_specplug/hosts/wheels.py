@@ -21,14 +21,18 @@ from vllm_specplug.hosts.check import (
     MANIFEST_V1_CUDA,
     MANIFEST_V2,
     OPTIONAL,
+    REFERENCE_VERSION,
     HostSymbol,
 )
 from vllm_specplug.tables import format_table
 
 #: All seams of the V2 runner, whatever is configured.
 V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
-#: What reading the code behind the seams has shown of versions that no test ran on.
-NOTES = {"0.33.0": "masks of structured output lie elsewhere: ours would be misread"}
+#: What names and parameters do not show.
+NOTES = {
+    "0.26.0": "attention writes keys itself; a seed counts only where the whole batch has seeds",
+    "0.33.0": "no CPU wheel to run the tests on",
+}
 
 
 class Sources:
@@ -83,6 +87,10 @@ def _defines(node: ast.AST, name: str) -> bool:
 
 def problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
     """What of a symbol differs in these sources, or None: as ``HostSymbol.problem``, without importing."""
+    return symbol.problem(lambda one: _problem_in(one, sources))
+
+
+def _problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
     module, _, qualified = symbol.path.partition(":")
     first, *rest = qualified.split(".")
     found = sources.find(module, first)
@@ -149,13 +157,15 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
 
     rows = []
     for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
-        used = "accepted" if report.version in CHECKED_VERSIONS else "refused at start"
+        used = "accepted on V1, CPU" if report.version in CHECKED_VERSIONS else "refused at start"
+        used = "accepted" if report.version == REFERENCE_VERSION else used
         cells = (
             cell(report.v1, MANIFEST),
             cell(report.v1_cuda, MANIFEST_V1_CUDA),
             cell(report.v2, V2_SYMBOLS),
         )
-        rows.append([f"{report.host} {report.version}", used, *cells, NOTES.get(report.version, "")])
+        untested = "" if report.v1 or report.version in CHECKED_VERSIONS else "not all tests have passed on it"
+        rows.append([f"{report.host} {report.version}", used, *cells, NOTES.get(report.version, untested)])
     columns = ["host", "plugin", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
     return format_table(columns, rows, markdown=True)
 

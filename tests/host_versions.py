@@ -1,0 +1,21 @@
+"""What tests know of the host's versions."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+from vllm_specplug.hosts.check import REFERENCE_VERSION, find_host
+
+VERSION = Version(find_host()[1])
+IS_REFERENCE = Version(REFERENCE_VERSION) == VERSION
+
+#: The noise of the host's sampler is a function of seed and token; drafts are the likeliest tokens elsewhere.
+NOISE_IS_KNOWN = Version("0.32") <= VERSION
+
+#: Behind a stop string the host drops the rest of a step; older ones drop its text only, with any speculative method.
+DROPS_TOKENS_BEHIND_STOPS = Version("0.32") <= VERSION
+
+
+def comparable(found: list, expected: list, has_stop_strings: bool) -> list:
+    """Tokens (or their logprobs) found, without those that this host hands out behind a stop string."""
+    return found if DROPS_TOKENS_BEHIND_STOPS or not has_stop_strings else found[: len(expected)]

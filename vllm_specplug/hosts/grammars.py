@@ -1,0 +1,124 @@
+"""Grammars on trees, and how the host's versions constrain structured output: what differs between them lies here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+
+def tree_masks(
+    manager: Any, requests: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> np.ndarray:
+    """The mask of every row of every tree: that of the row's path, where the worker looks for it.
+
+    Args:
+        manager: the host's ``StructuredOutputManager``.
+        requests: the host's, with structured output.
+        trees: of each request, tokens and parents as of ``walk_grammar``.
+    """
+    *first_rows, end = first_mask_rows(manager, [len(token_ids) + 1 for token_ids, _ in trees])
+    bitmask = manager.backend.allocate_token_bitmask(end)
+    bitmask.fill_(-1)  # everything allowed
+    words = bitmask.numpy().view(np.uint32)
+    for request, (token_ids, parents), first_row in zip(requests, trees, first_rows, strict=True):
+
+        def fill(row: int, grammar: Any, forbidden: Sequence[int], first_row: int = first_row) -> None:
+            if grammar is not None:
+                grammar.fill_bitmask(bitmask, first_row + row)
+            for token_id in forbidden:
+                words[first_row + row, token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+        walk_grammar(manager, request, token_ids, parents, fill)
+    return bitmask.numpy()
+
+
+def walk_grammar(
+    manager: Any,
+    request: Any,
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    visit: Callable[[int, Any, Sequence[int]], None],
+) -> None:
+    """Visit every row whose path the request's grammar allows, with the grammar standing behind that path.
+
+    Args:
+        manager: the host's ``StructuredOutputManager``.
+        request: the host's, with structured output.
+        token_ids: of the nodes, parent-first; negative ones are no tokens.
+        parents: row of each node's parent; node ``i`` is row ``i + 1``.
+        visit: gets the row, its grammar, or None where nothing is constrained there (before the end of reasoning,
+            behind the end of the grammar), and the tokens that are forbidden all the same.
+    """
+    grammar = request.structured_output_request.grammar
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    path: list[int] = []
+
+    def descend(row: int) -> None:
+        _, constraint_start = constraint_bounds(manager, request, path)
+        if len(path) < constraint_start:
+            visit(row, None, forbidden_in_reasoning(manager, request))
+        else:
+            visit(row, None if grammar.is_terminated() else grammar, ())
+        for node in children.get(row, ()):
+            token_id = token_ids[node]
+            if token_id < 0:
+                continue
+            path.append(token_id)
+            grammar_start, _ = constraint_bounds(manager, request, path)
+            if len(path) <= grammar_start:
+                descend(node + 1)
+            elif grammar.validate_tokens([token_id]):
+                grammar.accept_tokens(request.request_id, [token_id])
+                descend(node + 1)
+                grammar.rollback(1)
+            path.pop()
+
+    descend(0)
+
+
+def constraint_bounds(manager: Any, request: Any, path: Sequence[int]) -> tuple[int, int]:
+    """From which token on a path is fed to the grammar, and from which row on the grammar masks.
+
+    Returns:
+        Indices into ``path``, which follows the request's tokens; ``len(path) + 1`` where it all is reasoning.
+    """
+    if hasattr(manager, "_get_constraint_bounds"):
+        return manager._get_constraint_bounds(request, path)
+    if hasattr(manager, "_get_constraint_start"):  # until 0.31: what ends reasoning is never content
+        start = manager._get_constraint_start(request, path)
+    else:
+        start = _start_token_by_token(manager, request, path)
+    return start, start
+
+
+def _start_token_by_token(manager: Any, request: Any, path: Sequence[int]) -> int:
+    """Until 0.29 the host looks for the end of reasoning while it fills its masks; this does the same."""
+    if manager.should_fill_bitmask(request):
+        return 0
+    reasoner, seen = manager._get_reasoner(request), list(request.all_token_ids)
+    for index, token_id in enumerate(path):
+        seen.append(token_id)
+        if reasoner.is_reasoning_end_streaming(seen, [token_id]):
+            return index + 1
+    return len(path) + 1
+
+
+def forbidden_in_reasoning(manager: Any, request: Any) -> Sequence[int]:
+    """Tokens that would end reasoning with content that the grammar does not begin with; older hosts forbid none."""
+    return manager._masked_reasoning_ends(request) if _since_033(manager) else ()
+
+
+def first_mask_rows(manager: Any, counts: Sequence[int]) -> list[int]:
+    """Where the masks of requests with so many rows each begin, and where the last ones end."""
+    if _since_033(manager):  # all requests have as many; the worker divides
+        return [index * max(counts) for index in range(len(counts) + 1)]
+    return [0, *accumulate(counts)]
+
+
+def _since_033(manager: Any) -> bool:
+    return hasattr(manager, "_masked_reasoning_ends")
