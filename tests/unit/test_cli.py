@@ -398,11 +398,11 @@ def test_report_round_trips_to_a_table(report, tmp_path, capsys):
 def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
     file, page = tmp_path / "out.json", tmp_path / "README.md"
     file.write_text(json.dumps(report))
-    page.write_text("# Head\n<!-- results -->\nold\n<!-- /results -->\ntail\n")
+    page.write_text("# Head\n<!-- results -->\nwhat stood here\n<!-- /results -->\ntail\n")
     assert cli.main(["bench", "--table", str(file), "--into", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("# Head\n<!-- results -->\n| method") and text.endswith("<!-- /results -->\ntail\n")
-    assert "old" not in text
+    assert "what stood here" not in text
     page.write_text("no marks")
     fails_with(capsys, ["bench", "--table", str(file), "--into", str(page)], "results")
 
