@@ -122,6 +122,7 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert "1.00-2.00x" in text and "| concurrency | eagle2 speedup |" in text and "15%" in text
     other = {
         **results,
+        "provenance": results["provenance"] | {"commit": None},  # as of an installed package
         "methods": {k: {**m, "concurrency": {"2": {"speedup": 0.5}}} for k, m in results["methods"].items()},
     }
     table = bench.render_concurrency({"a.json": results, "b.json": other}).splitlines()
@@ -130,6 +131,7 @@ def test_figures_by_depth_repeat_and_concurrency(results):
         [" 1.33x ", "     - ", " 0.80x ", "   1 "],
         ["     - ", " 0.50x ", "     - ", "   2 "],
     ]
+    assert table[-1].endswith("commit unknown")
 
 
 def test_a_page_stands_alone_and_is_well_formed(results):

@@ -175,7 +175,7 @@ def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
         s, found_by = reports[name]["settings"], reports[name]["provenance"]
         origins.append(
             f"{number}. `{name}`: {s['num_questions']} questions of {s['questions']}, at most {s['max_tokens']} tokens "
-            f"each; {found_by['date'][:10]}, commit {found_by['commit'][:7]}"
+            f"each; {found_by['date'][:10]}, commit {(found_by['commit'] or 'unknown')[:7]}"
         )
     table = format_table(["at once", *map(str, levels), "run"], rows, markdown=True)
     return "\n".join([table, "", *origins])
@@ -208,7 +208,7 @@ def origin_of(found: dict[str, Any]) -> str:
     """A provenance in one sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"{found['hardware']['cpu']}, {found['hardware']['cores']} cores; {versions}; commit {found['commit']}; "
+        f"{found['hardware']['cpu']}, {found['hardware']['cores']} cores; {versions}; commit {found['commit'] or 'unknown'}; "
         f"baseline: {found['baseline']}; {found['date'][:10]}; command: `{found['command']}`"
     )
 
