@@ -207,8 +207,9 @@ def origin(report: dict[str, Any]) -> str:
 def origin_of(found: dict[str, Any]) -> str:
     """A provenance in one sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    commit = found["commit"] or "unknown"
     return (
-        f"{found['hardware']['cpu']}, {found['hardware']['cores']} cores; {versions}; commit {found['commit'] or 'unknown'}; "
+        f"{found['hardware']['cpu']}, {found['hardware']['cores']} cores; {versions}; commit {commit}; "
         f"baseline: {found['baseline']}; {found['date'][:10]}; command: `{found['command']}`"
     )
 
