@@ -78,6 +78,16 @@ def summary(found: dict[str, dict[str, list[Measurement]]]) -> dict[str, Any]:
     return result
 
 
+def table(result: dict[str, Any]) -> str:
+    """For people, in Markdown."""
+    labels = list(next(iter(result.values()))["tokens per second"])
+    rows = [
+        [name, *(f"{s['tokens per second'][label]:.1f}" for label in labels), f"{100 * s['regret']:.1f}%"]
+        for name, s in result.items()
+    ]
+    return format_table(["tokens/s", *labels, "regret"], rows, markdown=True)
+
+
 def plot(result: dict[str, Any], file: Path) -> None:
     """Tokens per second over the trace."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -119,12 +129,7 @@ def main() -> None:
     about = provenance("the fastest method with a fixed budget in each segment, same run")
     args.out.write_text(json.dumps({"provenance": about, "segments": result}, indent=1) + "\n")
     plot(result, args.out.with_suffix(".png"))
-    labels = [method.label for method in methods]
-    rows = [
-        [name, *(f"{s['tokens per second'][label]:.1f}" for label in labels), f"{100 * s['regret']:.1f}%"]
-        for name, s in result.items()
-    ]
-    print(format_table(["tokens/s", *labels, "regret"], rows, markdown=True))
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import trace
 from vllm_specplug import bench, cli, cost_command, costs, demo, doctor, environment
 from vllm_specplug.tables import format_table
 
@@ -425,6 +426,28 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     copy.write_text(page)
     assert cli.main(["bench", *options, "--into", str(copy)]) == 0
     assert copy.read_text() == page
+
+
+def test_the_trace_is_the_file():
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "benchmarks" / "results" / "trace.json").read_text())["segments"]
+    assert trace.table(found) in (root / "docs" / "measurements.md").read_text()
+
+
+def test_the_decision_is_the_file():
+    root = Path(__file__).parents[2]
+    found = json.loads((root / "benchmarks" / "results" / "decision.json").read_text())["methods"]
+    page = (root / "docs" / "measurements.md").read_text()
+    for size, stages in found["eagle2"].items():
+        cells = [
+            cell
+            for one in (stages, found["union"][size])
+            for cell in (
+                f"{one['decide_ms']:.2f} of {one['round_ms']:.1f}",
+                f"{one['decide_ms'] / one['round_ms']:.1%}",
+            )
+        ]
+        assert any([cell.strip() for cell in line.split("|")[1:-1]] == [size, *cells] for line in page.splitlines())
 
 
 def test_the_pages_link_to_what_is_there():
