@@ -3,7 +3,11 @@
 import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +93,65 @@ def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch)
     finally:
         worker.kill()
     assert (tmp_path / "log").read_text().split() == ["loading", "thinking", "thinking"]
+
+
+PARENT = """
+import subprocess, sys
+from pathlib import Path
+from vllm_specplug import bench
+
+worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, Path(sys.argv[1]), "family")
+print(worker.process.pid, worker.receive()["child"], flush=True)
+sys.stdin.read()
+"""
+FAMILY = """
+import subprocess, sys
+from vllm_specplug.bench.serving import run_worker
+
+def start(arguments):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    return {"child": child.pid}, lambda request: {}
+
+run_worker(start)
+"""
+
+
+def states_of(pids):
+    """Letters of ``/proc/PID/stat``; none for one that has ended."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return [state for state in found if state != "Z"]
+
+
+def wait_for_states(pids, wanted):
+    for _ in range(300):
+        if states_of(pids) == wanted:
+            return
+        time.sleep(0.1)
+    assert states_of(pids) == wanted
+
+
+def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "family.py").write_text(FAMILY)
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pids = []
+    try:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        wait_for_states(pids, ["T", "T"])
+        parent.kill()
+        parent.wait()
+        wait_for_states(pids, [])
+    finally:
+        parent.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

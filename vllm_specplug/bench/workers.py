@@ -78,7 +78,11 @@ class Engine(Protocol):
 
 
 class Worker:
-    """The parent's end of a worker process: one JSON line out, one JSON line back."""
+    """The parent's end of a worker process: one JSON line out, one JSON line back.
+
+    Between its requests it is stopped (``SIGSTOP``): the threads of an idle engine wake up all the time, and would take
+    a share of the cores that another one is measured on.
+    """
 
     def __init__(
         self, method: Method, engine: dict[str, Any], kv_gib: int, log: Path, module: str = ENGINE_MODULE
@@ -97,12 +101,15 @@ class Worker:
                 stderr=sink,
                 text=True,
                 env=environment,
-                start_new_session=True,  # so that its engine processes can be ended with it
+                # So that its engine processes can be signalled with it.  The session stays: of a stopped group whose
+                # parent has died the kernel makes an end (SIGHUP) in its own session only.
+                process_group=0,
             )
         self.send(engine | ({} if method.config is None else {"speculative_config": method.config}))
 
     def send(self, message: dict) -> None:
-        """Write a request."""
+        """Let it run, and write a request."""
+        self._signal(signal.SIGCONT)
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
@@ -110,7 +117,7 @@ class Worker:
             raise RuntimeError(self._obituary()) from None
 
     def receive(self) -> dict:
-        """Wait for a reply.
+        """Wait for a reply, and stop it.
 
         Raises:
             RuntimeError: the worker died; the message carries the end of its log.
@@ -118,7 +125,13 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(self._obituary())
+        self._signal(signal.SIGSTOP)
         return json.loads(line)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the worker and its engine, if they live."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _obituary(self) -> str:
         return f"the engine of {self.method.label!r} has ended (code {self.process.wait()}); {end_of_log(self.log)}"
@@ -141,6 +154,7 @@ class Worker:
         """Ask for the peak memory (MiB, the worker and its engine together) and end the worker."""
         self.send({"close": True})
         peak = self.receive()["peak_rss_mib"]
+        self._signal(signal.SIGCONT)
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:  # all was said: an engine that is slow to leave is no failure
@@ -149,12 +163,11 @@ class Worker:
 
     def kill(self) -> None:
         """End the worker and its engine, whatever they do."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.process.wait()
 
 
