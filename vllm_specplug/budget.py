@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
+from math import exp, log
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import prune
 from vllm_specplug.types import Draft
 
-#: Share of the time that may be lost to trying what seems not to pay.
-TRIALS = 0.004
+#: Share of the time that may be lost to trying what seems not to pay, and how much more of it in the first steps of a
+#: regime, which know least.
+TRIALS, EARLY_TRIALS, EARLY_STEPS = 0.004, 0.01, 150.0
 #: One in so many steps is plain where all others draft: only these tell what a plain step costs now.
 PLAIN_EVERY = 100
 #: Another arm must promise this much more before it takes over.
@@ -41,6 +42,9 @@ ASKING = 1
 #: Gain of the host's drafter before anything is known, requests that this is worth, and those after which an old one
 #: counts 1/e.
 FIRST_GAIN, FIRST_REQUESTS, GAIN_MEMORY = 0.6, 8.0, 1000.0
+#: The first times of the host's drafter, of which the least counts: what disturbs, or compiles, only adds.  Rounds after
+#: which an old one counts 1/e, and how often it can be exceeded at once.
+FIRST_TIMES, TIME_MEMORY, MOST_AT_ONCE = 4, 20.0, 2.0
 #: Steps over which the speed is averaged that decides what a token is worth: those ahead cost what the last ones did.
 SPEED_MEMORY = 12.0
 #: Steps over which the rows of prompts are averaged.
@@ -107,7 +111,10 @@ class _Regime:
         credit: seconds that trials may lose.
         drafting: steps since the last plain one.
         worth: of each arm but the plain one.
+        steps: so many were planned.
         by_host: seconds of the host's drafter in a round beside other drafters; None before the first.
+        by_host_times: how often that was measured.
+        by_host_at: the step of the last time.
         with_host: share of those rounds in which it runs.
         recent: float64 ``[2]``; tokens and seconds of the last steps.
     """
@@ -116,7 +123,10 @@ class _Regime:
     worth: dict[Arm, _Worth]
     credit: float = 0.0
     drafting: int = 0
+    steps: int = 0
     by_host: float | None = None
+    by_host_times: int = 0
+    by_host_at: int = 0
     with_host: float = 1.0
     recent: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
@@ -203,6 +213,7 @@ class Budget:
         #: By class of what the others promise: tokens that the host's drafter added, and requests; with decay.
         self._gains = np.tile([FIRST_GAIN * FIRST_REQUESTS, FIRST_REQUESTS], (len(CLASSES) + 1, 1))
         self._classes: np.ndarray | None = None
+        self._asks_for_once = False
         #: The arm of the current round: ``arm``, or another one on trial.
         self.running = self.arm
         self._round_levels = 0
@@ -272,7 +283,9 @@ class Budget:
         self._rate = max(tokens / seconds if seconds else now.rate, outlooks[PLAIN].rate)
         self._missed_rows = missed_rows
         self.running = regime.arm
-        regime.credit = min(regime.credit + TRIALS * now.seconds, 16 * now.seconds)
+        regime.steps += 1
+        share = TRIALS + EARLY_TRIALS * exp(-regime.steps / EARLY_STEPS)
+        regime.credit = min(regime.credit + share * now.seconds, 16 * now.seconds)
         regime.drafting += 1
         others = [arm for arm in outlooks if arm not in (PLAIN, regime.arm)]
         if regime.drafting >= PLAIN_EVERY:
@@ -286,8 +299,13 @@ class Budget:
         if self.running is PLAIN:
             regime.drafting = 0
             self._stepped(num_reqs, outlooks[PLAIN].seconds)
-        self._round_levels, self._beams, self._classes = 0, [], None
+        self._round_levels, self._beams, self._classes, self._asks_for_once = 0, [], None, False
         return self.running
+
+    @property
+    def tries(self) -> bool:
+        """Whether something runs in this round that does not at present."""
+        return self.running is not self.arm or self._asks_for_once
 
     def outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
         """What every arm promises for ``num_reqs`` requests; looked at anew every few calls."""
@@ -365,7 +383,7 @@ class Budget:
         if self._num_reqs > ASKING:
             return True
         self._classes = np.searchsorted(CLASSES, expected)
-        if regime.by_host is None:
+        if regime.by_host is None or regime.by_host_times < FIRST_TIMES:
             return True
         gains = self._gains[self._classes[wanted]]
         loss = regime.by_host - float((gains[:, 0] / gains[:, 1]).sum()) / max(self._rate, 1e-9)
@@ -374,7 +392,7 @@ class Budget:
         wants = loss < 0
         if not wants and regime.credit > loss:
             regime.credit -= loss
-            wants = True
+            wants = self._asks_for_once = True
         regime.with_host += 0.02 * (wants - regime.with_host)
         return wants
 
@@ -459,7 +477,13 @@ class Budget:
     def _learn_gains(self, by_host: float, gained: np.ndarray, wanted: np.ndarray) -> None:
         """Beside others the host's drafter has added ``gained`` (``[num_reqs]``) tokens, what rows cost taken off."""
         regime = self._regime
-        regime.by_host = by_host if regime.by_host is None else regime.by_host + 0.05 * (by_host - regime.by_host)
+        known = by_host if regime.by_host is None else regime.by_host
+        if regime.by_host_times < FIRST_TIMES:
+            regime.by_host = min(known, by_host)
+        else:
+            weight = 1 - exp(-(regime.steps - regime.by_host_at) / TIME_MEMORY)
+            regime.by_host = known + weight * (min(by_host, MOST_AT_ONCE * known) - known)
+        regime.by_host_times, regime.by_host_at = regime.by_host_times + 1, regime.steps
         count = int(wanted.sum())
         self._gains += (np.array([FIRST_GAIN * FIRST_REQUESTS, FIRST_REQUESTS]) - self._gains) * (count / GAIN_MEMORY)
         np.add.at(self._gains, self._classes[wanted], np.stack([gained[wanted], np.ones(count)], axis=1))

@@ -29,6 +29,9 @@ PARTS = {
     "round": ("requests", 1e-3),  # what surrounds them in a round: learning, choosing, handing over
 }
 
+#: A part that runs is observed about once in so many steps; one that was not for so many does not run at present.
+USUAL, SELDOM = 16, 100
+
 
 class CostTable:
     """Seconds by a count, linear between knots; each observation moves what is near it most, and all of it somewhat.
@@ -81,8 +84,19 @@ class CostTable:
         high = min(low + 1, len(self.seconds) - 1)
         return float(self.seconds[low] + (count - low) * (self.seconds[high] - self.seconds[low]))
 
-    def observe(self, count: float, seconds: float) -> None:
-        """Take in that ``count`` took ``seconds``; one far off (the machine was busy elsewhere) is pulled nearer."""
+    def scale(self, factor: float) -> None:
+        """Everything takes so much longer now."""
+        self._factors *= factor
+        self._refresh()
+
+    def observe(self, count: float, seconds: float, elapsed: float = 1.0) -> None:
+        """Take in that ``count`` took ``seconds``; one far off (the machine was busy elsewhere) is pulled nearer.
+
+        Args:
+            count: rows or requests.
+            seconds: what they took.
+            elapsed: how much longer than usual nothing was observed; what was known is less certain by as much.
+        """
         if count < 1 or seconds <= 0:
             return
         right = int(np.clip(np.searchsorted(self.knots, count), 1, len(self.knots) - 1)) if len(self.knots) > 1 else 0
@@ -92,6 +106,7 @@ class CostTable:
             hat[right - 1], hat[right] = (1 - share) * self.start[right - 1], share * self.start[right]
         else:
             hat[0] = self.start[0]
+        self._uncertainty += min(self.FORGETTING * elapsed, 1.0) * (self._prior - self._uncertainty)
         expected = float(hat @ self._factors)
         spread = self._uncertainty @ hat
         variance = float(hat @ spread) + (self.NOISE * expected) ** 2
@@ -99,7 +114,6 @@ class CostTable:
         gain = spread / variance
         self._factors = np.maximum(self._factors + gain * error, 0.02)
         self._uncertainty -= np.outer(gain, spread)
-        self._uncertainty += self.FORGETTING * (self._prior - self._uncertainty)
         self.observations += 1
         self._refresh()
 
@@ -122,9 +136,38 @@ class CostModel:
             # What is only guessed is learned from the first observations.
             common = 0.3 if part in measured else 3.0
             self.tables[part] = CostTable(points, points.values(), limits[unit], common)
+        #: By part: when it was observed last, and what the target's step over one row took then.
+        self._last = {part: (0, self.pace) for part in self.tables}
 
     def __getitem__(self, part: str) -> CostTable:
         return self.tables[part]
+
+    @property
+    def pace(self) -> float:
+        """Seconds of the target's forward over one row, which every step tells something of."""
+        return self.tables["verify"].at(1)
+
+    def observe(self, part: str, count: float, seconds: float, now: int) -> None:
+        """Take in what a part took.
+
+        Args:
+            part: of ``PARTS``.
+            count: its rows or requests.
+            seconds: what they took.
+            now: number of the step.
+        """
+        before, _ = self._last[part]
+        self.tables[part].observe(count, seconds, max((now - before) / USUAL, 1.0))
+        self._last[part] = (now, self.pace)
+        if part == "verify":
+            self._follow(now)
+
+    def _follow(self, now: int) -> None:
+        """Whatever slows the target's steps down slows the rest: parts that do not run now go with them."""
+        for part, (then, pace) in self._last.items():
+            if now - then > SELDOM and part != "verify" and self.pace != pace:
+                self.tables[part].scale(self.pace / pace)
+                self._last[part] = (then, self.pace)
 
     def to_json(self) -> dict[str, Any]:
         return {part: table.to_json() for part, table in self.tables.items()}

@@ -281,6 +281,36 @@ def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
     assert beside(budget, 4, 5.0, 0.02, 50, by_host=5e-3) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("before", "rounds"), [([(5e-2, 1)], 100), ([(5e-3, 50), (2e-1, 40)], 200)], ids=["the first call", "later"]
+)
+def test_a_disturbed_time_of_the_hosts_drafter_is_soon_forgotten(before, rounds):
+    """In the last hundred rounds it runs in all."""
+    budget = make(CHEAP, (ALONE, BOTH))
+    for by_host, count in before:
+        beside(budget, 1, 0.0, 0.9, count, by_host=by_host)
+    assert beside(budget, 1, 0.0, 0.9, rounds, by_host=5e-3) == 1.0
+
+
+def test_a_round_that_tries_something_says_so():
+    budget = make(DEAR)
+    tried = []
+    for _ in range(400):
+        running = budget.plan(1)
+        assert budget.tries == (running is not budget.arm)
+        tried.append(budget.tries)
+        if running is not PLAIN:
+            budget.select(chains(1, [0.2]), names(1), np.full(1, 5), np.ones(1, dtype=bool), 1e-2)
+    assert 0 < sum(tried[100:]) < 100
+    beside(budget := make(CHEAP, (ALONE, BOTH)), 1, 5.0, 0.02, 1500, by_host=5e-3)
+    asked = []
+    for _ in range(600):
+        budget.plan(1)
+        if budget.running is BOTH:
+            asked.append((budget.wants_host(np.full(1, 5.0), np.ones(1, dtype=bool)), budget.tries))
+    assert (True, True) in asked and (False, False) in asked and (True, False) not in asked
+
+
 def test_a_large_batch_says_nothing_of_the_price_of_time_in_a_small_one():
     """A step of 16 requests emits many tokens a second; at that price no row of a single request's would pay."""
     costs, chain = {**CHEAP, "row": 0.004}, [0.7, 0.6, 0.4, 0.1]

@@ -120,3 +120,29 @@ def test_knots_and_the_fastest_call():
     ran.clear()
     assert fastest(run, [1, 2, 4], lambda: now[0], 3, 4.0) == {1: 2.0, 2: 3.0}
     assert json.dumps(CostModel({}, LIMITS).to_json())
+
+
+def test_parts_that_do_not_run_follow_the_targets_steps():
+    """The machine gets slower while nothing is drafted; what drafting costs is then dearer too."""
+    model = CostModel({"verify": {1: 0.01, 64: 0.05}, "host": {1: 0.001, 64: 0.002}, "tree": {1: 0.001}}, LIMITS)
+    for step in range(0, 160, 16):
+        for part, seconds in (("verify", 0.01), ("host", 0.001), ("tree", 0.001)):
+            model.observe(part, 1, seconds, step)
+    for step in range(160, 800, 16):
+        model.observe("verify", 1, 0.02, step)
+        model.observe("tree", 1, 0.001, step)
+    slower = model["verify"].at(1) / 0.01
+    assert 1.7 < slower < 2.1
+    assert model["host"].at(1) == pytest.approx(0.001 * slower, rel=0.1)
+    assert model["tree"].at(1) == pytest.approx(0.001, rel=0.1)  # that was seen all the time
+
+
+def test_after_a_pause_an_observation_counts_more():
+    def moved(pause):
+        model = CostModel({"host": {1: 0.001, 64: 0.002}}, LIMITS)
+        for step in range(0, 1600, 16):
+            model.observe("host", 1, 0.001, step)
+        model.observe("host", 1, 0.0012, 1600 + pause)
+        return model["host"].at(1)
+
+    assert moved(5000) > moved(1000) > moved(0)

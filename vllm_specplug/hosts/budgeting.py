@@ -167,8 +167,8 @@ class ServingBudget:
         goes_on = bool(scheduled) and not scheduler_output.scheduled_new_reqs
         # A step that prefills tells nothing about those that decode.
         decodes = goes_on and rows == len(scheduled) + sum(map(len, drafts.values()))
-        if goes_on and last.rows and self._is_taken("between"):
-            self.budget.costs["between"].observe(last.num_reqs, now - last.ended + last.rest())
+        if goes_on and last.rows:
+            self.observe("between", last.num_reqs, now - last.ended + last.rest())
         self.budget.saw_prompt(0 if decodes else rows)
         self._clock = _StepClock(now, rows if decodes else 0, len(scheduled), bool(drafts))
 
@@ -193,13 +193,11 @@ class ServingBudget:
         clock = self._clock
         clock.ended = time.perf_counter()
         if clock.rows and clock.forward_began:
-            # A plain step among those that draft is rare, and was made to be looked at.
-            rare = not clock.drafted and self.budget.arm is not PLAIN
-            if rare or self._is_taken("verify"):
-                self.budget.costs["verify"].observe(clock.rows, clock.forward_ended - clock.forward_began)
+            # A plain step among those that draft is rare, and was made to be looked at; so is a draft among plain ones.
+            rare = clock.drafted == (self.budget.arm is PLAIN)
+            self.observe("verify", clock.rows, clock.forward_ended - clock.forward_began, rare)
             part = "tree" if clock.drafted else "sample"
-            if rare or self._is_taken(part):
-                self.budget.costs[part].observe(clock.num_reqs, clock.staging + clock.sampling)
+            self.observe(part, clock.num_reqs, clock.staging + clock.sampling, rare)
         self._steps += 1
         if self._steps % SAVE_EVERY == 0:
             self.save()
@@ -210,13 +208,12 @@ class ServingBudget:
                 ", ".join(f"({n:.0f}, {p:.2f}, {y:.2f})" for n, p, y in self.budget.reliability.curve()),
             )
 
-    def _is_taken(self, part: str) -> bool:
-        return self._steps % STRIDE == 0 or self.budget.costs[part].observations < EAGER
-
-    def observe(self, part: str, count: int, seconds: float) -> None:
-        """A part of a round took so long."""
-        if self._is_taken(part):
-            self.budget.costs[part].observe(count, seconds)
+    def observe(self, part: str, count: int, seconds: float, rare: bool | None = None) -> None:
+        """A part took so long; ``rare``: it seldom runs at present (by default: the round is a trial)."""
+        costs = self.budget.costs
+        rare = self.budget.tries if rare is None else rare
+        if rare or self._steps % STRIDE == 0 or costs[part].observations < EAGER:
+            costs.observe(part, count, seconds, self._steps)
 
     # ---- every round
 
