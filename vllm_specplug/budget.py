@@ -42,8 +42,8 @@ ASKING = 1
 #: Gain of the host's drafter before anything is known, requests that this is worth, and those after which an old one
 #: counts 1/e.
 FIRST_GAIN, FIRST_REQUESTS, GAIN_MEMORY = 0.6, 8.0, 1000.0
-#: The first times of the host's drafter, of which the least counts: what disturbs, or compiles, only adds.  Rounds after
-#: which an old one counts 1/e, and how often it can be exceeded at once.
+#: The first times of the host's drafter, of which the least counts: what disturbs, or compiles, only adds.  Rounds
+#: after which an old one counts 1/e, and how often it can be exceeded at once.
 FIRST_TIMES, TIME_MEMORY, MOST_AT_ONCE = 4, 20.0, 2.0
 #: Steps over which the speed is averaged that decides what a token is worth: those ahead cost what the last ones did.
 SPEED_MEMORY = 12.0
