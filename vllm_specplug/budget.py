@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import OnlineLogistic, Reliability, log_odds_of, sigmoid
+from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.compiled import compiled
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import prune
 from vllm_specplug.types import Draft
@@ -54,8 +55,6 @@ LEARN_REQUESTS, LEARN_SELDOM = 8, 4
 #: What an arm is worth is taken down once in so many rounds, after so many requests.
 ACCOUNT_EVERY, KNOWN = 4, 150.0
 MAX_RECORDS = 4096
-#: Of depths; the root's is 0 like its children's.
-LOG2 = np.log2(np.maximum(np.arange(1024), 1))
 
 
 @dataclass(frozen=True)
@@ -439,16 +438,15 @@ class Budget:
             by_host_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
         """
         tree, arm, num_reqs = draft.tree, self.running, max(int(wanted.sum()), 1)
-        parents, depths, num_rows = tree.parents.numpy(), tree.depths.numpy(), tree.num_rows.numpy()
-        nodes = np.arange(parents.shape[1]) < num_rows[:, None]
-        nodes[:, 0] = False
-        nodes &= wanted[:, None]
-        features = self._features(draft.log_values.numpy(), parents, depths, request_ids)
-        model = self.arms.index(arm)
-        drafted = tree.token_ids.numpy()
+        parents, depths = tree.parents.numpy(), tree.depths.numpy()
+        model, drafted = self.arms.index(arm), tree.token_ids.numpy()
+        records = np.array([log_ratio(*self._records.get(request_id, (0.0, 0.0))) for request_id in request_ids])
+        features, nodes, values = node_values(
+            *map(np.ascontiguousarray, (draft.log_values.numpy(), parents, depths, tree.num_rows.numpy(), wanted)),
+            records,
+            self.calibration.weights[model],
+        )
         self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, features, model)
-        edges = sigmoid(features @ self.calibration.weights[model])
-        values = np.where(nodes, along_paths(edges, parents, int(depths.max())), 0.0)
         order = np.argsort(-values, axis=None, kind="stable")[: min(int(nodes.sum()), self.max_rows - num_reqs)]
         gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
         verify = self.costs["verify"].seconds
@@ -509,21 +507,6 @@ class Budget:
             self._yields += (np.array([4.0, 8.0]) - self._yields) / 200
             for level, fed in enumerate(self._beams, start=1):
                 self._yields[min(level, len(self._yields) - 1)] += (gained[depths == level + 1].sum(), fed)
-
-    def _features(
-        self, log_values: np.ndarray, parents: np.ndarray, depths: np.ndarray, request_ids: Sequence[str]
-    ) -> np.ndarray:
-        """``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, depth, the request's record."""
-        features = np.ones((*log_values.shape, 4))
-        # Where padding stands above padding, the difference is no number.
-        with np.errstate(invalid="ignore"):
-            edges = np.fmin(log_values - at_rows(log_values, np.maximum(parents, 0)), 0.0)
-        features[..., 1] = log_odds_of(edges)
-        features[..., 2] = LOG2[depths]
-        for row, request_id in enumerate(request_ids):
-            accepted, expected = self._records.get(request_id, (0.0, 0.0))
-            features[row, :, 3] = min(max(log((accepted + 1) / (expected + 1)), -2.0), 2.0)
-        return features
 
     # ---- what became of it
 
@@ -588,25 +571,56 @@ class Budget:
             worth.weight *= max(1 - len(request_ids) / max(self._num_reqs, 1), 0.25)
 
 
-def along_paths(edges: np.ndarray, parents: np.ndarray, max_depth: int) -> np.ndarray:
-    """Products of the edges from the root to each row; the root's own does not count.
+def log_ratio(accepted: float, expected: float) -> float:
+    """How much better a request's drafts have done than was expected of any request's, as log odds."""
+    return min(max(log((accepted + 1) / (expected + 1)), -2.0), 2.0)
+
+
+@compiled
+def node_values(
+    log_values: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    num_rows: np.ndarray,
+    wanted: np.ndarray,
+    records: np.ndarray,
+    weights: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Probabilities of acceptance of the nodes of trees, parent-first.
 
     Args:
-        edges: float ``[num_reqs, num_rows]``.
-        parents: int ``[num_reqs, num_rows]``; -1 for roots and padding.
-        max_depth: of all rows.
+        log_values: float32 ``[num_reqs, num_rows]``; as the drafter believes.
+        parents, depths: int64 ``[num_reqs, num_rows]``.
+        num_rows: int64 ``[num_reqs]``.
+        wanted: bool ``[num_reqs]``; requests whose nodes count.
+        records: float64 ``[num_reqs]``, see ``log_ratio``.
+        weights: float64 ``[4]``; of the features.
+
+    Returns:
+        Features ``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, the depth's logarithm, the
+        request's record; bool ``[num_reqs, num_rows]``, true for the nodes; their values, 0 elsewhere.
     """
-    values = np.where(parents >= 0, edges, 1.0).ravel()
-    ancestors = (np.maximum(parents, 0) + np.arange(0, parents.size, parents.shape[1])[:, None]).ravel()
-    for _ in range((max_depth - 1).bit_length()):  # each round doubles the distance covered
-        values = values * values[ancestors]
-        ancestors = ancestors[ancestors]
-    return values.reshape(edges.shape)
-
-
-def at_rows(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``np.take_along_axis`` over the last of two axes, in a third of its time at these sizes."""
-    num_reqs, width = values.shape
-    if num_reqs == 1:
-        return values[0][rows]
-    return values.ravel()[rows + np.arange(0, num_reqs * width, width)[:, None]]
+    num_reqs, width = parents.shape
+    features = np.zeros((num_reqs, width, 4))
+    nodes = np.zeros((num_reqs, width), dtype=np.bool_)
+    values = np.zeros((num_reqs, width))
+    for request in range(num_reqs):
+        for row in range(1, num_rows[request]):
+            parent = parents[request, row]
+            edge = np.float64(log_values[request, row]) - np.float64(log_values[request, parent])
+            if not edge < 0.0:  # NaN too
+                edge = 0.0
+            odds = edge - np.log(-np.expm1(edge)) if edge < 0.0 else LOGIT_LIMIT
+            one = features[request, row]
+            one[0] = 1.0
+            one[1] = min(max(odds, -LOGIT_LIMIT), LOGIT_LIMIT)
+            one[2] = np.log2(max(np.float64(depths[request, row]), 1.0))
+            one[3] = records[request]
+            logit = one[0] * weights[0] + one[1] * weights[1] + one[2] * weights[2] + one[3] * weights[3]
+            chance = 1.0 / (1.0 + np.exp(min(max(-logit, -LOGIT_LIMIT), LOGIT_LIMIT)))
+            above = values[request, parent] if parent > 0 else 1.0
+            values[request, row] = above * chance
+            nodes[request, row] = wanted[request]
+        if not wanted[request]:
+            values[request] = 0.0
+    return features, nodes, values

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.budget import PLAIN, Arm, Budget, along_paths
+from vllm_specplug.budget import PLAIN, Arm, Budget, node_values
+from vllm_specplug.calibration import log_odds_of, sigmoid
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import from_flat, prune
 from vllm_specplug.types import Draft
@@ -319,10 +320,41 @@ def test_a_large_batch_says_nothing_of_the_price_of_time_in_a_small_one():
     assert run(budget, 1, chain, 3)[1] == run(make(costs), 1, chain, 3)[1] != [0, 0, 0]
 
 
-def test_values_along_paths():
-    parents = np.array([[-1, 0, 0, 1, 3, 2, -1]])
-    edges = np.array([[9.0, 0.5, 0.25, 0.5, 0.5, 0.1, 7.0]])
-    assert along_paths(edges, parents, 4)[0, :6].tolist() == [1.0, 0.5, 0.25, 0.25, 0.125, 0.025]
+def random_trees(rng, num_reqs, width):
+    """Trees of up to ``width`` rows, parents first, with log values that never grow along a path."""
+    num_rows = rng.integers(1, width + 1, num_reqs)
+    parents, depths = np.full((num_reqs, width), -1), np.zeros((num_reqs, width), dtype=np.int64)
+    log_values = np.full((num_reqs, width), -np.inf, dtype=np.float32)
+    log_values[:, 0] = 0.0
+    for request in range(num_reqs):
+        for row in range(1, num_rows[request]):
+            parent = rng.integers(0, row)
+            parents[request, row], depths[request, row] = parent, depths[request, parent] + 1
+            edge = rng.choice([0.0, -np.inf, -0.1, -3.0, -50.0], p=[0.1, 0.05, 0.5, 0.3, 0.05])
+            log_values[request, row] = log_values[request, parent] + edge
+    return log_values, parents, depths, num_rows
+
+
+def test_values_of_nodes():
+    """Against the same in arrays: calibrated edges, multiplied from the root down."""
+    rng = np.random.default_rng(0)
+    for num_reqs, width in ((1, 1), (1, 9), (5, 12), (32, 25)):
+        log_values, parents, depths, num_rows = random_trees(rng, num_reqs, width)
+        wanted, records = rng.random(num_reqs) < 0.8, rng.normal(size=num_reqs)
+        weights = rng.normal(size=4)
+        features, nodes, values = node_values(log_values, parents, depths, num_rows, wanted, records, weights)
+        assert (nodes == ((np.arange(width) > 0) & (np.arange(width) < num_rows[:, None]) & wanted[:, None])).all()
+        for request, row in np.ndindex(num_reqs, width):
+            if not 0 < row < num_rows[request]:
+                assert values[request, row] == 0
+                continue
+            with np.errstate(invalid="ignore"):
+                edge = np.fmin(np.float64(log_values[request, row]) - log_values[request, parents[request, row]], 0.0)
+            expected = [1.0, float(log_odds_of(np.array(edge))), np.log2(depths[request, row]), records[request]]
+            assert features[request, row] == pytest.approx(expected)
+            above = 1.0 if parents[request, row] == 0 else values[request, parents[request, row]]
+            value = above * float(sigmoid(np.array(np.dot(expected, weights))))
+            assert values[request, row] == (pytest.approx(value) if wanted[request] else 0)
 
 
 def test_prune():
