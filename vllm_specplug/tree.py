@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
+from vllm_specplug import host_trees
 from vllm_specplug.types import PADDING, Draft, TokenTree
 
 NEVER = float("-inf")
@@ -46,6 +47,27 @@ class DraftPool:
     size: int = 0
     level_start: int = 0
     num_levels: int = 0
+
+
+@dataclass(frozen=True)
+class Beam:
+    """The nodes to feed to the drafter next.
+
+    Attributes:
+        nodes: int64 ``[num_reqs, beam_width]``; their pool indices.
+        token_ids: int64 ``[num_reqs, beam_width]``.
+        log_values: float32 ``[num_reqs, beam_width]``.
+        sources: int64 ``[num_reqs * beam_width]``; which row of the last drafter forward, all requests' rows counted,
+            gave each node.
+        mask: bool ``[num_reqs, beam_width, num_fed]``; of all nodes fed so far (level-major), these included, each
+            one's ancestors and itself.
+    """
+
+    nodes: torch.Tensor
+    token_ids: torch.Tensor
+    log_values: torch.Tensor
+    sources: torch.Tensor
+    mask: torch.Tensor
 
 
 def new_pool(num_reqs: int, draft_top_k: int, draft_depth: int, device: torch.device | str) -> DraftPool:
@@ -120,6 +142,52 @@ def growth_can_pay(pool: DraftPool, num_nodes: int) -> torch.Tensor:
     return (at_least_as_good < num_nodes) & (bound.squeeze(1) > NEVER)
 
 
+def grow_level(
+    pool: DraftPool,
+    beam: Beam | None,
+    token_ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    num_nodes: int,
+    static: bool = False,
+) -> Beam | None:
+    """Append one level to the pool, in place, and pick what to feed next: ``expand``, then ``next_beam``.
+
+    Args:
+        pool: the pool to extend.
+        beam: the nodes that were fed; None for the first level.
+        token_ids: int ``[num_reqs * beam_width, draft_top_k]``; the children of each, best first.
+        log_probs: float ``[num_reqs * beam_width, draft_top_k]``; see ``expand``.
+        num_nodes: nodes that the tree will have.
+        static: look at no value (only on a CPU values are looked at at all).
+
+    Returns:
+        None where the growth ends: the pool is full, or it is seen that no deeper node would be kept.
+    """
+    if not static and host_trees.fits(pool.log_values, token_ids, log_probs):
+        fields = host_trees.grow_level(pool, beam, token_ids, log_probs, num_nodes)
+        return None if fields is None else Beam(*fields)
+    num_reqs, top_k = pool.token_ids.shape[0], token_ids.shape[1]
+    device, shape = token_ids.device, (num_reqs, -1, top_k)
+    expand(pool, None if beam is None else beam.nodes, token_ids.view(shape), log_probs.view(shape))
+    if pool.size == pool.token_ids.shape[1]:
+        return None
+    may_ask = device.type == "cpu" and not static  # reading a flag back stalls other devices
+    if may_ask and not growth_can_pay(pool, num_nodes).any():
+        return None
+    nodes = next_beam(pool, top_k)
+    # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
+    parent = (nodes - pool.level_start) // top_k
+    mask = torch.eye(nodes.shape[1], dtype=torch.bool, device=device).expand(num_reqs, -1, -1)
+    num_fed = 1
+    if beam is not None:
+        num_fed = beam.nodes.shape[1]
+        above = beam.mask.gather(1, parent.unsqueeze(2).expand(-1, -1, beam.mask.shape[2]))
+        mask = torch.cat([above, mask], dim=2)
+    first = torch.arange(0, num_reqs * num_fed, num_fed, device=device).unsqueeze(1)
+    values = pool.log_values.gather(1, nodes)
+    return Beam(nodes, pool.token_ids.gather(1, nodes), values, (first + parent).flatten(), mask)
+
+
 def rerank(pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0) -> TokenTree:
     """The tree of ``rerank_draft``, without the values of its rows."""
     return rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0].tree
@@ -143,6 +211,11 @@ def rerank_draft(
         Trees of ``num_nodes + 1`` rows with the values of their nodes, and int64 ``[num_reqs, num_nodes + 1]``: the
         pool index of each row, ``PADDING`` for the root and padding rows.
     """
+    if host_trees.fits(pool.log_values, pool.token_ids, root_token_ids):
+        fields = host_trees.rerank(pool, root_token_ids, num_nodes, min_node_value)
+        if fields is not None:
+            *rows, log_values, places = fields
+            return Draft(TokenTree(*rows), log_values), places
     values, order = pool.log_values[:, : pool.size].sort(dim=1, descending=True, stable=True)
     floor = math.log(min_node_value) if min_node_value > 0 else NEVER
     unusable = (values[:, :num_nodes] == NEVER) | (values[:, :num_nodes] < floor)
@@ -179,6 +252,12 @@ def prune(draft: Draft, keep: torch.Tensor) -> Draft:
             roots and padding does not matter.
     """
     tree = draft.tree
+    if host_trees.fits(tree.parents, draft.log_values, keep):
+        fields = host_trees.prune(draft, keep)
+        if fields is not None:
+            *rows, log_values, bits = fields
+            bits = None if draft.source_bits is None else bits
+            return Draft(TokenTree(*rows), log_values, draft.source_names, bits)
     keep = keep & valid_rows(tree.num_rows, keep.shape[1])
     keep[:, 0] = True
     num_rows = keep.sum(dim=1)
@@ -256,6 +335,10 @@ def from_flat(token_ids: torch.Tensor, parents: torch.Tensor, num_rows: torch.Te
         parents: int ``[num_reqs, num_rows]``; row of the parent; anything for the root.
         num_rows: int ``[num_reqs]``; valid rows.
     """
+    if host_trees.fits(token_ids, parents, num_rows):
+        fields = host_trees.from_flat(token_ids, parents, num_rows)
+        if fields is not None:
+            return TokenTree(*fields, num_rows.long())
     parents = parents.long().clone()
     parents[:, 0] = PADDING
     parents = parents.masked_fill(~valid_rows(num_rows, parents.shape[1]), PADDING)
@@ -277,6 +360,10 @@ def depths_from_parents(parents: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[num_reqs, num_rows]``; 0 for the root and padding rows.
     """
+    if host_trees.fits(parents):
+        known = host_trees.depths_from_parents(parents)
+        if known is not None:
+            return known
     depths = (parents >= 0).long()
     ancestor = parents.clamp(min=0)  # The root is its own ancestor, at distance 0.
     may_ask = parents.device.type == "cpu"  # trees are much shallower than wide

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_specplug.draft_sampling import Children, stack_candidates
-from vllm_specplug.tree import expand, growth_can_pay, new_pool, next_beam, rerank_draft
+from vllm_specplug.tree import grow_level, new_pool, rerank_draft
 from vllm_specplug.types import Draft, Proposal
 
 
@@ -64,34 +64,19 @@ def grow_tree(
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
     pool = new_pool(num_reqs, draft_top_k, draft_depth, device)
-    children = [score(0, root.score, draft_top_k)]
-    expand(pool, None, children[0].token_ids.unsqueeze(1), children[0].log_probs.unsqueeze(1))
-    features, ancestors = root.feed.unsqueeze(1), None
-    may_ask = device.type == "cpu" and not static  # reading a flag back stalls other devices
-    for level in range(draft_depth - 1):
-        if may_ask and not growth_can_pay(pool, num_nodes).any():
-            break
-        beam = next_beam(pool, draft_top_k)
-        if may_ask and may_grow is not None and not may_grow(pool.log_values.gather(1, beam).exp()):
-            break
-        # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
-        parent = (beam - pool.level_start) // draft_top_k
-        mask = torch.eye(draft_top_k, dtype=torch.bool, device=device).expand(num_reqs, -1, -1)
-        if ancestors is not None:
-            mask = torch.cat([_pick(ancestors, parent), mask], dim=2)
-        fed = forward(level, pool.token_ids.gather(1, beam), _pick(features, parent), mask)
-        children.append(score(level + 1, fed.score.flatten(0, 1), draft_top_k))
-        shape = (num_reqs, draft_top_k, draft_top_k)
-        expand(pool, beam, children[-1].token_ids.view(shape), children[-1].log_probs.view(shape))
-        features, ancestors = fed.feed, mask
+    levels = [score(0, root.score, draft_top_k)]
+    beam = grow_level(pool, None, levels[0].token_ids, levels[0].log_probs, num_nodes, static)
+    features = root.feed
+    may_ask = device.type == "cpu" and not static and may_grow is not None
+    while beam is not None and not (may_ask and not may_grow(beam.log_values.exp())):
+        inputs = features.index_select(0, beam.sources).unflatten(0, beam.nodes.shape)
+        fed = forward(len(levels) - 1, beam.token_ids, inputs, beam.mask)
+        features = fed.feed.flatten(0, 1)
+        levels.append(score(len(levels), fed.score.flatten(0, 1), draft_top_k))
+        beam = grow_level(pool, beam, levels[-1].token_ids, levels[-1].log_probs, num_nodes, static)
     draft, places = rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
-    candidates = stack_candidates(children, num_reqs)
+    candidates = stack_candidates(levels, num_reqs)
     if candidates is None:
         return draft
     # The pool holds ``draft_top_k`` children of each fed node, in the order of feeding.
     return replace(draft, proposal=Proposal(places.div(draft_top_k, rounding_mode="floor"), *candidates))
-
-
-def _pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``values [R, a, n]`` at ``index [R, b]`` -> ``[R, b, n]``."""
-    return values.gather(1, index.unsqueeze(2).expand(-1, -1, values.shape[2]))

@@ -38,6 +38,7 @@ from vllm.platforms import current_platform
 
 from tests import tiny
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
+from vllm_specplug import host_trees
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -69,6 +70,13 @@ def host_without_its_top_k_kernel():
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_operations():
+    """What a device would run: the loops for trees in the host's memory stay unused."""
+    with host_trees.torch_operations():
         yield
 
 
