@@ -10,6 +10,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import torch
 
+from vllm_specplug.compiled import compiled
 from vllm_specplug.proposer import DraftContext, as_draft
 from vllm_specplug.types import PADDING, Draft, TokenTree
 
@@ -68,40 +69,118 @@ class Guard:
 
 def _checked(draft: Draft, context: DraftContext, num_nodes: int | None) -> Draft:
     tree, num_reqs = draft.tree, len(context.request_ids)
-    # numpy: on small arrays its calls cost a fraction of torch's.
-    token_ids, parents, depths, num_rows = (
+    token_ids, parents, depths, num_rows = arrays = [
         values.cpu().numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)
-    )
+    ]
     log_values = draft.log_values.float().cpu().numpy()
     width = token_ids.shape[1] if token_ids.ndim == 2 else 0
-    if width < 1 or any(values.shape != (num_reqs, width) for values in (token_ids, parents, depths, log_values)):
+    shape = (num_reqs, width)
+    if width < 1 or not shape == token_ids.shape == parents.shape == depths.shape == log_values.shape:
         raise ValueError(f"the tree's tensors must be [num_reqs, num_rows]; num_reqs is {num_reqs}")
-    if num_rows.shape != (num_reqs,) or ((num_rows < 1) | (num_rows > width)).any():
-        raise ValueError(f"num_rows must be [num_reqs], from 1 to {width}")
-    if any(values.dtype.kind not in "iu" for values in (token_ids, parents, depths, num_rows)):
+    integers = all(values.dtype.kind in "iu" for values in arrays)
+    if num_rows.shape != (num_reqs,) or (not integers and ((num_rows < 1) | (num_rows > width)).any()):
+        raise ValueError(_reason(NUM_ROWS, width, context))
+    if not integers:
         raise ValueError("token_ids, parents, depths and num_rows must be integers")
-    rows = np.arange(width)
-    nodes = (rows < num_rows[:, None]) & (rows > 0)
-    if (nodes & ((token_ids < 0) | (token_ids >= context.vocab_size))).any():
-        raise ValueError(f"token ids outside of 0 to {context.vocab_size - 1}")
-    if (nodes & ((parents < 0) | (parents >= rows))).any():
-        raise ValueError("the parent of a row must be a row above it")
-    parents = np.where(nodes, parents, 0)
-    if (nodes & (depths != np.take_along_axis(depths, parents, 1) + 1)).any() or depths[:, 0].any():
-        raise ValueError("depths do not follow from the parents")
-    falling = log_values <= np.take_along_axis(log_values, parents, 1)  # false for NaN
-    if (nodes & ~falling).any() or log_values[:, 0].any():
-        raise ValueError("log_values must be 0 at the root and never above the parent's")
-
-    most = width if num_nodes is None else min(num_nodes + 1, width)
-    kept = np.where(context.wanted.numpy(), np.minimum(num_rows, most), 1)
-    nodes &= rows < kept[:, None]
-    token_ids = np.where(nodes, token_ids, PADDING).astype(np.int64)
-    token_ids[:, 0] = context.root_token_ids.numpy()
-    log_values = np.where(nodes, log_values, -np.inf).astype(np.float32)
-    log_values[:, 0] = 0.0
-    tree = TokenTree(
-        *map(torch.from_numpy, (token_ids, np.where(nodes, parents, PADDING), np.where(nodes, depths, 0), kept))
+    new_ids, new_parents, new_depths = (np.empty(shape, dtype=np.int64) for _ in range(3))
+    new_values, kept = np.empty(shape, dtype=np.float32), np.empty(num_reqs, dtype=np.int64)
+    fault = _copy(
+        *(np.ascontiguousarray(values, dtype=np.int64) for values in arrays),
+        np.ascontiguousarray(log_values),
+        np.ascontiguousarray(context.root_token_ids.numpy(), dtype=np.int64),
+        np.ascontiguousarray(context.wanted.numpy(), dtype=np.bool_),
+        int(context.vocab_size),
+        width if num_nodes is None else min(num_nodes + 1, width),
+        new_ids,
+        new_parents,
+        new_depths,
+        kept,
+        new_values,
     )
-    bits = None if draft.source_bits is None else draft.source_bits.masked_fill(torch.from_numpy(~nodes), 0)
-    return replace(draft, tree=tree, log_values=torch.from_numpy(log_values), source_bits=bits)
+    if fault:
+        raise ValueError(_reason(fault, width, context))
+    tree = TokenTree(*map(torch.from_numpy, (new_ids, new_parents, new_depths, kept)))
+    bits = None if draft.source_bits is None else draft.source_bits.masked_fill(tree.parents == PADDING, 0)
+    return replace(draft, tree=tree, log_values=torch.from_numpy(new_values), source_bits=bits)
+
+
+#: What can be wrong with a draft's numbers, in the order in which it is said.
+NUM_ROWS, TOKEN_IDS, PARENTS, DEPTHS, LOG_VALUES, NOTHING = 1, 2, 3, 4, 5, 6
+
+
+def _reason(fault: int, width: int, context: DraftContext) -> str:
+    return {
+        NUM_ROWS: f"num_rows must be [num_reqs], from 1 to {width}",
+        TOKEN_IDS: f"token ids outside of 0 to {context.vocab_size - 1}",
+        PARENTS: "the parent of a row must be a row above it",
+        DEPTHS: "depths do not follow from the parents",
+        LOG_VALUES: "log_values must be 0 at the root and never above the parent's",
+    }[fault]
+
+
+@compiled
+def _copy(
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    num_rows: np.ndarray,
+    log_values: np.ndarray,
+    root_token_ids: np.ndarray,
+    wanted: np.ndarray,
+    vocab_size: int,
+    most: int,
+    new_ids: np.ndarray,
+    new_parents: np.ndarray,
+    new_depths: np.ndarray,
+    kept: np.ndarray,
+    new_values: np.ndarray,
+) -> int:
+    """Check the rows of a draft and copy those that are kept; what is wrong first, 0 where nothing is.
+
+    Args:
+        token_ids, parents, depths, num_rows: int64, the shapes of ``TokenTree``; any numbers.
+        log_values: float32; as in ``Draft``; any numbers.
+        root_token_ids: int64 ``[num_reqs]``.
+        wanted: bool ``[num_reqs]``; where false the root alone is kept.
+        vocab_size: token ids are below.
+        most: rows to keep, at least 1.
+        new_ids, new_parents, new_depths, kept, new_values: filled; shapes and dtypes as of the first five.
+    """
+    num_reqs, width = token_ids.shape
+    for request in range(num_reqs):
+        if not 1 <= num_rows[request] <= width:
+            return NUM_ROWS
+    fault = NOTHING
+    for request in range(num_reqs):
+        kept[request] = min(num_rows[request], most) if wanted[request] else 1
+        if depths[request, 0] != 0:
+            fault = min(fault, DEPTHS)
+        if log_values[request, 0] != 0:  # NaN, too
+            fault = min(fault, LOG_VALUES)
+        new_ids[request, 0] = root_token_ids[request]
+        new_parents[request, 0] = PADDING
+        new_depths[request, 0] = 0
+        new_values[request, 0] = 0.0
+        for row in range(1, num_rows[request]):
+            if not 0 <= token_ids[request, row] < vocab_size:
+                fault = min(fault, TOKEN_IDS)
+            parent = parents[request, row]
+            if not 0 <= parent < row:
+                fault = min(fault, PARENTS)
+                continue
+            if depths[request, row] != depths[request, parent] + 1:
+                fault = min(fault, DEPTHS)
+            if not log_values[request, row] <= log_values[request, parent]:  # NaN is not
+                fault = min(fault, LOG_VALUES)
+        for row in range(1, width):
+            if row < kept[request]:
+                new_ids[request, row] = token_ids[request, row]
+                new_parents[request, row] = parents[request, row]
+                new_depths[request, row] = depths[request, row]
+                new_values[request, row] = log_values[request, row]
+            else:
+                new_ids[request, row] = PADDING
+                new_parents[request, row] = PADDING
+                new_depths[request, row] = 0
+                new_values[request, row] = -np.inf
+    return 0 if fault == NOTHING else fault

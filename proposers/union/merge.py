@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.calibration import log_odds_of
+from vllm_specplug.calibration import LOGIT_LIMIT
+from vllm_specplug.compiled import compiled
 from vllm_specplug.types import Draft
 
 #: What a source says of a node: nothing, since it drafted no child of the node's parent; it drafted others; it itself.
 ABSENT, SILENT, DRAFTED = 0, 1, 2
-
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Merged:
         states: int64 ``[num_sources, num_nodes]``; ``ABSENT``, ``SILENT`` or ``DRAFTED``.
         log_odds: float64 ``[num_sources, num_nodes]``; the source's belief that the node is accepted once its parent
             is; 0 where it did not draft it.
-        num_reqs: requests, those without nodes included.
+        counts: int64 ``[num_reqs]``; nodes of each request.
     """
 
     requests: np.ndarray
@@ -40,98 +40,155 @@ class Merged:
     depths: np.ndarray
     states: np.ndarray
     log_odds: np.ndarray
-    num_reqs: int
+    counts: np.ndarray
 
-    def along_paths(self, edges: np.ndarray, root: float | bool, combine: np.ufunc) -> np.ndarray:
-        """Combine a value of each node with its parent's result, from the roots down: ``[num_nodes]``."""
-        rows = np.empty(self.num_reqs + len(edges), dtype=edges.dtype)
-        rows[: self.num_reqs] = root
-        for level in self.levels():
-            rows[self.num_reqs + level] = combine(rows[self.parents[level]], edges[level])
-        return rows[self.num_reqs :]
-
-    def levels(self) -> list[np.ndarray]:
-        """Indices of the nodes of each depth."""
-        return _levels(self.depths)
+    @property
+    def num_reqs(self) -> int:
+        """Requests, those without nodes included."""
+        return len(self.counts)
 
 
 def merge(drafts: Sequence[Draft | None], num_reqs: int) -> Merged:
     """Merge drafts for the same requests.
 
     Args:
-        drafts: of each source; None where it has failed: it says nothing of any node.
+        drafts: of each source, checked (``Guard``); None where it has failed: it says nothing of any node.
         num_reqs: requests of each draft.
     """
-    requests, token_ids, parents, depths, sources, log_odds = _flatten(drafts, num_reqs)
-    # A path's hash; two paths of one hash would only share a node that one of them did not draft.
-    paths = np.empty(num_reqs + len(requests), dtype=np.uint64)
-    paths[:num_reqs] = np.arange(1, num_reqs + 1)
-    for level in _levels(depths):
-        mixed = (paths[parents[level]] ^ (paths[parents[level]] >> np.uint64(29))) * _MIX
-        mixed += token_ids[level].astype(np.uint64) + np.uint64(1)
-        paths[num_reqs + level] = (mixed ^ (mixed >> np.uint64(32))) * _MIX
-    _, first, group = np.unique(paths[num_reqs:], return_index=True, return_inverse=True)
-    # Parents come first among a source's nodes, so the first of a path comes behind the first of its parent's.
-    order = np.lexsort((first, depths[first], requests[first]))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    group, first = place[group], first[order]
-    row_of = np.concatenate([np.arange(num_reqs), num_reqs + group])
-    merged_parents = row_of[parents[first]]
-
-    num_sources, num_nodes = len(drafts), len(first)
-    states = np.full((num_sources, num_nodes), ABSENT)
-    beliefs = np.zeros((num_sources, num_nodes))
-    expanded = np.zeros((num_sources, num_reqs + num_nodes), dtype=bool)
-    expanded[sources, row_of[parents]] = True
-    states[expanded[:, merged_parents]] = SILENT
-    states[sources, group] = DRAFTED
-    # Of equal siblings the first counts: it is written last.  (numpy would undo a reversed view.)
-    beliefs[tuple(values[::-1].copy() for values in (sources, group))] = log_odds[::-1].copy()
-    return Merged(requests[first], token_ids[first], merged_parents, depths[first], states, beliefs, num_reqs)
-
-
-def _flatten(drafts: Sequence[Draft | None], num_reqs: int) -> tuple[np.ndarray, ...]:
-    """Nodes of all drafts in one list: request, token, parent (index over rows), depth, source, log odds."""
-    columns: list[tuple[np.ndarray, ...]] = []
-    count = 0
+    num_sources = len(drafts)
+    capacity = 1 + sum(draft.tree.token_ids.shape[1] - 1 for draft in drafts if draft is not None)
+    rows = np.empty((NUM_COLUMNS, num_reqs, capacity), dtype=np.int64)
+    beliefs = np.empty((num_reqs, capacity, num_sources))
+    counts = np.zeros(num_reqs, dtype=np.int64)
+    rows[:, :, 0] = 0
+    num_nodes = 0
     for source, draft in enumerate(drafts):
         if draft is None:
             continue
         tree = draft.tree
-        token_ids, parents, depths, num_rows = (
-            values.numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)
-        )
-        width = token_ids.shape[1]
-        rows = np.arange(width)
-        requests, nodes = np.nonzero((rows < num_rows[:, None]) & (rows > 0))
-        parent = parents[requests, nodes]
-        # Row of the flat list: a root's is its request, a node's follows from the nodes before it.
-        flat = np.empty((num_reqs, width), dtype=np.int64)
-        flat[:, 0] = np.arange(num_reqs)
-        flat[requests, nodes] = num_reqs + count + np.arange(len(requests))
-        values = draft.log_values.numpy().astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            edge = np.minimum(values[requests, nodes] - values[requests, parent], 0.0)
-        edge = np.where(np.isnan(edge), -np.inf, edge)
-        columns.append(
-            (
-                requests,
-                token_ids[requests, nodes],
-                flat[requests, parent],
-                depths[requests, nodes],
-                np.full(len(requests), source),
-                log_odds_of(edge),
-            )
-        )
-        count += len(requests)
-    if not columns:
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty, empty, empty, np.zeros(0)
-    return tuple(np.concatenate(column) for column in zip(*columns, strict=True))
+        arrays = (values.numpy() for values in (tree.token_ids, tree.parents, tree.num_rows, draft.log_values))
+        num_nodes = _insert(source, *map(np.ascontiguousarray, arrays), LOGIT_LIMIT, rows, beliefs, counts)
+    requests, token_ids, parents, depths = np.empty((4, num_nodes), dtype=np.int64)
+    states = np.empty((num_sources, num_nodes), dtype=np.int64)
+    log_odds = np.empty((num_sources, num_nodes))
+    _put_in_order(rows, beliefs, counts, requests, token_ids, parents, depths, states, log_odds)
+    return Merged(requests, token_ids, parents, depths, states, log_odds, counts)
 
 
-def _levels(depths: np.ndarray) -> list[np.ndarray]:
-    """Indices of the nodes of each depth from 1 on."""
-    order = np.argsort(depths, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(depths)[1:])[:-1]) if len(depths) else []
+#: What is kept of each row while drafts are inserted.  Rows of a request are in the order of their insertion, the root
+#: first; the last two columns have a bit for each source: it drafted the row, it drafted a child of the row.
+TOKEN, PARENT, DEPTH, FIRST_CHILD, NEXT_SIBLING, DRAFTED_BY, EXPANDED_BY = range(7)
+NUM_COLUMNS = 7
+
+
+@compiled
+def _insert(
+    source: int,
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+    num_rows: np.ndarray,
+    log_values: np.ndarray,
+    limit: float,
+    rows: np.ndarray,
+    beliefs: np.ndarray,
+    counts: np.ndarray,
+) -> int:
+    """Add the nodes of one draft to the merged trees.
+
+    Args:
+        source: its number.
+        token_ids, parents, num_rows, log_values: of the draft; ``[num_reqs, width]``, ``num_rows`` ``[num_reqs]``.
+        limit: of log odds.
+        rows: int64 ``[NUM_COLUMNS, num_reqs, capacity]``; changed.
+        beliefs: float64 ``[num_reqs, capacity, num_sources]``; changed.
+        counts: int64 ``[num_reqs]``; nodes of each request so far; changed.
+
+    Returns:
+        Nodes of all requests so far.
+    """
+    num_reqs, width = token_ids.shape
+    own_bit = 1 << source
+    merged = np.zeros(width, dtype=np.int64)  # the merged row of each row; the root's is the root
+    total = 0
+    for request in range(num_reqs):
+        for row in range(1, num_rows[request]):
+            draft_parent = parents[request, row]
+            parent, token = merged[draft_parent], token_ids[request, row]
+            found = rows[FIRST_CHILD, request, parent]
+            while found != 0 and rows[TOKEN, request, found] != token:
+                found = rows[NEXT_SIBLING, request, found]
+            if found == 0:
+                counts[request] += 1
+                found = counts[request]
+                rows[TOKEN, request, found] = token
+                rows[PARENT, request, found] = parent
+                rows[DEPTH, request, found] = rows[DEPTH, request, parent] + 1
+                rows[NEXT_SIBLING, request, found] = rows[FIRST_CHILD, request, parent]
+                rows[FIRST_CHILD, request, parent] = found
+                rows[FIRST_CHILD, request, found] = 0
+                rows[DRAFTED_BY, request, found] = 0
+                rows[EXPANDED_BY, request, found] = 0
+                for other in range(beliefs.shape[2]):
+                    beliefs[request, found, other] = 0.0
+            rows[EXPANDED_BY, request, parent] |= own_bit
+            if not rows[DRAFTED_BY, request, found] & own_bit:  # of equal siblings the first counts
+                rows[DRAFTED_BY, request, found] |= own_bit
+                edge = np.float64(log_values[request, row]) - np.float64(log_values[request, draft_parent])
+                if edge >= 0:
+                    belief = limit
+                elif edge > -np.inf:  # neither -inf nor NaN, which comes of -inf behind -inf
+                    belief = edge - math.log(-math.expm1(edge))
+                else:
+                    belief = -limit
+                beliefs[request, found, source] = min(max(belief, -limit), limit)
+            merged[row] = found
+        total += counts[request]
+    return total
+
+
+@compiled
+def _put_in_order(
+    rows: np.ndarray,
+    beliefs: np.ndarray,
+    counts: np.ndarray,
+    requests: np.ndarray,
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    states: np.ndarray,
+    log_odds: np.ndarray,
+) -> None:
+    """Fill the arrays of ``Merged`` from ``requests`` on; the others are those of ``_insert``."""
+    num_reqs, num_sources = len(counts), len(states)
+    most = rows.shape[2]
+    place = np.empty(most, dtype=np.int64)  # of each of a request's rows, over rows
+    starts = np.empty(most + 1, dtype=np.int64)  # of each depth
+    begin = 0
+    for request in range(num_reqs):
+        count = counts[request]
+        for depth in range(count + 2):
+            starts[depth] = 0
+        for row in range(1, count + 1):
+            starts[rows[DEPTH, request, row] + 1] += 1
+        for depth in range(1, count + 2):
+            starts[depth] += starts[depth - 1]
+        place[0] = request
+        for row in range(1, count + 1):
+            parent, depth = rows[PARENT, request, row], rows[DEPTH, request, row]
+            node = begin + starts[depth]
+            starts[depth] += 1
+            place[row] = num_reqs + node
+            requests[node] = request
+            token_ids[node] = rows[TOKEN, request, row]
+            parents[node] = place[parent]
+            depths[node] = depth
+            drafted_by, expanded_by = rows[DRAFTED_BY, request, row], rows[EXPANDED_BY, request, parent]
+            for source in range(num_sources):
+                if drafted_by >> source & 1:
+                    states[source, node] = DRAFTED
+                elif expanded_by >> source & 1:
+                    states[source, node] = SILENT
+                else:
+                    states[source, node] = ABSENT
+                log_odds[source, node] = beliefs[request, row, source]
+        begin += count

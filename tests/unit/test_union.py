@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.unit import oracle
 from tests.unit.contexts import context
 from tests.unit.oracle_tensors import to_rows, to_tree
-from vllm_specplug.calibration import LOGIT_LIMIT, log_odds_of
+from vllm_specplug.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parse_options
 from vllm_specplug.guard import Guard
+from vllm_specplug.guard import _checked as checked
 from vllm_specplug.hosts.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
 from vllm_specplug.proposers.union.device import merge_drafts
@@ -74,6 +75,9 @@ def test_merge_equals_dictionaries_of_paths(seed, num_sources, num_reqs):
                     edge = log_odds_of(min(values[row] - values[rows[row][1]], 0.0))
                     expected.setdefault((request, *path), {}).setdefault(source, edge)  # of equal siblings the first
     assert found.keys() == expected.keys()
+    # By request and depth, as the pool of the selection needs it, then in the order in which the sources had them.
+    assert list(found) == sorted(expected, key=lambda path: (path[0], len(path)))
+    assert merged.counts.tolist() == [sum(path[0] == request for path in found) for request in range(num_reqs)]
     for path, beliefs in expected.items():
         siblings = [other for other in expected if other[:-1] == path[:-1]]
         for source in range(num_sources):
@@ -84,9 +88,6 @@ def test_merge_equals_dictionaries_of_paths(seed, num_sources, num_reqs):
             else:
                 silent = any(source in expected[other] for other in siblings)
                 assert state == (SILENT if silent else ABSENT) and merged.log_odds[source, found[path]] == 0
-    # Ordered by request and depth, as the pool of the selection needs it.
-    assert (np.diff(merged.requests * 100 + merged.depths) >= 0).all()
-    assert sorted(np.concatenate(merged.levels() or [[]]).tolist()) == list(range(len(merged.depths)))
 
 
 class Fixed:
@@ -119,6 +120,13 @@ def rows_context(num_reqs=1, **changes):
     return context([[1, ROOTS[request]] for request in range(num_reqs)], **changes)
 
 
+def sums_along_paths(merged, edges):
+    sums = [0.0] * merged.num_reqs
+    for parent, edge in zip(merged.parents.tolist(), edges.tolist(), strict=True):
+        sums.append(sums[parent] + edge)
+    return np.array(sums[merged.num_reqs :])
+
+
 @quick
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 20))
 def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
@@ -142,7 +150,7 @@ def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
             own = set(paths(trees[request])[1:])
             for path in by_path:
                 assert bits[path] >> source & 1 == (path in own)
-        log_values = opened.merged.along_paths(np.log(1 / (1 + np.exp(-opened.log_odds))), 0.0, np.add)[mine]
+        log_values = sums_along_paths(opened.merged, np.log(1 / (1 + np.exp(-opened.log_odds))))[mine]
         kept = sorted(by_path.values(), reverse=True)[1:]
         best = sorted(np.float32(log_values).tolist(), reverse=True)[: len(kept)]
         assert kept == pytest.approx(best, abs=1e-4)
@@ -203,23 +211,30 @@ def test_learning_by_brute_force():
         )
         union.propose(rows_context(2, ids=["a", "b"]))
         merged, patterns = union._open.merged, union._open.patterns.tolist()
+        states, beliefs = merged.states.T.tolist(), sigmoid(merged.log_odds).T.tolist()
         chosen = [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(2)]
         names = [(0,), (1,)]
         for token, parent in zip(merged.token_ids.tolist(), merged.parents.tolist(), strict=True):
             names.append((*names[parent], token))
-        expected = []
-        for name, pattern in zip(names[2:], patterns, strict=True):
-            request, *path = name
+        expected, records = [], {}
+        for (request, *path), pattern, said, believed in zip(names[2:], patterns, states, beliefs, strict=True):
             known = chosen[request][: len(path)]
             if len(known) == len(path) and path[:-1] == known[:-1]:
                 expected.append((pattern, path[-1] == known[-1]))
+                for source in range(2):
+                    if said[source] == DRAFTED:
+                        record = records.setdefault("ab"[request], [[0.9, 1.8], [2.7, 3.6]])
+                        record[source][0] += path[-1] == known[-1]
+                        record[source][1] += believed[source]
         # The batch places are swapped meanwhile, and another request came.
         later = [[1, ROOTS[1], *chosen[1]], [8, 8], [1, ROOTS[0], *chosen[0]]]
+        union._records = {name: np.array([[1.0, 2.0], [3.0, 4.0]]) for name in records}  # what was known fades
         union._sources = [Fixed(None), Fixed(None)]
         union.propose(context(later, ids=["b", "new", "a"]))
         assert seen == [([pattern for pattern, _ in expected], [right for _, right in expected])]
-        accepted = sum(right for _, right in expected)
-        assert sum(record[:, 0].sum() for record in union._records.values()) >= accepted
+        assert union._records.keys() == records.keys()
+        for name, record in records.items():
+            assert union._records[name] == pytest.approx(np.array(record))
 
 
 def test_a_request_that_was_away_or_ended_teaches_nothing():
@@ -352,6 +367,7 @@ def swap(name, convert):
         (put("log_values", (0, 3), -0.5), "never above the parent's"),
         (put("log_values", (0, 1), math.nan), "never above the parent's"),
         (put("log_values", (0, 0), -1.0), "0 at the root"),
+        (put("log_values", (0, 0), math.nan), "0 at the root"),
         (swap("parents", lambda parents: parents[:, :2]), "must be .num_reqs, num_rows."),
         (swap("token_ids", lambda tokens: tokens[0]), "must be .num_reqs, num_rows."),
         (swap("token_ids", lambda tokens: tokens.float()), "must be integers"),
@@ -365,6 +381,80 @@ def test_guard_refuses(change, message, caplog):
             assert guard(lambda: spoilt(change), rows_context()) is None
     assert guard.failures == 3 and len(caplog.records) == 1
     assert re.search(message, caplog.records[0].getMessage())
+
+
+def reference_check(draft, ctx, num_nodes):
+    """``Guard``'s check in array operations: the fault that is said, or token ids, parents, depths, rows, values."""
+    tree = draft.tree
+    arrays = [values.numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)]
+    token_ids, parents, depths, num_rows = arrays
+    log_values, shape = draft.log_values.float().numpy(), (len(ctx.request_ids), token_ids.shape[-1])
+    if any(values.shape != shape for values in (token_ids, parents, depths, log_values)):
+        return "must be [num_reqs, num_rows]"
+    if num_rows.shape != shape[:1] or ((num_rows < 1) | (num_rows > shape[1])).any():
+        return "num_rows must be"
+    if any(values.dtype.kind not in "iu" for values in arrays):
+        return "must be integers"
+    rows = np.arange(shape[1])
+    nodes = (rows < num_rows[:, None]) & (rows > 0)
+    if (nodes & ((token_ids < 0) | (token_ids >= ctx.vocab_size))).any():
+        return "outside of 0 to"
+    if (nodes & ((parents < 0) | (parents >= rows))).any():
+        return "must be a row above it"
+    above = np.where(nodes, parents, 0)
+    if (nodes & (depths != np.take_along_axis(depths, above, 1) + 1)).any() or depths[:, 0].any():
+        return "depths do not follow"
+    if (nodes & ~(log_values <= np.take_along_axis(log_values, above, 1))).any() or log_values[:, 0].any():
+        return "never above the parent's"
+    kept = np.where(ctx.wanted.numpy(), np.minimum(num_rows, num_nodes + 1), 1)
+    nodes &= rows < kept[:, None]
+    roots, zeros = ctx.root_token_ids.numpy(), np.zeros(len(kept))
+    columns = ((token_ids, -1, roots), (parents, -1, zeros - 1), (depths, 0, zeros), (log_values, -np.inf, zeros))
+    found = [np.where(rows == 0, root[:, None], np.where(nodes, values, fill)) for values, fill, root in columns]
+    return [*found[:3], kept, found[3]]
+
+
+ODD = [-(2**40), -2, -1, 0, 1, 2, 3, 4, 5, 99, 100, 2**40]
+
+
+@settings(quick, max_examples=400)
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(0, 4))
+def test_the_guard_equals_array_operations(seed, num_reqs, num_faults):
+    """Right and wrong numbers in any place, dtypes, layouts and shapes: the same is refused, said and passed on."""
+    rng = oracle.seeded(seed)
+    draft, _, _ = random_draft(rng, num_reqs, 8)
+    parts = {name: getattr(draft.tree, name).clone() for name in ("token_ids", "parents", "depths", "num_rows")}
+    parts["log_values"] = draft.log_values.clone()
+    for _ in range(num_faults):
+        part = parts[rng.choice(list(parts))]
+        odd = [math.nan, math.inf, -math.inf, 0.5, 0.0, -0.0, -0.1, -9.0] if part.is_floating_point() else ODD
+        part[tuple(rng.randrange(size) for size in part.shape)] = rng.choice(odd)
+    name, kind = rng.choice(list(parts)), rng.randrange(6)
+    part = parts[name]
+    if kind == 0:
+        dtypes = [torch.int32, torch.float32, torch.float64, torch.bool]
+        parts[name] = part.to(rng.choice(dtypes) if name != "log_values" else torch.float64)
+    elif kind == 1:
+        parts[name] = part[..., :-1]
+    elif kind == 2:  # not contiguous
+        parts[name] = part.repeat_interleave(2, dim=-1)[..., ::2]
+    elif kind == 3:  # one row for all
+        parts[name] = part[:1].expand(part.shape)
+    log_values = parts.pop("log_values")
+    draft = Draft(TokenTree(**parts), log_values, ("x",), torch.ones(num_reqs, 9, dtype=torch.int64))
+    ctx, num_nodes = rows_context(num_reqs, wanted=[rng.random() < 0.8 for _ in range(num_reqs)]), rng.randint(1, 9)
+    expected = reference_check(draft, ctx, num_nodes)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            checked(draft, ctx, num_nodes)
+        return
+    found = checked(draft, ctx, num_nodes)
+    tree = found.tree
+    for one, other in zip(
+        expected, (tree.token_ids, tree.parents, tree.depths, tree.num_rows, found.log_values), strict=True
+    ):
+        assert one.tolist() == other.tolist() and other.dtype == (torch.float32 if one is expected[4] else torch.int64)
+    assert found.source_bits.tolist() == (tree.parents >= 0).long().tolist() and found.source_names == ("x",)
 
 
 def test_guard_passes_cuts_and_roots():
