@@ -88,7 +88,8 @@ class Method:
         name: the ``method`` of the speculative config.
         options: frozen dataclass of its options, with the fields of ``config.TreeOptions``.
         make: makes the proposer from its options; None where the drafter is a model of the host
-            (EAGLE), whose adapter is part of this package.
+            (EAGLE), whose adapter is part of this package.  Called more than once at start-up: other
+            proposers than the one that serves are warmed up and timed.
     """
 
     name: str

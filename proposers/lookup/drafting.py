@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.compiled import compiled
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 from vllm_specplug.proposers.lookup.options import LookupOptions
@@ -24,7 +26,7 @@ LONG_ANCHOR = 3
 
 #: Features of a node: see ``build_prefix_tree``.
 FEATURES = ("one", "match", "share", "support", "age", "request")
-REQUEST = FEATURES.index("request")
+NUM_FEATURES, REQUEST = len(FEATURES), FEATURES.index("request")
 
 #: Models, by where the supporting matches are: the request itself, traffic, both.
 SCOPES = ("own", "traffic", "both")
@@ -43,10 +45,11 @@ class Matches:
     """Continuations of matches, best first: longest match, then own before traffic, then newest.
 
     Attributes:
-        continuations: int32 ``[num_reqs, num_matches, draft_depth]``; ``BREAK`` behind the end of what is known.
+        continuations: int32 ``[num_reqs, num_matches, draft_depth]``; ``BREAK`` behind the end of what is known, and
+            where there is no match.
         lengths: int64 ``[num_reqs, num_matches]``; matching tokens, 0 where there is no match.
         ages: int64 ``[num_reqs, num_matches]``; tokens since the match.
-        own: bool ``[num_matches]`` broadcast to ``[num_reqs, num_matches]``; in the request itself.
+        own: bool ``[num_reqs, num_matches]``; in the request itself.
     """
 
     continuations: np.ndarray
@@ -61,10 +64,11 @@ class PrefixTree:
 
     Attributes:
         token_ids: int64 ``[num_reqs, draft_depth, num_matches]``.
-        leaders: int64, same shape; the first continuation with the same tokens up to here, which stands for them all.
+        leaders: int64, same shape; the first continuation with the same tokens up to here, which stands for them all;
+            0 where there is no token.
         nodes: bool, same shape; leaders of existing tokens: the nodes of the tree.
-        features: float64 ``[..., num_features]``.
-        models: int64, same shape as ``nodes``; index into ``SCOPES``.
+        features: float64 ``[..., num_features]``; 0 where there is no node.
+        models: int64, same shape as ``nodes``; index into ``SCOPES``; 0 where there is no node.
     """
 
     token_ids: np.ndarray
@@ -106,10 +110,11 @@ class LookupProposer:
         rows = self._store(context, wanted, request_ids, num_tokens)
         self._learn(request_ids, rows, num_tokens)
         tree = build_prefix_tree(self._find(rows), self._request_features(request_ids))
-        log_odds = self.calibration.log_odds(tree.models, tree.features)
+        pool, log_odds = make_pool(tree, self.calibration.weights, wanted, len(context.request_ids))
         requests = {request_id: place for place, request_id in enumerate(request_ids)}
         self._open = _Open(requests, num_tokens, tree, log_odds)
-        return self._draft(context, wanted, tree, log_odds)
+        options = self.options
+        return rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)[0]
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Keep the answers of ended requests for later ones."""
@@ -149,100 +154,62 @@ class LookupProposer:
                     forgotten, _ = self._prompt_lens.popitem(last=False)
                     self._records.pop(forgotten, None)
         rows = self._index.rows_of(request_ids)
-        self._index.extend(rows, token_ids[wanted] if len(wanted) < len(token_ids) else token_ids, num_tokens)
+        self._index.extend(rows, token_ids, num_tokens, wanted)
         return rows
 
     def _find(self, rows: np.ndarray) -> Matches:
-        index, options, depth = self._index, self.options, self.options.draft_depth
+        index, traffic, options = self._index, self._traffic, self.options
         suffixes = index.suffixes(rows, max(options.max_match, LONG_ANCHOR))
-        ends = (index.start(rows) + index.lens[rows] - 1)[:, None]
-        found = []
-        for chain in index.chains:
-            places = chain.follow(suffixes[:, : chain.n], rows, options.max_candidates)
-            lengths = match_lengths(index.tokens, places, suffixes)
-            if chain.n < LONG_ANCHOR:  # the long chain has the others
-                lengths *= lengths < LONG_ANCHOR
-            lengths *= (places > 0) & (places < ends)
-            ages = np.maximum(ends - places, 1)
-            # A repetition goes on: behind the end of what is known it starts over.
-            ahead = places[:, :, None] + 1 + np.arange(depth) % ages[:, :, None]
-            continuations = index.tokens[np.minimum(ahead, len(index.tokens) - 1)]
-            found.append((continuations, lengths, ages, np.ones_like(lengths, dtype=bool)))
-        if self._traffic is not None:
-            traffic = self._traffic
-            places = traffic.chain.follow(suffixes[:, :LONG_ANCHOR], 0, options.max_candidates)
-            lengths = match_lengths(traffic.tokens, places, suffixes) * (places > 0)
-            ahead = np.minimum(places[:, :, None] + 1 + np.arange(depth), traffic.capacity)
-            found.append((traffic.tokens[ahead], lengths, traffic.ages(places), np.zeros_like(lengths, dtype=bool)))
-        continuations, lengths, ages, own = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-        lengths = np.minimum(lengths, options.max_match)
-        lengths *= lengths >= options.min_match
-        order = np.argsort(-lengths, axis=1, kind="stable")[:, : options.max_candidates]
+        sources = [(index.tokens, chain, rows) for chain in index.chains]
+        if traffic is not None:
+            sources.append((traffic.tokens, traffic.chain, 0))
+        places = [chain.follow(suffixes, rows, options.max_candidates) for _, chain, rows in sources]
+        lengths = [match_lengths(source[0], found, suffixes) for source, found in zip(sources, places, strict=True)]
         return Matches(
-            np.take_along_axis(continuations, order[:, :, None], axis=1),
-            *(np.take_along_axis(values, order, axis=1) for values in (lengths, ages, own)),
+            *_best_matches(
+                np.concatenate(places, axis=1),
+                np.concatenate(lengths, axis=1),
+                len(index.chains) * options.max_candidates,
+                index.tokens,
+                index.start(rows) + index.lens[rows] - 1,
+                sources[-1][0],
+                traffic.cursor if traffic is not None else 0,
+                (options.min_match, options.max_match, options.max_candidates, options.draft_depth),
+            )
         )
-
-    def _draft(self, context: DraftContext, wanted: np.ndarray, tree: PrefixTree, log_odds: np.ndarray) -> Draft:
-        # All continuations through a node share its probability, so that running sums along them agree.
-        log_values = np.log(sigmoid(np.take_along_axis(log_odds, tree.leaders, axis=2))).cumsum(axis=1)
-        log_values[~tree.nodes] = NEVER
-        num_reqs, (_, depth, count) = len(context.request_ids), tree.nodes.shape
-        parents = np.full(tree.nodes.shape, PADDING, dtype=np.int64)
-        parents[:, 1:] = tree.leaders[:, :-1] + (np.arange(depth - 1) * count)[:, None]
-        depths = np.broadcast_to(np.arange(1, depth + 1)[:, None], tree.nodes.shape).copy()
-
-        def spread(values: np.ndarray, fill: float, dtype: torch.dtype) -> torch.Tensor:
-            everyone = torch.full((num_reqs, depth * count), fill, dtype=dtype)
-            everyone[torch.from_numpy(wanted)] = torch.from_numpy(values.reshape(-1, depth * count)).to(dtype)
-            return everyone
-
-        pool = DraftPool(
-            token_ids=spread(tree.token_ids, PADDING, torch.int64),
-            parents=spread(parents, PADDING, torch.int64),
-            log_values=spread(log_values, NEVER, torch.float32),
-            depths=spread(depths, 0, torch.int64),
-            size=depth * count,
-        )
-        options = self.options
-        return rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)[0]
 
     # ---- learning
 
     def _request_features(self, request_ids: tuple[str, ...]) -> np.ndarray:
         """How much better the matches of a request have done than expected, as log odds, float64 ``[num_reqs]``."""
-        records = np.array([self._records.get(request_id, (0.0, 0.0)) for request_id in request_ids]).reshape(-1, 2)
-        return np.clip(np.log((records[:, 0] + 1) / (records[:, 1] + 1)), -2.0, 2.0)
+        records = [self._records.get(request_id, (0.0, 0.0)) for request_id in request_ids]
+        logs = [math.log((accepted + 1) / (expected + 1)) for accepted, expected in records]
+        return np.array([min(max(log, -2.0), 2.0) for log in logs])
 
     def _learn(self, request_ids: tuple[str, ...], rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Compare the last proposal with the tokens that the target has chosen since."""
-        if self._open is None:
+        last = self._open
+        if last is None:
             return
-        last = self._open.tree
-        now = [place for place, request_id in enumerate(request_ids) if request_id in self._open.requests]
+        now = [place for place, request_id in enumerate(request_ids) if request_id in last.requests]
         if not now:
             return
-        then = [self._open.requests[request_ids[place]] for place in now]
-        depth = last.token_ids.shape[1]
-        before = self._open.num_tokens[then]
-        new = num_tokens[now] - before
-        places = self._index.start(rows[now])[:, None] + before[:, None] + np.arange(depth)
-        chosen = self._index.tokens[np.minimum(places, len(self._index.tokens) - 1)]
-        known = (np.arange(depth) < new[:, None])[:, :, None]
-        hits = (last.token_ids[then] == chosen[:, :, None]) & known
-        right = np.logical_and.accumulate(hits, axis=1)
-        # A node says something where its parent was right and the next token is known.
-        reached = np.concatenate([np.ones_like(right[:, :1]), right[:, :-1]], axis=1) & known & last.nodes[then]
-        owners, *places = np.nonzero(reached)
-        where = (np.array(then)[owners], *places)
-        models, features, accepted = last.models[where], last.features[where], right[reached]
-        log_odds = self._open.log_odds[where]
+        then = [last.requests[request_ids[place]] for place in now]
+        before = last.num_tokens[then]
+        tree = last.tree
+        owners, models, features, accepted, log_odds = _outcomes(
+            (tree.token_ids, tree.nodes, tree.models, tree.features, last.log_odds),
+            np.array(then),
+            self._index.tokens,
+            self._index.start(rows[now]) + before,
+            num_tokens[now] - before,
+        )
         self.reliability.add(sigmoid(log_odds), accepted)
         self.calibration.learn(models, features, accepted)
-        # What was expected of any request: what is known of this one left out.
-        expected = sigmoid(log_odds - features[:, REQUEST] * self.calibration.weights[models, REQUEST])
-        sums = [np.bincount(owners, values, minlength=len(now)).tolist() for values in (accepted, expected)]
-        for place, num_accepted, num_expected in zip(now, *sums, strict=True):
+        sums = _record_sums(
+            owners, models, features, accepted, log_odds, self.calibration.weights, LOGIT_LIMIT, len(now)
+        )
+        for place, (num_accepted, num_expected) in zip(now, sums.tolist(), strict=True):
             old_accepted, old_expected = self._records.get(request_ids[place], (0.0, 0.0))
             self._records[request_ids[place]] = (0.9 * old_accepted + num_accepted, 0.9 * old_expected + num_expected)
 
@@ -254,28 +221,258 @@ def build_prefix_tree(matches: Matches, request_features: np.ndarray) -> PrefixT
         matches: the continuations.
         request_features: float64 ``[num_reqs]``.
     """
-    token_ids = np.moveaxis(matches.continuations, 2, 1).astype(np.int64)
-    exists = np.logical_and.accumulate((token_ids != BREAK) & (matches.lengths > 0)[:, None, :], axis=1)
-    same = np.logical_and.accumulate(
-        (token_ids[..., :, None] == token_ids[..., None, :]) & exists[..., None] & exists[..., None, :], axis=1
+    return PrefixTree(
+        *_prefix_tree(matches.continuations, matches.lengths, matches.ages, matches.own, request_features)
     )
-    leaders = same.argmax(axis=3)
-    nodes = exists & (leaders == np.arange(token_ids.shape[2]))
-    # A match one token longer weighs twice as much; the best weighs 1.
-    best = matches.lengths.max(axis=1, keepdims=True, initial=0)
-    weights = (np.exp2(np.minimum(matches.lengths - best, 0)) * (matches.lengths > 0)).astype(np.float32)
-    supports = same.astype(np.float32) @ np.stack([weights, weights > 0, matches.own & (weights > 0)], 2)[:, None]
-    weight, support, own_support = np.moveaxis(supports, 3, 0)
-    total = weights.sum(axis=1)[:, None, None]
-    parent_weight = np.concatenate([np.broadcast_to(total, weight[:, :1].shape), weight[:, :-1]], axis=1)
-    features = np.empty((*token_ids.shape, len(FEATURES)))
-    depths = np.arange(token_ids.shape[1])[:, None]
-    features[..., 0] = 1.0
-    # Once its ancestors are accepted, they are part of the match.
-    features[..., 1] = np.log2(np.minimum(matches.lengths[:, None, :] + depths, 64) + 1e-9).clip(min=0.0)
-    features[..., 2] = np.log((weight + 1e-3) / (np.maximum(parent_weight - weight, 0.0) + 0.5))
-    features[..., 3] = np.log2(support + 1e-9).clip(min=0.0)
-    features[..., 4] = np.log2(1.0 + matches.ages[:, None, :]) / 10
-    features[..., 5] = request_features[:, None, None]
-    models = np.where(own_support == 0, 1, np.where(own_support < support, 2, 0))
-    return PrefixTree(token_ids, leaders, nodes, features, models)
+
+
+def make_pool(
+    tree: PrefixTree, weights: np.ndarray, requests: np.ndarray, num_reqs: int
+) -> tuple[DraftPool, np.ndarray]:
+    """Value the nodes of a prefix tree.
+
+    Args:
+        tree: of some of the requests.
+        weights: float64 ``[num_models, num_features]``; of ``OnlineLogistic``.
+        requests: int64; the row of the pool for each of the tree's requests.
+        num_reqs: rows of the pool; those of no request of the tree are empty.
+
+    Returns:
+        The pool, of ``draft_depth * num_matches`` columns, and the log odds of each place, like ``tree.nodes``; 0 where
+        there is no node.
+    """
+    *pool, log_odds = _pool(
+        tree.token_ids, tree.leaders, tree.nodes, tree.features, tree.models, weights, LOGIT_LIMIT, requests, num_reqs
+    )
+    return DraftPool(*map(torch.from_numpy, pool), size=pool[0].shape[1]), log_odds
+
+
+# ---- loops
+
+
+@compiled
+def _best_matches(
+    places: np.ndarray,
+    lengths: np.ndarray,
+    num_own: int,
+    tokens: np.ndarray,
+    ends: np.ndarray,
+    traffic: np.ndarray,
+    cursor: int,
+    options: tuple[int, int, int, int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The longest matches, ties in the order given, and what follows them.
+
+    Args:
+        places: int64 ``[num_reqs, num_places]``; of them ``num_own`` in ``tokens``, where the last known token of a
+            request is at ``ends``; the others in ``traffic``, written last at ``cursor``.
+        lengths: int64, like ``places``; matching tokens of each.
+        options: ``min_match``, ``max_match``, ``max_candidates`` and ``draft_depth``.
+
+    Returns:
+        The fields of ``Matches``.
+    """
+    num_reqs, num_places = places.shape
+    min_match, max_match, count, depth = options
+    continuations = np.full((num_reqs, count, depth), BREAK, dtype=np.int32)
+    best = np.zeros((num_reqs, count), dtype=np.int64)
+    ages = np.ones((num_reqs, count), dtype=np.int64)
+    own = np.zeros((num_reqs, count), dtype=np.bool_)
+    chosen = np.empty(count, dtype=np.int64)
+    for request in range(num_reqs):
+        end, num_chosen = ends[request], 0
+        for k in range(num_places):
+            place, length = places[request, k], lengths[request, k]
+            # What the long chain finds comes first; the short one need not find it again.
+            if k < num_own and (place >= end or (k >= count and length >= LONG_ANCHOR)):
+                continue
+            length = min(length, max_match)
+            if place == 0 or length < min_match or (num_chosen == count and length <= best[request, count - 1]):
+                continue
+            rank = min(num_chosen, count - 1)
+            while rank > 0 and best[request, rank - 1] < length:
+                best[request, rank], chosen[rank] = best[request, rank - 1], chosen[rank - 1]
+                rank -= 1
+            best[request, rank], chosen[rank] = length, k
+            num_chosen = min(num_chosen + 1, count)
+        for rank in range(num_chosen):
+            place = places[request, chosen[rank]]
+            own[request, rank] = chosen[rank] < num_own
+            if own[request, rank]:
+                age = end - place
+                for d in range(depth):  # a repetition goes on: behind the end of what is known it starts over
+                    continuations[request, rank, d] = tokens[place + 1 + d % age]
+            else:
+                age = (cursor - place) % (len(traffic) - 1)
+                for d in range(min(depth, len(traffic) - 1 - place)):
+                    continuations[request, rank, d] = traffic[place + 1 + d]
+            ages[request, rank] = age
+    return continuations, best, ages, own
+
+
+@compiled
+def _prefix_tree(
+    continuations: np.ndarray, lengths: np.ndarray, ages: np.ndarray, own: np.ndarray, request_features: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of ``PrefixTree``, see ``build_prefix_tree``."""
+    num_reqs, count, depth = continuations.shape
+    token_ids = np.empty((num_reqs, depth, count), dtype=np.int64)
+    leaders = np.zeros((num_reqs, depth, count), dtype=np.int64)
+    nodes = np.zeros((num_reqs, depth, count), dtype=np.bool_)
+    features = np.zeros((num_reqs, depth, count, NUM_FEATURES))
+    models = np.zeros((num_reqs, depth, count), dtype=np.int64)
+    exists, parents = np.empty(count, dtype=np.bool_), np.empty(count, dtype=np.int64)
+    weights, parent_weight, weight = np.empty(count), np.empty(count), np.empty(count)
+    support, own_support = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    for request in range(num_reqs):
+        longest, total = 0, 0.0
+        for k in range(count):
+            longest = max(longest, lengths[request, k])
+        for k in range(count):
+            exists[k], parents[k] = lengths[request, k] > 0, 0
+            # A match one token longer weighs twice as much; the best weighs 1.
+            weights[k] = 2.0 ** (lengths[request, k] - longest) if exists[k] else 0.0
+            total += weights[k]
+        parent_weight[:] = total
+        for d in range(depth):
+            weight[:], support[:], own_support[:] = 0.0, 0, 0
+            for k in range(count):
+                token = continuations[request, k, d]
+                token_ids[request, d, k] = token
+                exists[k] &= token != BREAK
+                if not exists[k]:
+                    continue
+                leader = 0
+                while not (exists[leader] and parents[leader] == parents[k] and token_ids[request, d, leader] == token):
+                    leader += 1
+                leaders[request, d, k] = leader
+                weight[leader] += weights[k]
+                support[leader] += 1
+                own_support[leader] += own[request, k]
+            for k in range(count):
+                if exists[k] and leaders[request, d, k] == k:
+                    nodes[request, d, k] = True
+                    of_node = features[request, d, k]
+                    of_node[0] = 1.0
+                    # Once its ancestors are accepted, they are part of the match.
+                    of_node[1] = math.log2(min(lengths[request, k] + d, 64))
+                    of_node[2] = math.log((weight[k] + 1e-3) / (max(parent_weight[k] - weight[k], 0.0) + 0.5))
+                    of_node[3] = math.log2(support[k])
+                    of_node[4] = math.log2(1.0 + ages[request, k]) / 10
+                    of_node[5] = request_features[request]
+                    models[request, d, k] = 1 if own_support[k] == 0 else 2 if own_support[k] < support[k] else 0
+            for k in range(count):
+                parents[k] = leaders[request, d, k]
+                parent_weight[k] = weight[parents[k]]
+    return token_ids, leaders, nodes, features, models
+
+
+@compiled
+def _pool(
+    token_ids: np.ndarray,
+    leaders: np.ndarray,
+    nodes: np.ndarray,
+    features: np.ndarray,
+    models: np.ndarray,
+    weights: np.ndarray,
+    limit: float,
+    requests: np.ndarray,
+    num_reqs: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, parents, log values and depths of a ``DraftPool``, and log odds, see ``make_pool``."""
+    _, depth, count = nodes.shape
+    shape = (num_reqs, depth * count)
+    pool_token_ids = np.full(shape, PADDING, dtype=np.int64)
+    pool_parents = np.full(shape, PADDING, dtype=np.int64)
+    pool_log_values = np.full(shape, NEVER, dtype=np.float32)
+    pool_depths = np.zeros(shape, dtype=np.int64)
+    log_odds = np.zeros(nodes.shape)
+    log_values = np.zeros((depth, count))
+    for place, request in enumerate(requests):
+        for d in range(depth):
+            for k in range(count):
+                if not nodes[place, d, k]:
+                    continue
+                logit = 0.0
+                for feature in range(features.shape[3]):
+                    logit += features[place, d, k, feature] * weights[models[place, d, k], feature]
+                log_odds[place, d, k] = logit
+                value = -math.log(1 + math.exp(min(max(-logit, -limit), limit)))
+                parent = leaders[place, d - 1, k] if d else PADDING
+                if d:
+                    value += log_values[d - 1, parent]
+                    parent += (d - 1) * count
+                log_values[d, k] = value
+                column = d * count + k
+                pool_token_ids[request, column] = token_ids[place, d, k]
+                pool_parents[request, column] = parent
+                pool_log_values[request, column] = value
+                pool_depths[request, column] = d + 1
+    return pool_token_ids, pool_parents, pool_log_values, pool_depths, log_odds
+
+
+@compiled
+def _outcomes(
+    tree: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    requests: np.ndarray,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    num_known: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The nodes that the target's choice says something of: their parent was right and the next token is known.
+
+    Args:
+        tree: token ids, nodes, models and features of a ``PrefixTree``, and the log odds of its places.
+        requests: int64 ``[num_reqs]``; which of the tree's.
+        tokens: int32; the store.
+        starts: int64 ``[num_reqs]``; place of the first token behind the root.
+        num_known: int64 ``[num_reqs]``; tokens known from there on.
+
+    Returns:
+        For each such node, of a request from top to bottom: int64 index into ``requests``, int64 model, float64
+        features ``[num_features]``, whether it was accepted, float64 log odds.
+    """
+    token_ids, nodes, all_models, all_features, all_log_odds = tree
+    _, depth, count = nodes.shape
+    most = 0
+    for known in num_known:
+        most += count * min(max(known, 0), depth)
+    owners, models = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    features, log_odds = np.empty((most, all_features.shape[3])), np.empty(most)
+    accepted = np.empty(most, dtype=np.bool_)
+    right = np.empty(count, dtype=np.bool_)
+    found = 0
+    for owner, request in enumerate(requests):
+        right[:] = True
+        for d in range(min(num_known[owner], depth)):
+            for k in range(count):
+                if not right[k]:
+                    continue
+                right[k] = token_ids[request, d, k] == tokens[starts[owner] + d]
+                if nodes[request, d, k]:
+                    owners[found], models[found] = owner, all_models[request, d, k]
+                    features[found], log_odds[found] = all_features[request, d, k], all_log_odds[request, d, k]
+                    accepted[found] = right[k]
+                    found += 1
+    return owners[:found], models[:found], features[:found], accepted[:found], log_odds[:found]
+
+
+@compiled
+def _record_sums(
+    owners: np.ndarray,
+    models: np.ndarray,
+    features: np.ndarray,
+    accepted: np.ndarray,
+    log_odds: np.ndarray,
+    weights: np.ndarray,
+    limit: float,
+    num_reqs: int,
+) -> np.ndarray:
+    """Nodes accepted and expected to be, by request: float64 ``[num_reqs, 2]``."""
+    sums = np.zeros((num_reqs, 2))
+    for node, owner in enumerate(owners):
+        # What was expected of any request: what is known of this one left out.
+        logit = log_odds[node] - features[node, REQUEST] * weights[models[node], REQUEST]
+        sums[owner, 0] += accepted[node]
+        sums[owner, 1] += 1 / (1 + math.exp(min(max(-logit, -limit), limit)))
+    return sums

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_specplug.compiled import compiled
+
 #: Stands between token sequences; equal to no token.
 BREAK = -1
 
-_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F], dtype=np.uint32)
+_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
+_WORD = 0xFFFFFFFF
 
 
 class Chain:
@@ -23,46 +26,35 @@ class Chain:
 
     def __init__(self, n: int, num_places: int, num_heads: int, num_rows: int = 1):
         self.n = n
-        self._shift = np.uint32(32 - (num_heads - 1).bit_length())
+        self._shift = 32 - (num_heads - 1).bit_length()
         self.heads_per_row = 1 << (num_heads - 1).bit_length()
         self.heads = np.zeros(num_rows * self.heads_per_row, dtype=np.int32)
         self.previous = np.zeros(num_places + 1, dtype=np.int32)
 
-    def buckets(self, grams: np.ndarray, rows: np.ndarray | int) -> np.ndarray:
-        """Index into ``heads`` for int32 ``[..., n]`` tokens of the store's ``rows`` ``[...]``."""
-        mixed = (grams.astype(np.uint32) * _MULTIPLIERS[: self.n]).sum(axis=-1, dtype=np.uint32)
-        mixed = (mixed ^ (mixed >> np.uint32(15))) * _MULTIPLIERS[3]
-        return (mixed >> self._shift).astype(np.int64) + np.asarray(rows, dtype=np.int64) * self.heads_per_row
+    def link(self, tokens: np.ndarray, spans: np.ndarray) -> None:
+        """Add what is new of token sequences.
 
-    def link(self, tokens: np.ndarray, places: np.ndarray, rows: np.ndarray | int) -> None:
-        """Add places (int64 ``[count]``, oldest first within a row; their ``n`` tokens must be stored)."""
-        if len(places) == 0:
-            return
-        buckets = self.buckets(tokens[places[:, None] - np.arange(self.n)], rows)
-        if len(places) == 1:
-            self.previous[places[0]] = self.heads[buckets[0]]
-            self.heads[buckets[0]] = places[0]
-            return
-        order = np.argsort(buckets, kind="stable")
-        buckets, places = buckets[order], places[order]
-        first = np.empty(len(places), dtype=bool)
-        first[0] = True
-        np.not_equal(buckets[1:], buckets[:-1], out=first[1:])
-        older = np.empty(len(places), dtype=np.int64)
-        older[1:] = places[:-1]
-        older[first] = self.heads[buckets[first]]
-        self.previous[places] = older
-        last = np.append(first[1:], True)
-        self.heads[buckets[last]] = places[last]
+        Args:
+            tokens: int32; the store.
+            spans: int64 ``[num_sequences, 4]``; row, place of the first token, how many of its tokens are linked, and
+                how many shall be.
+        """
+        _link(self.heads, self.previous, self._shift, self.heads_per_row, self.n, tokens, spans)
 
     def follow(self, grams: np.ndarray, rows: np.ndarray | int, count: int) -> np.ndarray:
-        """The ``count`` newest places of each gram (int32 ``[num_reqs, n]``): int64 ``[num_reqs, count]``, 0: none."""
-        found = np.empty((count, len(grams)), dtype=np.int64)
-        place = self.heads[self.buckets(grams, rows)].astype(np.int64)
-        for k in range(count):
-            found[k] = place
-            place = self.previous[place]
-        return found.T
+        """The newest places of each gram.
+
+        Args:
+            grams: int32 ``[num_reqs, n or more]``; newest token first, those behind ``n`` do not count.
+            rows: int64 ``[num_reqs]``; of the store, or one for all.
+            count: places wanted.
+
+        Returns:
+            int64 ``[num_reqs, count]``, newest first; 0: none.
+        """
+        if isinstance(rows, int):
+            rows = np.full(len(grams), rows, dtype=np.int64)
+        return _follow(self.heads, self.previous, self._shift, self.heads_per_row, self.n, grams, rows, count)
 
     def clear_row(self, row: int) -> None:
         """Forget a row's places."""
@@ -74,6 +66,7 @@ class Chain:
         self.heads = _grown(self.heads, num_rows * self.heads_per_row, [slice(len(self.heads))])
 
 
+@compiled
 def match_lengths(tokens: np.ndarray, places: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
     """How many tokens before and at each place equal the end of a suffix.
 
@@ -85,9 +78,118 @@ def match_lengths(tokens: np.ndarray, places: np.ndarray, suffixes: np.ndarray) 
     Returns:
         int64 ``[num_reqs, count]``; 0 to ``max_match``.
     """
-    back = np.maximum(places[:, :, None] - np.arange(suffixes.shape[1]), 0)
-    wanted = suffixes[:, None, :]
-    return np.logical_and.accumulate((tokens[back] == wanted) & (wanted != BREAK), axis=2).sum(axis=2)
+    lengths = np.zeros(places.shape, dtype=np.int64)
+    for request in range(places.shape[0]):
+        for k in range(places.shape[1]):
+            place, length = places[request, k], 0
+            while length < min(place, suffixes.shape[1]):  # the first token of a store is a BREAK
+                wanted = suffixes[request, length]
+                if wanted == BREAK or tokens[place - length] != wanted:
+                    break
+                length += 1
+            lengths[request, k] = length
+    return lengths
+
+
+@compiled
+def _head(total: int, shift: int) -> int:
+    """Mix the bits of a sum; computed as 32-bit words."""
+    mixed = total & _WORD
+    mixed ^= mixed >> 15
+    return ((mixed * _MULTIPLIERS[3]) & _WORD) >> shift
+
+
+@compiled
+def _link(
+    heads: np.ndarray,
+    previous: np.ndarray,
+    shift: int,
+    heads_per_row: int,
+    n: int,
+    tokens: np.ndarray,
+    spans: np.ndarray,
+) -> None:
+    for row, start, linked, stop in spans:
+        for place in range(start + max(linked, n - 1), start + stop):
+            total = 0
+            for back in range(n):
+                total += np.int64(tokens[place - back]) * _MULTIPLIERS[back]
+            head = row * heads_per_row + _head(total, shift)
+            previous[place] = heads[head]
+            heads[head] = place
+
+
+@compiled
+def _follow(
+    heads: np.ndarray,
+    previous: np.ndarray,
+    shift: int,
+    heads_per_row: int,
+    n: int,
+    grams: np.ndarray,
+    rows: np.ndarray,
+    count: int,
+) -> np.ndarray:
+    places = np.zeros((len(grams), count), dtype=np.int64)
+    for request, row in enumerate(rows):
+        total = 0
+        for back in range(n):
+            total += np.int64(grams[request, back]) * _MULTIPLIERS[back]
+        place = np.int64(heads[row * heads_per_row + _head(total, shift)])
+        for k in range(count):
+            if place == 0:
+                break
+            places[request, k] = place
+            place = np.int64(previous[place])
+    return places
+
+
+@compiled
+def _store(
+    store: np.ndarray,
+    lens: np.ndarray,
+    linked: np.ndarray,
+    rows: np.ndarray,
+    row_len: int,
+    token_ids: np.ndarray,
+    requests: np.ndarray,
+    num_tokens: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Store what is new, and count it as linked.
+
+    Returns:
+        The spans to link, see ``Chain.link``, and bool ``[num_rows]``: has other tokens than before under its id, so
+        that nothing of the row is linked any more.
+    """
+    for count in num_tokens:
+        if not 0 <= count <= min(row_len - 1, token_ids.shape[1]):
+            raise ValueError("a request has more tokens than a row holds")
+    changed = np.zeros(len(rows), dtype=np.bool_)
+    spans = np.empty((len(rows), 4), dtype=np.int64)
+    for k, row in enumerate(rows):
+        request, count, stored, start = requests[k], num_tokens[k], lens[row], row * row_len + 2
+        changed[k] = count < stored
+        for place in range(max(stored - 4, 0), min(stored, count)):
+            changed[k] |= store[start + place] != token_ids[request, place]
+        if changed[k]:
+            stored = linked[row] = 0
+        for place in range(stored, count):
+            store[start + place] = token_ids[request, place]
+        lens[row] = count
+        # The newest token is not linked before its successor is known: it is what is looked for.
+        spans[k] = (row, start, linked[row], max(count - 1, 0))
+        linked[row] = spans[k, 3]
+    return spans, changed
+
+
+@compiled
+def _suffixes(store: np.ndarray, lens: np.ndarray, rows: np.ndarray, row_len: int, length: int) -> np.ndarray:
+    suffixes = np.full((len(rows), length), BREAK, dtype=np.int32)
+    for request, row in enumerate(rows):
+        last = row * row_len + 1 + lens[row]
+        for back in range(min(length, lens[row])):
+            suffixes[request, back] = store[last - back]
+    return suffixes
 
 
 class RequestIndex:
@@ -130,36 +232,30 @@ class RequestIndex:
             found.append(row)
         return np.array(found, dtype=np.int64)
 
-    def extend(self, rows: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+    def extend(
+        self, rows: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray, requests: np.ndarray | None = None
+    ) -> None:
         """Store what is new of each request.
 
         Args:
             rows: int64 ``[num_reqs]``.
-            token_ids: int32 ``[num_reqs, max_len]``.
+            token_ids: int32 ``[batch_size, max_len]``.
             num_tokens: int64 ``[num_reqs]``.
+            requests: int64 ``[num_reqs]``; the row of each in ``token_ids``; by default all of them, in order.
         """
-        for request, (row, count) in enumerate(zip(rows.tolist(), num_tokens.tolist(), strict=True)):
-            start, stored = row * (self.max_len + 1) + 2, int(self.lens[row])
-            known = self.tokens[start + max(stored - 4, 0) : start + stored]
-            if count < stored or not np.array_equal(known, token_ids[request, max(stored - 4, 0) : stored]):
-                self._empty(row)  # other tokens than before under this id: the client changed its request
-                stored = 0
-            self.tokens[start + stored : start + count] = token_ids[request, stored:count]
-        self.lens[rows] = num_tokens
-        # The newest token is not linked before its successor is known: it is what is looked for.
+        if requests is None:
+            requests = np.arange(len(rows))
+        spans, changed = _store(
+            self.tokens, self.lens, self._linked, rows, self.max_len + 1, token_ids, requests, num_tokens
+        )
+        for row in rows[changed].tolist():  # the client changed its request
+            self._clear(row)
         for chain in self.chains:
-            begin = np.maximum(self._linked[rows], chain.n - 1)
-            counts = np.maximum(num_tokens - 1 - begin, 0)
-            offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-            places = np.repeat(self.start(rows) + begin, counts) + offsets
-            chain.link(self.tokens, places, np.repeat(rows, counts))
-        self._linked[rows] = np.maximum(num_tokens - 1, 0)
+            chain.link(self.tokens, spans)
 
     def suffixes(self, rows: np.ndarray, length: int) -> np.ndarray:
         """The last tokens of each row, newest first: int32 ``[num_reqs, length]``, ``BREAK`` before the first."""
-        back = np.arange(length)
-        places = (self.start(rows) + self.lens[rows] - 1)[:, None] - back
-        return np.where(back < self.lens[rows][:, None], self.tokens[np.maximum(places, 0)], BREAK)
+        return _suffixes(self.tokens, self.lens, rows, self.max_len + 1, length)
 
     def stored(self, request_id: str) -> np.ndarray | None:
         """All tokens of a request, or None where there are none."""
@@ -191,11 +287,11 @@ class RequestIndex:
         if not self._free:
             self._grow(2 * len(self.lens))
         row = self._free.pop()
-        self._empty(row)
+        self.lens[row] = self._linked[row] = 0
+        self._clear(row)
         return row
 
-    def _empty(self, row: int) -> None:
-        self.lens[row] = self._linked[row] = 0
+    def _clear(self, row: int) -> None:
         for chain in self.chains:
             chain.clear_row(row)
 
@@ -240,11 +336,7 @@ class TrafficIndex:
         self.tokens[first:stop] = token_ids
         self.tokens[stop] = BREAK
         self.cursor = stop
-        self.chain.link(self.tokens, np.arange(first + self.chain.n - 1, stop - 1), 0)
-
-    def ages(self, places: np.ndarray) -> np.ndarray:
-        """Tokens stored since each place."""
-        return (self.cursor - places) % self.capacity
+        self.chain.link(self.tokens, np.array([[0, first, 0, len(token_ids) - 1]]))
 
     def used_bytes(self) -> int:
         return self.tokens.nbytes + self.chain.heads.nbytes + self.chain.previous.nbytes

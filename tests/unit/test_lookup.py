@@ -1,5 +1,6 @@
 """Lookup: the index against a slow oracle, and what is drafted from it."""
 
+import math
 import random
 
 import numpy as np
@@ -10,9 +11,18 @@ from hypothesis import strategies as st
 
 from tests.unit.contexts import context
 from tests.unit.oracle_tensors import to_rows
+from vllm_specplug.calibration import sigmoid
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
-from vllm_specplug.proposers.lookup.drafting import LookupProposer, Matches, build_prefix_tree
+from vllm_specplug.proposers.lookup.drafting import (
+    LONG_ANCHOR,
+    REQUEST,
+    LookupProposer,
+    Matches,
+    _best_matches,
+    build_prefix_tree,
+    make_pool,
+)
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -146,6 +156,24 @@ def test_traffic_equals_the_oracle_and_never_crosses_sequences(seed):
     assert {first + end for end in ends} <= set(places[0].tolist())
 
 
+def test_more_tokens_than_a_row_holds_are_refused():
+    """Before anything is written: what stands behind the row is another request's."""
+    index = RequestIndex(16, (1,))
+    rows = index.rows_of(("a", "b"))
+    for shape, counts in (((2, 20), [17, 3]), ((2, 8), [3, 9]), ((2, 16), [3, -1])):
+        with pytest.raises(ValueError, match="more tokens than a row holds"):
+            index.extend(rows, np.ones(shape, dtype=np.int32), np.array(counts))
+        assert not index.lens.any() and not (index.tokens == 1).any()
+
+
+def test_rows_are_taken_from_the_places_named():
+    index = RequestIndex(16, (1,))
+    rows = index.rows_of(("a", "b"))
+    token_ids = np.arange(48, dtype=np.int32).reshape(3, 16)
+    index.extend(rows, token_ids, np.array([2, 3]), np.array([2, 0]))
+    assert index.stored("a").tolist() == [32, 33] and index.stored("b").tolist() == [0, 1, 2]
+
+
 def test_memory_is_bounded():
     ring = TrafficIndex(4096, 3)
     before = ring.used_bytes()
@@ -161,6 +189,89 @@ def test_memory_is_bounded():
 
 
 # ---- the tree
+
+
+@quick
+@given(st.integers(0, 2**31))
+def test_the_longest_matches_come_first(seed):
+    rng = np.random.default_rng(seed)
+    num_reqs, count, depth, num_chains = 3, int(rng.integers(1, 5)), int(rng.integers(1, 7)), int(rng.integers(1, 3))
+    num_own, has_traffic = num_chains * count, bool(rng.integers(2))
+    min_match = int(rng.integers(1, 4))
+    max_match = int(rng.integers(min_match, 7))
+    tokens, traffic = (rng.integers(0, 99, size).astype(np.int32) for size in (60, 40))
+    ends, cursor = rng.integers(20, 59, num_reqs), int(rng.integers(1, 39))
+    places = rng.integers(0, 40, (num_reqs, num_own + has_traffic * count))
+    places[rng.random(places.shape) < 0.3] = 0
+    lengths = rng.integers(0, 8, places.shape) * (places > 0)
+    options = (min_match, max_match, count, depth)
+    found = _best_matches(places, lengths, num_own, tokens, ends, traffic, cursor, options)
+    for request in range(num_reqs):
+        expected = []
+        for k, (place, length) in enumerate(zip(places[request].tolist(), lengths[request].tolist(), strict=True)):
+            own, end = k < num_own, int(ends[request])
+            if place == 0 or length < min_match or (own and (place >= end or k >= count and length >= LONG_ANCHOR)):
+                continue
+            age = end - place if own else (cursor - place) % 39
+            if own:
+                ahead = [int(tokens[place + 1 + d % age]) for d in range(depth)]
+            else:
+                ahead = [int(traffic[at]) if at < 40 else BREAK for at in range(place + 1, place + 1 + depth)]
+            expected.append((ahead, min(length, max_match), age, own))
+        expected.sort(key=lambda match: -match[1])  # stable
+        matches = list(zip(*(values[request].tolist() for values in found), strict=True))
+        nothing = ([BREAK] * depth, 0, 1, False)
+        assert matches == (expected + [nothing] * count)[:count]
+
+
+@quick
+@given(st.integers(0, 2**31))
+def test_features_and_values_of_nodes_are_those_of_their_paths(seed):
+    rng = np.random.default_rng(seed)
+    num_reqs, count, depth = 2, int(rng.integers(1, 7)), int(rng.integers(1, 6))
+    tokens = rng.integers(0, 3, (num_reqs, count, depth)).astype(np.int32)
+    tokens[rng.random(tokens.shape) < 0.1] = BREAK
+    lengths, ages = rng.integers(0, 70, (num_reqs, count)), rng.integers(1, 99, (num_reqs, count))
+    lengths[rng.random(lengths.shape) < 0.2] = 0
+    own, request_features = rng.random((num_reqs, count)) < 0.5, rng.normal(size=num_reqs)
+    tree = build_prefix_tree(Matches(tokens, lengths, ages, own), request_features)
+    weights, rows = rng.normal(size=(3, 6)), np.array([3, 1])
+    pool, log_odds = make_pool(tree, weights, rows, 4)
+    assert pool.size == depth * count and (pool.log_values[[0, 2]] == -math.inf).all()
+    assert (np.isfinite(pool.log_values[rows].numpy()) == tree.nodes.reshape(num_reqs, -1)).all()
+    for request in range(num_reqs):
+        best = lengths[request].max()
+        paths = {(): [k for k in range(count) if lengths[request, k]]}
+        for k in paths[()]:
+            path = tokens[request, k].tolist()
+            for size in range(1, depth + 1 if BREAK not in path else path.index(BREAK) + 1):
+                paths.setdefault(tuple(path[:size]), []).append(k)
+        values, columns = {(): 0.0}, {(): -1}
+        assert tree.nodes[request].sum() == len(paths) - 1
+        for path, who in list(paths.items())[1:]:
+            d, k = len(path) - 1, who[0]
+            weight, of_parent = (
+                sum(2.0 ** (lengths[request, j] - best) for j in paths[up]) for up in (path, path[:-1])
+            )
+            features = [
+                1.0,
+                math.log2(min(lengths[request, k] + d, 64)),
+                math.log((weight + 1e-3) / (max(of_parent - weight, 0) + 0.5)),
+                math.log2(len(who)),
+                math.log2(1 + ages[request, k]) / 10,
+                request_features[request],
+            ]
+            owners = {bool(own[request, j]) for j in who}
+            model = {(True,): 0, (False,): 1}.get(tuple(owners), 2)
+            logit = sum(feature * weight for feature, weight in zip(features, weights[model], strict=True))
+            columns[path] = d * count + k
+            values[path] = values[path[:-1]] + math.log(sigmoid(logit))
+            assert tree.nodes[request, d, k] and tree.models[request, d, k] == model
+            assert tree.features[request, d, k].tolist() == pytest.approx(features)
+            assert log_odds[request, d, k] == pytest.approx(logit)
+            of_pool = (pool.token_ids, pool.parents, pool.depths, pool.log_values)
+            found = [part[rows[request], columns[path]].item() for part in of_pool]
+            assert found == [path[-1], columns[path[:-1]], d + 1, pytest.approx(values[path], rel=1e-5)]
 
 
 @quick
@@ -282,6 +393,49 @@ def test_learning_counts_only_nodes_whose_parent_was_right():
     seen.clear()
     proposer.propose(context([[*history, 1, 2]], ids=["other"]))
     assert seen == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_learning_by_brute_force(seed):
+    """Requests come, pause and swap places; outcomes and records equal those read off the paths."""
+    rng = random.Random(seed)
+    proposer = make(draft_depth=4, max_candidates=5, traffic_tokens=1024)
+    seen, learn = [], proposer.calibration.learn
+
+    def listen(models, features, accepted):
+        seen.extend(zip(models.tolist(), features.tolist(), accepted.tolist(), strict=True))
+        learn(models, features, accepted)
+
+    proposer.calibration.learn = listen
+    sequences, records = {name: [rng.randrange(3) for _ in range(12)] for name in "abc"}, {}
+    for _ in range(40):
+        last, sizes = proposer._open, {name: len(tokens) for name, tokens in sequences.items()}
+        then = {} if last is None else dict(zip(last.requests, last.num_tokens.tolist(), strict=True))
+        for tokens in sequences.values():
+            tokens += [rng.randrange(3) for _ in range(rng.randint(0, 6))]
+        ids = rng.sample("abc", rng.randint(1, 3))
+        seen.clear()
+        propose(proposer, *(sequences[name] for name in ids), ids=ids, max_len=256)
+        expected = []
+        for name in ids:
+            if name not in then:
+                continue
+            assert then[name] == sizes[name]
+            chosen, place, sums = sequences[name][sizes[name] :], last.requests[name], [0.0, 0.0]
+            for d, k in zip(*np.nonzero(last.tree.nodes[place]), strict=True):
+                path = last.tree.token_ids[place, : d + 1, k].tolist()
+                if len(chosen) > d and path[:-1] == chosen[:d]:
+                    model, features = last.tree.models[place, d, k], last.tree.features[place, d, k]
+                    expected.append((model, features.tolist(), path[-1] == chosen[d]))
+                    of_request = features[REQUEST] * proposer.calibration.weights[model, REQUEST]
+                    sums[0] += path[-1] == chosen[d]
+                    sums[1] += sigmoid(last.log_odds[place, d, k] - of_request)
+            records[name] = [0.9 * old + new for old, new in zip(records.get(name, (0, 0)), sums, strict=True)]
+        assert seen == expected
+        assert {name: list(record) for name, record in proposer._records.items()} == {
+            name: pytest.approx(record) for name, record in records.items()
+        }
+    assert proposer.calibration.outcomes.sum() > 20
 
 
 # ---- on a device

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +15,14 @@ import torch
 from vllm_specplug.config import TreeOptions
 from vllm_specplug.guard import Guard
 from vllm_specplug.hosts.drafter import CustomDrafter
-from vllm_specplug.proposer import DraftContext, Proposer, Remembering, find_method
+from vllm_specplug.proposer import DraftContext, Proposer, Remembering, as_draft, find_method
+from vllm_specplug.tree import chain_tree
 from vllm_specplug.types import Draft
+
+logger = logging.getLogger("vllm_specplug")
+
+#: Rounds of the warm-up: by then each proposer has learned from what it drafted.
+WARM_UP_ROUNDS = 24
 
 
 class NoHostDrafter(CustomDrafter):
@@ -39,6 +48,42 @@ def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftCont
         wanted=torch.ones(num_reqs, dtype=torch.bool),
         vocab_size=vocab_size,
     )
+
+
+def warm_up(options: TreeOptions, make: Callable[[], Proposer], vocab_size: int) -> None:
+    """Let a proposer made for this do all that one does, so that no request waits for a compiler.
+
+    What fails here costs nothing: it fails again where it counts, and is counted and said there.
+    """
+    failures, was_disabled, began = Guard.failures_of_all, logger.disabled, time.perf_counter()
+    logger.disabled = True
+    try:
+        with suppress(Exception):  # a third party's code, see ``Guard``
+            _warm_up(options, make(), vocab_size)
+    finally:
+        Guard.failures_of_all, logger.disabled = failures, was_disabled
+    seconds = time.perf_counter() - began
+    if seconds > 1:
+        logger.info("vllm-specplug: %r was warmed up in %.0f s", options.method, seconds)
+
+
+def _warm_up(options: TreeOptions, proposer: Proposer, vocab_size: int) -> None:
+    guard = Guard(options.method)
+    whole = synthetic_context(2, 256, vocab_size)
+    for step in range(WARM_UP_ROUNDS):
+        # Answers of ended requests are looked up too.
+        if step == WARM_UP_ROUNDS - 1 and isinstance(proposer, Remembering):
+            guard.run(lambda: proposer.finish(whole.request_ids))
+        count = 128 + 4 * step
+        roots = whole.token_ids[:, count - 1].long()
+        by_host = as_draft(chain_tree(roots, roots.unsqueeze(1), torch.ones_like(roots)))
+        context = replace(
+            whole,
+            root_token_ids=roots,
+            num_tokens=torch.full_like(roots, count),
+            draft_by_host=lambda _, by_host=by_host: by_host,
+        )
+        guard(lambda context=context: proposer.propose(context), context, options.num_speculative_tokens)
 
 
 def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftContext:
@@ -70,7 +115,10 @@ class HostFreeDrafting:
     def of(cls, options: TreeOptions, vocab_size: int) -> HostFreeDrafting | None:
         """For a method with a proposer of its own; None where the host's drafter is all there is."""
         make = find_method(options.method).make
-        return None if make is None else cls(options, make(options), vocab_size)
+        if make is None:
+            return None
+        warm_up(options, lambda: make(options), vocab_size)
+        return cls(options, make(options), vocab_size)
 
     def propose(
         self, input_batch: Any, sampled: np.ndarray, draft_by_host: Callable[[torch.Tensor], Draft | None]
