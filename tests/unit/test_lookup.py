@@ -127,6 +127,18 @@ def test_changed_tokens_under_one_id_are_stored_anew():
     ]  # fmt: skip
 
 
+def test_longer_tokens_under_one_id_are_told_by_their_end():
+    index = RequestIndex(16, (1,))
+    rows = index.rows_of(("a",))
+    index.extend(rows, np.arange(16, dtype=np.int32)[None], np.array([9]))
+    other = np.array([[5, 6, 5, 6, 5, 6, 5, 6, 5, 6, 5] + [0] * 5], dtype=np.int32)
+    index.extend(rows, other, np.array([11]))
+    start = int(index.start(int(rows[0])))
+    assert index.stored("a").tolist() == [5, 6] * 5 + [5]
+    (places,) = index.chains[0].follow(np.array([[6]], dtype=np.int32), rows, 6)
+    assert places.tolist() == [start + place for place in (9, 7, 5, 3, 1)] + [0]
+
+
 @quick
 @given(st.integers(0, 2**31))
 def test_traffic_equals_the_oracle_and_never_crosses_sequences(seed):
