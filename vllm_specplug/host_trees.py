@@ -461,3 +461,20 @@ def plan_moves(walk: Walk, row_start: Tensor) -> tuple[Tensor, Tensor] | None:
         _array(walk.path_rows, np.int64), _array(walk.num_emitted, np.int64), _array(row_start, np.int64)
     )
     return from_numpy(sources), from_numpy(targets)
+
+
+def compile_loops() -> None:
+    """Compile all loops, or load what was compiled: the first requests would wait for them."""
+    from vllm_specplug.tree import new_pool
+
+    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    rows, value = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1)
+    tree = TokenTree(rows, rows - 1, rows, one)
+    pool = new_pool(1, 1, 1, "cpu")
+    grow_level(pool, None, largest(value, 1)[1], value, 1)
+    rerank(pool, zero, 1, 0.0)
+    depths_from_parents(tree.parents)
+    from_flat(rows, rows, one)
+    prune(Draft(tree, value), rows == 0)
+    lay_out(tree, zero)
+    plan_moves(Walk(rows.int(), rows, one), zero)

@@ -1,7 +1,10 @@
 """The loops over trees in the host's memory against the torch operations: equal to the bit, hard cases included."""
 
 import math
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +236,28 @@ def test_traced_code_never_meets_the_loops(monkeypatch):
     assert torch.equal(traced(tree, contexts), expected)
     with pytest.raises(TypeError):
         lay_out(tree, contexts)
+
+
+def test_nothing_is_left_to_compile():
+    """In a new process: what the warm-up compiled serves a growth, trees from elsewhere, and the step behind them."""
+    code = """if True:
+        import torch
+        from numba.core.dispatcher import Dispatcher
+        from tests.unit import test_host_trees as tests
+        from vllm_specplug import host_trees
+
+        def compiled():
+            return {name: len(f.signatures) for name, f in vars(host_trees).items() if isinstance(f, Dispatcher)}
+
+        host_trees.compile_loops()
+        before = compiled()
+        assert len(before) > 10 and all(before.values()), before
+        tests.test_growth(2)
+        tests.test_rerank(2)
+        tests.test_trees_as_rows(2)
+        tests.test_prune(2)
+        tests.test_moves(2)
+        tests.test_likeliest((3, 63), torch.bfloat16)
+        assert compiled() == before, compiled()
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
