@@ -13,6 +13,7 @@ from vllm import LLM, SamplingParams
 from tests.hosts.conftest import ENGINE, counters, make_prompts, runner_of, token_ids
 from vllm_specplug import costs
 from vllm_specplug.budget import PLAIN
+from vllm_specplug.hosts import budgeting, v1_runner
 from vllm_specplug.hosts.catch_up import MissedRows
 from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
 from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
@@ -124,6 +125,14 @@ def test_identity_while_drafting_goes_on_and_off(start, checkpoints, prompts, pl
     ran = toggled(budget_of(llm))
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert len(set(ran)) == 2 and accepted(verified) > (5 if drafter == "eagle3" else 100)
+
+
+def test_loops_are_compiled_when_the_engine_starts(start, checkpoints, monkeypatch):
+    called = []
+    for module in (budgeting, v1_runner):
+        monkeypatch.setattr(module, "compile_loops", lambda module=module: called.append(module.__name__))
+    start(eagle(checkpoints, num_speculative_tokens=7))
+    assert called == [v1_runner.__name__, budgeting.__name__]
 
 
 def test_identity_of_a_union_whose_drafter_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified):

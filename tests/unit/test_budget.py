@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -383,3 +386,28 @@ def decision_seconds(num_reqs=32):
         budget.select(draft, names(num_reqs), np.full(num_reqs, 5), wanted, 1e-3)
         best = min(best, time.perf_counter() - begin)
     return best
+
+
+ROUNDS = """
+import json, sys
+from numba.core.dispatcher import Dispatcher
+from vllm_specplug import budget, host_trees
+
+def compiled():
+    return {n: len(f.signatures) for m in (budget, host_trees) for n, f in vars(m).items() if isinstance(f, Dispatcher)}
+
+host_trees.compile_loops()
+budget.compile_loops()
+before = compiled()
+from tests.unit.test_budget import CHEAP, make, run
+verified = [sum(run(make({**CHEAP, "row": 0.004}), num_reqs, [0.9, 0.6, 0.1], 20)[1]) for num_reqs in (1, 3)]
+json.dump([before, compiled(), verified], sys.stdout)
+"""
+
+
+def test_rounds_wait_for_no_compiler():
+    """A process of its own: in this one other tests have compiled the loops."""
+    done = subprocess.run([sys.executable, "-c", ROUNDS], capture_output=True, text=True, timeout=300, check=True)
+    before, after, verified = json.loads(done.stdout)
+    assert before == after and all(before.values()) and "node_values" in before
+    assert all(verified)

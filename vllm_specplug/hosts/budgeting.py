@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
-from vllm_specplug.budget import PLAIN, Arm, Budget
+from vllm_specplug.budget import PLAIN, Arm, Budget, compile_loops
 from vllm_specplug.config import TreeOptions, host_drafter
 from vllm_specplug.costs import CostModel, fastest, knots_up_to, load, save
 from vllm_specplug.environment import cpu_name, version_of
@@ -71,6 +71,7 @@ class ServingBudget:
 
     def prepare(self) -> None:
         """At start-up: the saved model, or one measured now."""
+        compile_loops()
         if self._budget is None and (saved := load(self.facts)) is not None:
             self._budget = self._make(saved)
         if self._budget is None:

@@ -23,6 +23,7 @@ from vllm_specplug.budget import PLAIN
 from vllm_specplug.config import host_drafter
 from vllm_specplug.frames import with_room
 from vllm_specplug.guard import Guard
+from vllm_specplug.host_trees import compile_loops
 from vllm_specplug.hosts.budgeting import ServingBudget
 from vllm_specplug.hosts.draft_noise import DraftNoise
 from vllm_specplug.hosts.drafter import CustomDrafter
@@ -74,6 +75,7 @@ class TreeModelRunner(ABC):
     may_couple = True
 
     def __init__(self, vllm_config: Any, device: torch.device):
+        compile_loops()
         with custom_processors_hidden(vllm_config.model_config):
             super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
