@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from llvmlite.binding import ffi
 from numba import njit
 
 Function = TypeVar("Function", bound=Callable)
+
+# A CPU engine that starts looks into the ``__dict__`` of whatever any loaded module holds (vLLM's
+# ``triton_utils.dispatcher``).  llvmlite's library takes every name for a function of its own, that one included, and
+# the engine would not start: it is given an empty one.
+getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 
 def compiled(function: Function) -> Function:
