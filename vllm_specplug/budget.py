@@ -445,6 +445,7 @@ class Budget:
             *map(np.ascontiguousarray, (draft.log_values.numpy(), parents, depths, tree.num_rows.numpy(), wanted)),
             records,
             self.calibration.weights[model],
+            LOGIT_LIMIT,
         )
         self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, features, model)
         order = np.argsort(-values, axis=None, kind="stable")[: min(int(nodes.sum()), self.max_rows - num_reqs)]
@@ -585,6 +586,7 @@ def node_values(
     wanted: np.ndarray,
     records: np.ndarray,
     weights: np.ndarray,
+    limit: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Probabilities of acceptance of the nodes of trees, parent-first.
 
@@ -595,6 +597,7 @@ def node_values(
         wanted: bool ``[num_reqs]``; requests whose nodes count.
         records: float64 ``[num_reqs]``, see ``log_ratio``.
         weights: float64 ``[4]``; of the features.
+        limit: of log odds.
 
     Returns:
         Features ``[num_reqs, num_rows, 4]``: one, the believed log odds behind the parent, the depth's logarithm, the
@@ -610,14 +613,14 @@ def node_values(
             edge = np.float64(log_values[request, row]) - np.float64(log_values[request, parent])
             if not edge < 0.0:  # NaN too
                 edge = 0.0
-            odds = edge - np.log(-np.expm1(edge)) if edge < 0.0 else LOGIT_LIMIT
+            odds = edge - np.log(-np.expm1(edge)) if edge < 0.0 else limit
             one = features[request, row]
             one[0] = 1.0
-            one[1] = min(max(odds, -LOGIT_LIMIT), LOGIT_LIMIT)
+            one[1] = min(max(odds, -limit), limit)
             one[2] = np.log2(max(np.float64(depths[request, row]), 1.0))
             one[3] = records[request]
             logit = one[0] * weights[0] + one[1] * weights[1] + one[2] * weights[2] + one[3] * weights[3]
-            chance = 1.0 / (1.0 + np.exp(min(max(-logit, -LOGIT_LIMIT), LOGIT_LIMIT)))
+            chance = 1.0 / (1.0 + np.exp(min(max(-logit, -limit), limit)))
             above = values[request, parent] if parent > 0 else 1.0
             values[request, row] = above * chance
             nodes[request, row] = wanted[request]
@@ -629,4 +632,4 @@ def node_values(
 def compile_loops() -> None:
     """Compile the loops, or load what was compiled: the first requests would wait for it."""
     rows, one = np.zeros((1, 1), dtype=np.int64), np.ones(1, dtype=np.int64)
-    node_values(rows.astype(np.float32), rows - 1, rows, one, one > 0, np.zeros(1), np.zeros(4))
+    node_values(rows.astype(np.float32), rows - 1, rows, one, one > 0, np.zeros(1), np.zeros(4), LOGIT_LIMIT)

@@ -20,7 +20,11 @@ getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call; what was compiled is kept on disk, where a place can be written to."""
+    """Compile at the first call; what was compiled is kept on disk, where a place can be written to.
+
+    What is kept is out of date when the function's file has changed, whatever others do: constants and functions of
+    other files are handed in as arguments.
+    """
     try:
         return njit(cache=True)(function)
     except RuntimeError:  # neither beside the source nor in the user's cache
