@@ -22,8 +22,8 @@ getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 def compiled(function: Function) -> Function:
     """Compile at the first call; what was compiled is kept on disk, where a place can be written to.
 
-    What is kept is out of date when the function's file has changed, whatever others do: constants and functions of
-    other files are handed in as arguments.
+    What is kept is taken for out of date when the function's own file has changed, and then only: what may change in
+    other files is handed in as an argument.
     """
     try:
         return njit(cache=True)(function)
