@@ -138,7 +138,14 @@ def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_k
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
-    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Under nohup it would be ignored; a worker then goes on, and ends at the end of its requests.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     pids = []
     try:
         pids = [int(word) for word in parent.stdout.readline().split()]
