@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
 from vllm_specplug.compiled import compiled
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import prune
@@ -572,11 +572,6 @@ class Budget:
             worth.weight *= max(1 - len(request_ids) / max(self._num_reqs, 1), 0.25)
 
 
-def log_ratio(accepted: float, expected: float) -> float:
-    """How much better a request's drafts have done than was expected of any request's, as log odds."""
-    return min(max(log((accepted + 1) / (expected + 1)), -2.0), 2.0)
-
-
 @compiled
 def node_values(
     log_values: np.ndarray,
@@ -595,7 +590,7 @@ def node_values(
         parents, depths: int64 ``[num_reqs, num_rows]``.
         num_rows: int64 ``[num_reqs]``.
         wanted: bool ``[num_reqs]``; requests whose nodes count.
-        records: float64 ``[num_reqs]``, see ``log_ratio``.
+        records: float64 ``[num_reqs]``, see ``calibration.log_ratio``.
         weights: float64 ``[4]``; of the features.
         limit: of log odds.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
 from vllm_specplug.compiled import compiled
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
@@ -183,8 +183,7 @@ class LookupProposer:
     def _request_features(self, request_ids: tuple[str, ...]) -> np.ndarray:
         """How much better the matches of a request have done than expected, as log odds, float64 ``[num_reqs]``."""
         records = [self._records.get(request_id, (0.0, 0.0)) for request_id in request_ids]
-        logs = [math.log((accepted + 1) / (expected + 1)) for accepted, expected in records]
-        return np.array([min(max(log, -2.0), 2.0) for log in logs])
+        return np.array([log_ratio(accepted, expected) for accepted, expected in records])
 
     def _learn(self, request_ids: tuple[str, ...], rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Compare the last proposal with the tokens that the target has chosen since."""
