@@ -321,7 +321,7 @@ class Budget:
     def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
         costs = self.costs
         fixed = costs["between"].at(num_reqs)
-        plain = fixed + costs["verify"].at(num_reqs) + costs["sample"].at(num_reqs)
+        plain = fixed + costs["verify"].at(num_reqs) + costs["sample"].at(num_reqs) + costs.verifying(num_reqs, False)
         if arm is PLAIN:
             return Outlook(num_reqs, plain)
         most = min(self.num_nodes, self.max_rows // num_reqs - 1)
@@ -330,7 +330,7 @@ class Budget:
         worth = self._regime_of(num_reqs).worth[arm].mean()
         tokens = num_reqs * (1 + worth[:, : most + 1])
         seconds = fixed + costs["verify"].seconds[num_reqs * (1 + np.arange(most + 1))][None]
-        seconds = seconds + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
+        seconds = seconds + costs.verifying(num_reqs, True) + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
         if arm.free:
             seconds = seconds + costs["free"].at(num_reqs)
         if arm.host:
@@ -452,7 +452,8 @@ class Budget:
         gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
         verify = self.costs["verify"].seconds
         prices = verify[np.minimum(num_reqs + np.arange(len(gains)), len(verify) - 1)] - verify[num_reqs]
-        prices[1:] += max(self.costs["tree"].at(num_reqs) - self.costs["sample"].at(num_reqs), 0.0)
+        without = self.costs["sample"].at(num_reqs) + self.costs.verifying(num_reqs, False)
+        prices[1:] += max(self.costs["tree"].at(num_reqs) + self.costs.verifying(num_reqs, True) - without, 0.0)
         count = int((gains - self._rate * prices).argmax())
         keep = np.zeros_like(nodes)
         keep.flat[order[:count]] = True
@@ -462,7 +463,7 @@ class Budget:
         if by_host and by_host_only is not None and self._classes is not None:
             marginal = self._rate * (verify[min(num_reqs + count, len(verify) - 1)] - verify[num_reqs]) / max(count, 1)
             self._learn_gains(by_host, np.where(keep & by_host_only, values - marginal, 0.0).sum(axis=1), wanted)
-        plain = sum(self.costs[part].at(num_reqs) for part in ("between", "verify", "sample"))
+        plain = without + sum(self.costs[part].at(num_reqs) for part in ("between", "verify"))
         tokens, seconds = num_reqs + gains[count], plain + draft_seconds + prices[count]
         if arm is not self.arm:
             self._regime.credit -= seconds - tokens / self._rate

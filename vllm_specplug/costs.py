@@ -29,6 +29,10 @@ PARTS = {
     "round": ("requests", 1e-3),  # what surrounds them in a round: learning, choosing, handing over
 }
 
+#: What else the seconds of a part depend on, and how uncertain that is beside its seconds at 1.  A forward attends to
+#: the context of every request, and a tree's attention is another one than the host's: neither must make rows dearer.
+TERMS = {"verify": {"requests": 0.02, "trees": 0.15}}
+
 #: A part that runs is observed about once in so many steps; one that was not for so many does not run at present.
 USUAL, SELDOM = 16, 100
 
@@ -44,22 +48,37 @@ class CostTable:
         seconds: at the knots; made non-decreasing.
         limit: largest count asked for.
         common, smooth: relative uncertainty of the start.
+        terms: by name, uncertainty of what one of these adds, beside the seconds at 1.
+        per_term: seconds that one adds; 0 where nothing is known.
     """
 
     #: Relative error of one observation, and what the certainty gained loses per observation.
     NOISE, FORGETTING = 0.15, 2e-3
 
     def __init__(
-        self, knots: Iterable[int], seconds: Iterable[float], limit: int, common: float = 0.3, smooth: float = 0.1
+        self,
+        knots: Iterable[int],
+        seconds: Iterable[float],
+        limit: int,
+        common: float = 0.3,
+        smooth: float = 0.1,
+        terms: Mapping[str, float] | None = None,
+        per_term: Mapping[str, float] | None = None,
     ):
         self.knots = np.asarray(list(knots), dtype=np.float64)
         self.start = non_decreasing(np.maximum(np.asarray(list(seconds), dtype=np.float64), 1e-7))
         if len(self.knots) != len(self.start) or (np.diff(self.knots) <= 0).any() or self.knots[0] != 1:
             raise ValueError("a cost table needs increasing counts from 1, and seconds for each")
         distance = np.abs(np.subtract.outer(np.log2(self.knots), np.log2(self.knots)))
-        self._prior = common**2 + smooth**2 * np.exp(-distance / 2)
+        self._terms = list(terms or ())
+        #: Factors of the knots; behind them the terms, as shares of the seconds at 1.
+        count, size = len(self.knots), len(self.knots) + len(self._terms)
+        self._state = np.ones(size)
+        self._state[count:] = [(per_term or {}).get(name, 0.0) / self.start[0] for name in self._terms]
+        self._prior = np.zeros((size, size))
+        self._prior[:count, :count] = common**2 + smooth**2 * np.exp(-distance / 2)
+        self._prior[range(count, size), range(count, size)] = np.square(list((terms or {}).values()))
         self._uncertainty = self._prior.copy()
-        self._factors = np.ones_like(self.start)
         self.observations = 0
         self._counts = np.arange(limit + 1, dtype=np.float64)
         self._refresh()
@@ -76,7 +95,11 @@ class CostTable:
 
     def knot_seconds(self) -> np.ndarray:
         """Seconds at the knots, as believed now."""
-        return np.maximum.accumulate(self.start * self._factors)
+        return np.maximum.accumulate(self.start * self._state[: len(self.start)])
+
+    def per_term(self) -> dict[str, float]:
+        """Seconds that one of each term adds, as believed now."""
+        return dict(zip(self._terms, (self.start[0] * self._state[len(self.start) :]).tolist(), strict=True))
 
     def at(self, count: float) -> float:
         """Seconds for a count, which may lie between two."""
@@ -86,39 +109,44 @@ class CostTable:
 
     def scale(self, factor: float) -> None:
         """Everything takes so much longer now."""
-        self._factors *= factor
+        self._state *= factor
         self._refresh()
 
-    def observe(self, count: float, seconds: float, elapsed: float = 1.0) -> None:
+    def observe(self, count: float, seconds: float, elapsed: float = 1.0, **terms: float) -> None:
         """Take in that ``count`` took ``seconds``; one far off (the machine was busy elsewhere) is pulled nearer.
 
         Args:
             count: rows or requests.
             seconds: what they took.
             elapsed: how much longer than usual nothing was observed; what was known is less certain by as much.
+            terms: how many there were of each term.
         """
         if count < 1 or seconds <= 0:
             return
         right = int(np.clip(np.searchsorted(self.knots, count), 1, len(self.knots) - 1)) if len(self.knots) > 1 else 0
-        hat = np.zeros_like(self.start)
+        hat = np.zeros_like(self._state)
+        hat[len(self.start) :] = [self.start[0] * terms.get(name, 0.0) for name in self._terms]
         if right:
             share = (count - self.knots[right - 1]) / (self.knots[right] - self.knots[right - 1])
             hat[right - 1], hat[right] = (1 - share) * self.start[right - 1], share * self.start[right]
         else:
             hat[0] = self.start[0]
         self._uncertainty += min(self.FORGETTING * elapsed, 1.0) * (self._prior - self._uncertainty)
-        expected = float(hat @ self._factors)
+        expected = float(hat @ self._state)
         spread = self._uncertainty @ hat
         variance = float(hat @ spread) + (self.NOISE * expected) ** 2
         error = float(np.clip(seconds - expected, -2.0 * variance**0.5, 2.0 * variance**0.5))
         gain = spread / variance
-        self._factors = np.maximum(self._factors + gain * error, 0.02)
+        self._state += gain * error
+        factors = self._state[: len(self.start)]
+        np.maximum(factors, 0.02, out=factors)
         self._uncertainty -= np.outer(gain, spread)
         self.observations += 1
         self._refresh()
 
-    def to_json(self) -> dict[str, list[float]]:
-        return {"counts": self.knots.astype(int).tolist(), "seconds": self.knot_seconds().round(9).tolist()}
+    def to_json(self) -> dict[str, Any]:
+        counts, seconds = self.knots.astype(int).tolist(), self.knot_seconds().round(9).tolist()
+        return {"counts": counts, "seconds": seconds} | ({"per_term": self.per_term()} if self._terms else {})
 
 
 class CostModel:
@@ -127,15 +155,22 @@ class CostModel:
     Args:
         measured: by part, seconds by count; parts left out start from a guess.
         limits: by unit (``rows``, ``requests``), the largest count asked for.
+        per_term: by part, what its ``TERMS`` add.
     """
 
-    def __init__(self, measured: Mapping[str, Mapping[int, float]], limits: Mapping[str, int]):
+    def __init__(
+        self,
+        measured: Mapping[str, Mapping[int, float]],
+        limits: Mapping[str, int],
+        per_term: Mapping[str, Mapping[str, float]] | None = None,
+    ):
         self.tables: dict[str, CostTable] = {}
         for part, (unit, guess) in PARTS.items():
             points = dict(sorted(measured.get(part, {}).items())) or {1: guess, max(limits[unit], 2): guess}
             # What is only guessed is learned from the first observations.
             common = 0.3 if part in measured else 3.0
-            self.tables[part] = CostTable(points, points.values(), limits[unit], common)
+            terms = {"terms": TERMS.get(part), "per_term": (per_term or {}).get(part)}
+            self.tables[part] = CostTable(points, points.values(), limits[unit], common, **terms)
         #: By part: when it was observed last, and what the target's step over one row took then.
         self._last = {part: (0, self.pace) for part in self.tables}
 
@@ -147,7 +182,7 @@ class CostModel:
         """Seconds of the target's forward over one row, which every step tells something of."""
         return self.tables["verify"].at(1)
 
-    def observe(self, part: str, count: float, seconds: float, now: int) -> None:
+    def observe(self, part: str, count: float, seconds: float, now: int, **terms: float) -> None:
         """Take in what a part took.
 
         Args:
@@ -155,9 +190,10 @@ class CostModel:
             count: its rows or requests.
             seconds: what they took.
             now: number of the step.
+            terms: how many there were of each of its ``TERMS``.
         """
         before, _ = self._last[part]
-        self.tables[part].observe(count, seconds, max((now - before) / USUAL, 1.0))
+        self.tables[part].observe(count, seconds, max((now - before) / USUAL, 1.0), **terms)
         self._last[part] = (now, self.pace)
         if part == "verify":
             self._follow(now)
@@ -169,8 +205,18 @@ class CostModel:
                 self.tables[part].scale(self.pace / pace)
                 self._last[part] = (then, self.pace)
 
+    def verifying(self, num_reqs: int, trees: bool) -> float:
+        """Seconds of the target's forward that do not depend on its rows."""
+        per = self.tables["verify"].per_term()
+        return (num_reqs - 1) * per["requests"] + trees * per["trees"]
+
     def to_json(self) -> dict[str, Any]:
         return {part: table.to_json() for part, table in self.tables.items()}
+
+    @staticmethod
+    def terms_in(saved: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """The constructor's ``per_term`` from ``to_json``'s result."""
+        return {part: saved[part].get("per_term", {}) for part in TERMS if part in saved}
 
     @staticmethod
     def measured_in(saved: Mapping[str, Any]) -> dict[str, dict[int, float]]:

@@ -23,6 +23,7 @@ LOOKUP = Arm("lookup", host=False, free=True)
 ALONE, BOTH = Arm("without the drafter", host=False, free=True), Arm("union", host=True, free=True)
 #: Seconds of a step of one row, a row more, a drafter's first pass, a level of it, a proposer without model.
 CHEAP = {"step": 0.02, "row": 1e-5, "host": 1e-4, "level": 1e-4, "free": 1e-5}
+LIMITS = {"rows": 300, "requests": 64}
 DEAR = {"step": 0.02, "row": 0.02, "host": 1e-2, "level": 1e-2, "free": 1e-2}
 
 
@@ -34,7 +35,7 @@ def cost_model(step, row, host, level, free):
         "verify": line(step, row), "between": line(1e-5, 0), "host": line(host, 0), "level": line(level, 0),
         "free": line(free, 0), "sample": line(1e-5, 0), "tree": line(1e-5, 0), "round": line(1e-5, 0),
     }  # fmt: skip
-    return CostModel(measured, {"rows": 300, "requests": 64})
+    return CostModel(measured, LIMITS)
 
 
 def make(costs, arms=(EAGLE,), **changes):
@@ -95,6 +96,16 @@ def test_nothing_where_nothing_pays(num_reqs):
 def test_everything_where_it_is_free(num_reqs):
     arms, verified = run(make(CHEAP), num_reqs, [0.9, 0.8, 0.8, 0.7], 60)
     assert all(arm is EAGLE for arm in arms) and all(count == 4 * num_reqs for count in verified)
+
+
+def test_what_a_trees_forward_costs_beside_its_rows_counts():
+    arms = []
+    for per_term in ({}, {"trees": 0.1}):
+        costs = CostModel(cost_model(**CHEAP).measured_in(cost_model(**CHEAP).to_json()), LIMITS, {"verify": per_term})
+        budget = Budget(costs, (EAGLE,), num_nodes=8, max_levels=6, level_width=3, max_rows=300)
+        arms.append(run(budget, 4, [0.9, 0.8, 0.8, 0.7], 60)[0])
+    assert all(arm is EAGLE for arm in arms[0])
+    assert sum(arm is PLAIN for arm in arms[1]) > 50
 
 
 def test_few_where_rows_have_a_price():

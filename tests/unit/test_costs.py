@@ -146,3 +146,22 @@ def test_after_a_pause_an_observation_counts_more():
         return model["host"].at(1)
 
     assert moved(5000) > moved(1000) > moved(0)
+
+
+def test_contexts_and_trees_do_not_make_rows_dearer():
+    """Plain steps of large batches attend to many contexts, and a tree's attention has its own price."""
+    rng = np.random.default_rng(0)
+    model = CostModel({"verify": {1: 0.010, 4: 0.0105, 16: 0.013, 32: 0.017, 64: 0.025}}, LIMITS)
+    start = model["verify"].at(16) - model["verify"].at(4)
+    for step in range(600):
+        num_reqs, drafted = int(rng.choice([1, 4, 8])), bool(rng.random() < 0.7)
+        rows = num_reqs * int(rng.integers(2, 5)) if drafted else num_reqs
+        truth = np.interp(rows, [1, 4, 16, 32, 64], [0.010, 0.0105, 0.013, 0.017, 0.025])
+        truth += 0.0006 * (num_reqs - 1) + 0.002 * drafted
+        model.observe("verify", rows, truth * rng.uniform(0.95, 1.05), step, requests=num_reqs - 1, trees=drafted)
+    table = model["verify"]
+    assert table.at(16) - table.at(4) == pytest.approx(start, rel=0.25)  # twice that without the terms
+    assert model.verifying(8, False) == pytest.approx(7 * 0.0006, rel=0.25)
+    assert model.verifying(1, True) == pytest.approx(0.002, rel=0.25)
+    again = CostModel(CostModel.measured_in(model.to_json()), LIMITS, CostModel.terms_in(model.to_json()))
+    assert again.verifying(8, True) == pytest.approx(model.verifying(8, True)) != 0

@@ -104,7 +104,8 @@ class ServingBudget:
         elif drafter is not None:
             arms = [replace(arms[0], host=True)]
         measured = CostModel.measured_in(saved.get("seconds", {}))
-        costs = CostModel({k: v for k, v in measured.items() if parts is None or k in parts}, self.limits)
+        known = {part: points for part, points in measured.items() if parts is None or part in parts}
+        costs = CostModel(known, self.limits, CostModel.terms_in(saved.get("seconds", {})))
         budget = Budget(
             costs,
             arms,
@@ -196,7 +197,8 @@ class ServingBudget:
         if clock.rows and clock.forward_began:
             # A plain step among those that draft is rare, and was made to be looked at; so is a draft among plain ones.
             rare = clock.drafted == (self.budget.arm is PLAIN)
-            self.observe("verify", clock.rows, clock.forward_ended - clock.forward_began, rare)
+            seconds = clock.forward_ended - clock.forward_began
+            self.observe("verify", clock.rows, seconds, rare, requests=clock.num_reqs - 1, trees=clock.drafted)
             part = "tree" if clock.drafted else "sample"
             self.observe(part, clock.num_reqs, clock.staging + clock.sampling, rare)
         self._steps += 1
@@ -209,12 +211,12 @@ class ServingBudget:
                 ", ".join(f"({n:.0f}, {p:.2f}, {y:.2f})" for n, p, y in self.budget.reliability.curve()),
             )
 
-    def observe(self, part: str, count: int, seconds: float, rare: bool | None = None) -> None:
+    def observe(self, part: str, count: int, seconds: float, rare: bool | None = None, **terms: float) -> None:
         """A part took so long; ``rare``: it seldom runs at present (by default: the round is a trial)."""
         costs = self.budget.costs
         rare = self.budget.tries if rare is None else rare
         if rare or self._steps % STRIDE == 0 or costs[part].observations < EAGER:
-            costs.observe(part, count, seconds, self._steps)
+            costs.observe(part, count, seconds, self._steps, **terms)
 
     # ---- every round
 
