@@ -27,6 +27,9 @@ from vllm_specplug.types import Draft
 TRIALS, EARLY_TRIALS, EARLY_STEPS = 0.004, 0.01, 150.0
 #: One in so many steps is plain where all others draft: only these tell what a plain step costs now.
 PLAIN_EVERY = 100
+#: So many rounds are drafted, whatever they promise, before the plain arm may take over: what the parts of a round take
+#: is first known from these.
+FIRST_ROUNDS = 16
 #: Another arm must promise this much more before it takes over.
 MARGIN = 1.02
 #: Steps after which an arm's fresh observations count 1/e, and requests that its long-run average is worth beside them.
@@ -208,7 +211,7 @@ class Budget:
         #: Seconds in which the host's drafter catches up with what it has missed.
         self._catch_up = 0.0
         self._missed_rows = 0
-        self._rounds = 0
+        self._rounds = self._drafted = 0
         #: By class of what the others promise: tokens that the host's drafter added, and requests; with decay.
         self._gains = np.tile([FIRST_GAIN * FIRST_REQUESTS, FIRST_REQUESTS], (len(CLASSES) + 1, 1))
         self._classes: np.ndarray | None = None
@@ -275,7 +278,8 @@ class Budget:
         outlooks = self.outlooks(num_reqs)
         now = outlooks[regime.arm]
         best = max(outlooks, key=lambda arm: outlooks[arm].rate)
-        if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN):
+        too_early = best is PLAIN and self._drafted < FIRST_ROUNDS
+        if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN) and not too_early:
             # Credit saved up in good times is not for trying what has just been given up.
             regime.arm, now, regime.credit = best, outlooks[best], 0.0
         tokens, seconds = regime.recent
@@ -437,6 +441,7 @@ class Budget:
             by_host: what the host's drafter took of it; 0 where it did not run.
             by_host_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
         """
+        self._drafted += 1
         tree, arm, num_reqs = draft.tree, self.running, max(int(wanted.sum()), 1)
         parents, depths = tree.parents.numpy(), tree.depths.numpy()
         model, drafted = self.arms.index(arm), tree.token_ids.numpy()

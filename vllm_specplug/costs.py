@@ -54,6 +54,9 @@ class CostTable:
 
     #: Relative error of one observation, and what the certainty gained loses per observation.
     NOISE, FORGETTING = 0.15, 2e-3
+    #: Of a part that was never measured so many observations come first, of which the least counts: what disturbs, or
+    #: is done for the first time, only adds.
+    FIRST_TIMES = 4
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class CostTable:
         count, size = len(self.knots), len(self.knots) + len(self._terms)
         self._state = np.ones(size)
         self._state[count:] = [(per_term or {}).get(name, 0.0) / self.start[0] for name in self._terms]
+        self._is_guess = common > 1
         self._prior = np.zeros((size, size))
         self._prior[:count, :count] = common**2 + smooth**2 * np.exp(-distance / 2)
         self._prior[range(count, size), range(count, size)] = np.square(list((terms or {}).values()))
@@ -133,6 +137,10 @@ class CostTable:
             hat[0] = self.start[0]
         self._uncertainty += min(self.FORGETTING * elapsed, 1.0) * (self._prior - self._uncertainty)
         expected = float(hat @ self._state)
+        if self._is_guess and 0 < self.observations < self.FIRST_TIMES:
+            self.observations += 1
+            self.scale(min(seconds / expected, 1.0))
+            return
         spread = self._uncertainty @ hat
         variance = float(hat @ spread) + (self.NOISE * expected) ** 2
         error = float(np.clip(seconds - expected, -2.0 * variance**0.5, 2.0 * variance**0.5))

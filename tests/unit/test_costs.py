@@ -85,6 +85,16 @@ def test_parts_that_were_not_measured_are_learned_at_once():
     assert model["free"].at(2) == pytest.approx(0.004, rel=0.1)
 
 
+def test_a_slow_first_time_is_not_believed():
+    model = CostModel({}, LIMITS)
+    for seconds in (0.050, 0.004, 0.005, 0.004):
+        model["round"].observe(2, seconds)
+    assert model["round"].at(2) == pytest.approx(0.004, rel=0.01)
+    for _ in range(20):
+        model["round"].observe(2, 0.006)
+    assert model["round"].at(2) == pytest.approx(0.006, rel=0.05)
+
+
 def test_save_and_load(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = {"machine": "a", "model": "m"}

@@ -23,6 +23,9 @@ from vllm_specplug.types import Draft
 
 logger = logging.getLogger("vllm_specplug")
 
+#: A forward over so many rows or fewer has run before the first request: for a new number of rows the CPU's matrix
+#: library prepares itself, which takes 4 ms here and would look like the price of drafts.
+WARM_ROWS = 64
 #: Rows up to which steps are timed at start-up, seconds that each part of them may take, and sweeps over the rows.
 MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 3.0, 3
 #: Observations that are all taken in; then one step in so many is, since learning has its own price.
@@ -76,6 +79,14 @@ class ServingBudget:
             self._budget = self._make(saved)
         if self._budget is None:
             self.measure()
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        for rows in range(1, min(self.limits["rows"], WARM_ROWS) + 1):
+            self._run_target(rows)
+            if self._levelled:
+                self._run_drafter(rows, score=True)
 
     def measure(self) -> None:
         """Time the parts of a step by rows, in some seconds, and save the result."""
