@@ -325,16 +325,16 @@ class Budget:
     def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
         costs = self.costs
         fixed = costs["between"].at(num_reqs)
-        plain = fixed + costs["verify"].at(num_reqs) + costs["sample"].at(num_reqs) + costs.verifying(num_reqs, False)
+        plain = fixed + float(costs.verification(num_reqs, 0)) + costs["sample"].at(num_reqs)
         if arm is PLAIN:
             return Outlook(num_reqs, plain)
         most = min(self.num_nodes, self.max_rows // num_reqs - 1)
         if most < 1:
             return Outlook(num_reqs, 10 * plain)
         worth = self._regime_of(num_reqs).worth[arm].mean()
-        tokens = num_reqs * (1 + worth[:, : most + 1])
-        seconds = fixed + costs["verify"].seconds[num_reqs * (1 + np.arange(most + 1))][None]
-        seconds = seconds + costs.verifying(num_reqs, True) + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
+        tokens = num_reqs * (1 + worth[:, 1 : most + 1])
+        seconds = fixed + costs.verification(num_reqs, num_reqs * np.arange(1, most + 1))[None]
+        seconds = seconds + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
         if arm.free:
             seconds = seconds + costs["free"].at(num_reqs)
         if arm.host:
@@ -344,9 +344,9 @@ class Budget:
             share = self._regime_of(num_reqs).with_host if arm.free else 1.0
             seconds = seconds + share * (costs["host"].at(first) + levels * level) + self._prompt_seconds()
         best = int((tokens / seconds).argmax())
-        levels, nodes = divmod(best, most + 1)
+        levels, nodes = divmod(best, most)
         tokens, seconds = (float(np.broadcast_to(x, tokens.shape).flat[best]) for x in (tokens, seconds))
-        return Outlook(tokens, seconds, levels + 1, nodes)
+        return Outlook(tokens, seconds, levels + 1, nodes + 1)
 
     def saw_prompt(self, num_rows: int) -> None:
         """A step has computed so many rows of prompts (0 is an answer too): a drafter that runs must see them."""
@@ -455,10 +455,9 @@ class Budget:
         self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, features, model)
         order = np.argsort(-values, axis=None, kind="stable")[: min(int(nodes.sum()), self.max_rows - num_reqs)]
         gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
-        verify = self.costs["verify"].seconds
-        prices = verify[np.minimum(num_reqs + np.arange(len(gains)), len(verify) - 1)] - verify[num_reqs]
-        without = self.costs["sample"].at(num_reqs) + self.costs.verifying(num_reqs, False)
-        prices[1:] += max(self.costs["tree"].at(num_reqs) + self.costs.verifying(num_reqs, True) - without, 0.0)
+        verify = self.costs.verification(num_reqs, np.arange(len(gains)))
+        prices = verify - verify[0]
+        prices[1:] += max(self.costs["tree"].at(num_reqs) - self.costs["sample"].at(num_reqs), 0.0)
         count = int((gains - self._rate * prices).argmax())
         keep = np.zeros_like(nodes)
         keep.flat[order[:count]] = True
@@ -466,9 +465,9 @@ class Budget:
         if worth is not None and (worth.requests < KNOWN or arm is not self.arm or self._rounds % ACCOUNT_EVERY == 0):
             self._keep_account(worth, values, keep, depths, wanted, num_reqs)
         if by_host and by_host_only is not None and self._classes is not None:
-            marginal = self._rate * (verify[min(num_reqs + count, len(verify) - 1)] - verify[num_reqs]) / max(count, 1)
+            marginal = self._rate * (verify[count] - verify[0]) / max(count, 1)
             self._learn_gains(by_host, np.where(keep & by_host_only, values - marginal, 0.0).sum(axis=1), wanted)
-        plain = without + sum(self.costs[part].at(num_reqs) for part in ("between", "verify"))
+        plain = float(verify[0]) + self.costs["between"].at(num_reqs) + self.costs["sample"].at(num_reqs)
         tokens, seconds = num_reqs + gains[count], plain + draft_seconds + prices[count]
         if arm is not self.arm:
             self._regime.credit -= seconds - tokens / self._rate
@@ -509,7 +508,8 @@ class Budget:
         mean[:, -1] = np.minimum(drafted, levels) if max_levels > 1 else drafted
         worth.add(mean, num_reqs)
         if self._beams:
-            price = self._rate * max(self.costs["verify"].seconds[num_reqs + 1] - self.costs["verify"].at(num_reqs), 0)
+            one, two = self.costs.verification(num_reqs, np.array([1, 2]))
+            price = self._rate * max(two - one, 0.0)
             gained = np.where(keep, np.maximum(values - price, 0.0), 0.0)
             self._yields += (np.array([4.0, 8.0]) - self._yields) / 200
             for level, fed in enumerate(self._beams, start=1):

@@ -30,8 +30,9 @@ PARTS = {
 }
 
 #: What else the seconds of a part depend on, and how uncertain that is beside its seconds at 1.  A forward attends to
-#: the context of every request, and a tree's attention is another one than the host's: neither must make rows dearer.
-TERMS = {"verify": {"requests": 0.02, "trees": 0.15}}
+#: the context of every further request, and a tree's attention and its nodes' are other ones than the host's: neither
+#: must make all rows dearer.
+TERMS = {"verify": {"requests": 0.02, "nodes": 0.02, "trees": 0.05}}
 
 #: A part that runs is observed about once in so many steps; one that was not for so many does not run at present.
 USUAL, SELDOM = 16, 100
@@ -213,10 +214,12 @@ class CostModel:
                 self.tables[part].scale(self.pace / pace)
                 self._last[part] = (then, self.pace)
 
-    def verifying(self, num_reqs: int, trees: bool) -> float:
-        """Seconds of the target's forward that do not depend on its rows."""
-        per = self.tables["verify"].per_term()
-        return (num_reqs - 1) * per["requests"] + trees * per["trees"]
+    def verification(self, num_reqs: int, nodes: np.ndarray | int) -> np.ndarray:
+        """Seconds of the target's forward over requests with so many nodes in all; with none it is a plain step's."""
+        table = self.tables["verify"]
+        per, nodes = table.per_term(), np.asarray(nodes)
+        by_rows = table.seconds[np.minimum(num_reqs + nodes, len(table.seconds) - 1)]
+        return by_rows + (num_reqs - 1) * per["requests"] + nodes * per["nodes"] + (nodes > 0) * per["trees"]
 
     def to_json(self) -> dict[str, Any]:
         return {part: table.to_json() for part, table in self.tables.items()}

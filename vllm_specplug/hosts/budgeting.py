@@ -209,7 +209,9 @@ class ServingBudget:
             # A plain step among those that draft is rare, and was made to be looked at; so is a draft among plain ones.
             rare = clock.drafted == (self.budget.arm is PLAIN)
             seconds = clock.forward_ended - clock.forward_began
-            self.observe("verify", clock.rows, seconds, rare, requests=clock.num_reqs - 1, trees=clock.drafted)
+            nodes = clock.rows - clock.num_reqs
+            terms = {"requests": clock.num_reqs - 1, "nodes": nodes, "trees": nodes > 0}
+            self.observe("verify", clock.rows, seconds, rare, **terms)
             part = "tree" if clock.drafted else "sample"
             self.observe(part, clock.num_reqs, clock.staging + clock.sampling, rare)
         self._steps += 1
