@@ -34,6 +34,8 @@ FIRST_ROUNDS = 16
 MARGIN = 1.02
 #: Steps after which an arm's fresh observations count 1/e, and requests that its long-run average is worth beside them.
 MEMORY, LONG_RUN_WEIGHT, LONG_RUN_MEMORY = 48.0, 4.0, 2000.0
+#: Requests that an arm's worth before anything is known counts for.
+FIRST_WORTH = 8.0
 #: Chance that a chain's next node is accepted, before anything is known.
 FIRST_GUESS = 0.6
 #: What the other drafters promise a request, in tokens: edges of the classes by which is known what the host's drafter
@@ -86,7 +88,7 @@ class _Worth:
         tokens = FIRST_GUESS * (1 - FIRST_GUESS**depth) / (1 - FIRST_GUESS)
         self.long_run = np.concatenate([tokens, levels], axis=1)
         self.fresh = np.zeros_like(self.long_run)
-        self.weight, self.requests = 0.0, 8.0
+        self.weight, self.requests = 0.0, FIRST_WORTH
 
     def age(self) -> None:
         """A step has passed."""
@@ -247,7 +249,11 @@ class Budget:
     def to_json(self) -> dict[str, dict[str, list[list[float]]]]:
         """What the arms have been worth in the long run, by batch size, to be remembered by a later budget."""
         return {
-            str(size): {arm.name: worth.long_run.round(5).tolist() for arm, worth in regime.worth.items()}
+            str(size): {
+                arm.name: worth.long_run.round(5).tolist()
+                for arm, worth in regime.worth.items()
+                if worth.requests > FIRST_WORTH
+            }
             for size, regime in self._regimes.items()
         }
 

@@ -49,6 +49,7 @@ class CostTable:
         seconds: at the knots; made non-decreasing.
         limit: largest count asked for.
         common, smooth: relative uncertainty of the start.
+        is_guess: whether the start is no measurement: the first observations take its place.
         terms: by name, uncertainty of what one of these adds, beside the seconds at 1.
         per_term: seconds that one adds; 0 where nothing is known.
     """
@@ -66,6 +67,8 @@ class CostTable:
         limit: int,
         common: float = 0.3,
         smooth: float = 0.1,
+        *,
+        is_guess: bool = False,
         terms: Mapping[str, float] | None = None,
         per_term: Mapping[str, float] | None = None,
     ):
@@ -79,7 +82,7 @@ class CostTable:
         count, size = len(self.knots), len(self.knots) + len(self._terms)
         self._state = np.ones(size)
         self._state[count:] = [(per_term or {}).get(name, 0.0) / self.start[0] for name in self._terms]
-        self._is_guess = common > 1
+        self._is_guess = is_guess
         self._prior = np.zeros((size, size))
         self._prior[:count, :count] = common**2 + smooth**2 * np.exp(-distance / 2)
         self._prior[range(count, size), range(count, size)] = np.square(list((terms or {}).values()))
@@ -101,6 +104,11 @@ class CostTable:
     def knot_seconds(self) -> np.ndarray:
         """Seconds at the knots, as believed now."""
         return np.maximum.accumulate(self.start * self._state[: len(self.start)])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the seconds were measured or observed."""
+        return not self._is_guess or self.observations >= self.FIRST_TIMES
 
     def per_term(self) -> dict[str, float]:
         """Seconds that one of each term adds, as believed now."""
@@ -138,9 +146,9 @@ class CostTable:
             hat[0] = self.start[0]
         self._uncertainty += min(self.FORGETTING * elapsed, 1.0) * (self._prior - self._uncertainty)
         expected = float(hat @ self._state)
-        if self._is_guess and 0 < self.observations < self.FIRST_TIMES:
+        if self._is_guess and self.observations < self.FIRST_TIMES:
+            self.scale(seconds / expected if self.observations == 0 else min(seconds / expected, 1.0))
             self.observations += 1
-            self.scale(min(seconds / expected, 1.0))
             return
         spread = self._uncertainty @ hat
         variance = float(hat @ spread) + (self.NOISE * expected) ** 2
@@ -176,10 +184,10 @@ class CostModel:
         self.tables: dict[str, CostTable] = {}
         for part, (unit, guess) in PARTS.items():
             points = dict(sorted(measured.get(part, {}).items())) or {1: guess, max(limits[unit], 2): guess}
-            # What is only guessed is learned from the first observations.
-            common = 0.3 if part in measured else 3.0
+            # Of what is only guessed it is not known either how it grows.
+            known = {"smooth": 0.1 if part in measured else 0.4, "is_guess": part not in measured}
             terms = {"terms": TERMS.get(part), "per_term": (per_term or {}).get(part)}
-            self.tables[part] = CostTable(points, points.values(), limits[unit], common, **terms)
+            self.tables[part] = CostTable(points, points.values(), limits[unit], **known, **terms)
         #: By part: when it was observed last, and what the target's step over one row took then.
         self._last = {part: (0, self.pace) for part in self.tables}
 
@@ -222,7 +230,8 @@ class CostModel:
         return by_rows + (num_reqs - 1) * per["requests"] + nodes * per["nodes"] + (nodes > 0) * per["trees"]
 
     def to_json(self) -> dict[str, Any]:
-        return {part: table.to_json() for part, table in self.tables.items()}
+        """What is known; a guess that was saved would come back as a measurement."""
+        return {part: table.to_json() for part, table in self.tables.items() if table.is_known}
 
     @staticmethod
     def terms_in(saved: Mapping[str, Any]) -> dict[str, dict[str, float]]:

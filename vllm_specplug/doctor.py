@@ -139,10 +139,13 @@ def _costs() -> Finding:
         facts, seconds = saved["facts"], saved["seconds"]
         tables = {part: CostTable(values["counts"], values["seconds"], 64) for part, values in seconds.items()}
         step = ", ".join(f"{rows}: {1e3 * tables['verify'].at(rows):.1f}" for rows in (1, 8, 32))
-        found.append(
-            f"{Path(str(facts['model'])).name} with {facts['method']}, {facts['threads']} threads: ms of a step by rows"
-            f" {step}; drafter {1e3 * tables['host'].at(1):.1f}, a level {1e3 * tables['level'].at(4):.1f}"
-        )
+        parts = {"host": ("drafter", 1), "level": ("a level", 4)}
+        drafting = [
+            f"{name} {1e3 * tables[part].at(rows):.1f}" for part, (name, rows) in parts.items() if part in tables
+        ]
+        name = Path(str(facts["model"])).name
+        which = f"{name} with {facts['method']}, {facts['threads']} threads"
+        found.append(f"{which}: ms of a step by rows {'; '.join([step, *drafting])}")
     nothing = "none measured yet (the first server with a measured budget does, or: specplug calibrate cost)"
     return Finding("cost models", "; ".join(found) or nothing)
 

@@ -127,6 +127,9 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
     costs.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
     value = doctor._costs().value
     assert value.startswith("tiny with eagle2, 3 threads: ms of a step by rows 1: 10.0, 8: 20.0, 32: 54")
+    assert "drafter" not in value  # not known, and not made up
+    costs.save(facts, costs.CostModel({"verify": {1: 0.01}, "host": {1: 0.002}}, {"rows": 32, "requests": 4}))
+    assert doctor._costs().value.endswith("; drafter 2.0")
 
 
 # Costs

@@ -95,6 +95,16 @@ def test_a_slow_first_time_is_not_believed():
     assert model["round"].at(2) == pytest.approx(0.006, rel=0.05)
 
 
+def test_guesses_are_not_saved_as_measurements():
+    model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
+    for _ in range(CostTable.FIRST_TIMES):
+        model.observe("round", 2, 0.004, 1)
+    again = CostModel(CostModel.measured_in(model.to_json()), LIMITS)
+    assert set(model.to_json()) == {"verify", "round"}
+    again.observe("between", 2, 0.005, 1)
+    assert again["between"].at(2) == pytest.approx(0.005, rel=0.05)
+
+
 def test_save_and_load(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = {"machine": "a", "model": "m"}

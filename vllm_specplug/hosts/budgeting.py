@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +29,9 @@ logger = logging.getLogger("vllm_specplug")
 WARM_ROWS = 64
 #: Rows up to which steps are timed at start-up, seconds that each part of them may take, and sweeps over the rows.
 MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 3.0, 3
-#: Observations that are all taken in; then one step in so many is, since learning has its own price.
-EAGER, STRIDE = 40, 16
+#: The first observations of a part and the first steps of batches of about one size are all taken in; then one step in
+#: so many is, since learning has its own price.
+EAGER, FIRST_STEPS, STRIDE = 40, 24, 16
 SAVE_EVERY = 2000
 
 
@@ -57,6 +59,8 @@ class ServingBudget:
         self._budget: Budget | None = None
         self._clock = _StepClock()
         self._steps = 0
+        #: Steps that were timed, by the bit length of the number of requests.
+        self._steps_of: Counter[int] = Counter()
         self._round = _Round()
 
     @classmethod
@@ -212,6 +216,7 @@ class ServingBudget:
             nodes = clock.rows - clock.num_reqs
             terms = {"requests": clock.num_reqs - 1, "nodes": nodes, "trees": nodes > 0}
             self.observe("verify", clock.rows, seconds, rare, **terms)
+            self._steps_of[clock.num_reqs.bit_length()] += 1
             part = "tree" if clock.drafted else "sample"
             self.observe(part, clock.num_reqs, clock.staging + clock.sampling, rare)
         self._steps += 1
@@ -228,7 +233,8 @@ class ServingBudget:
         """A part took so long; ``rare``: it seldom runs at present (by default: the round is a trial)."""
         costs = self.budget.costs
         rare = self.budget.tries if rare is None else rare
-        if rare or self._steps % STRIDE == 0 or costs[part].observations < EAGER:
+        known = costs[part].observations >= EAGER and self._steps_of[self._clock.num_reqs.bit_length()] >= FIRST_STEPS
+        if rare or not known or self._steps % STRIDE == 0:
             costs.observe(part, count, seconds, self._steps, **terms)
 
     # ---- every round
