@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
+from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio
 from vllm_specplug.compiled import compiled
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import prune
@@ -331,7 +331,8 @@ class Budget:
     def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
         costs = self.costs
         fixed = costs["between"].at(num_reqs)
-        plain = fixed + float(costs.verification(num_reqs, 0)) + costs["sample"].at(num_reqs)
+        verify = costs.verification(num_reqs)
+        plain = fixed + float(verify[0]) + costs["sample"].at(num_reqs)
         if arm is PLAIN:
             return Outlook(num_reqs, plain)
         most = min(self.num_nodes, self.max_rows // num_reqs - 1)
@@ -339,7 +340,7 @@ class Budget:
             return Outlook(num_reqs, 10 * plain)
         worth = self._regime_of(num_reqs).worth[arm].mean()
         tokens = num_reqs * (1 + worth[:, 1 : most + 1])
-        seconds = fixed + costs.verification(num_reqs, num_reqs * np.arange(1, most + 1))[None]
+        seconds = fixed + verify[num_reqs * np.arange(1, most + 1)][None]
         seconds = seconds + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
         if arm.free:
             seconds = seconds + costs["free"].at(num_reqs)
@@ -449,36 +450,40 @@ class Budget:
         """
         self._drafted += 1
         tree, arm, num_reqs = draft.tree, self.running, max(int(wanted.sum()), 1)
-        parents, depths = tree.parents.numpy(), tree.depths.numpy()
-        model, drafted = self.arms.index(arm), tree.token_ids.numpy()
+        drafted, parents, depths, num_rows, log_values = (
+            np.ascontiguousarray(values.numpy())
+            for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows, draft.log_values)
+        )
+        model = self.arms.index(arm)
         records = np.array([log_ratio(*self._records.get(request_id, (0.0, 0.0))) for request_id in request_ids])
         features, nodes, values = node_values(
-            *map(np.ascontiguousarray, (draft.log_values.numpy(), parents, depths, tree.num_rows.numpy(), wanted)),
+            log_values,
+            parents,
+            depths,
+            num_rows,
+            np.ascontiguousarray(wanted),
             records,
             self.calibration.weights[model],
             LOGIT_LIMIT,
         )
         self._open = _Open(tuple(request_ids), num_tokens.copy(), drafted, parents, features, model)
-        order = np.argsort(-values, axis=None, kind="stable")[: min(int(nodes.sum()), self.max_rows - num_reqs)]
-        gains = np.concatenate([[0.0], np.cumsum(values.flat[order])])
-        verify = self.costs.verification(num_reqs, np.arange(len(gains)))
-        prices = verify - verify[0]
-        prices[1:] += max(self.costs["tree"].at(num_reqs) - self.costs["sample"].at(num_reqs), 0.0)
-        count = int((gains - self._rate * prices).argmax())
-        keep = np.zeros_like(nodes)
-        keep.flat[order[:count]] = True
+        verify = self.costs.verification(num_reqs)
+        for_trees = max(self.costs["tree"].at(num_reqs) - self.costs["sample"].at(num_reqs), 0.0)
+        keep, count, gain, price = keep_best(
+            values, nodes, verify, for_trees, self._rate, min(self.max_rows - num_reqs, len(verify) - 1)
+        )
         worth = self.worth.get(arm)
         if worth is not None and (worth.requests < KNOWN or arm is not self.arm or self._rounds % ACCOUNT_EVERY == 0):
-            self._keep_account(worth, values, keep, depths, wanted, num_reqs)
+            self._keep_account(worth, values, keep, depths, num_reqs)
         if by_host and by_host_only is not None and self._classes is not None:
             marginal = self._rate * (verify[count] - verify[0]) / max(count, 1)
             self._learn_gains(by_host, np.where(keep & by_host_only, values - marginal, 0.0).sum(axis=1), wanted)
         plain = float(verify[0]) + self.costs["between"].at(num_reqs) + self.costs["sample"].at(num_reqs)
-        tokens, seconds = num_reqs + gains[count], plain + draft_seconds + prices[count]
+        tokens, seconds = num_reqs + gain, plain + draft_seconds + price
         if arm is not self.arm:
             self._regime.credit -= seconds - tokens / self._rate
         self._stepped(tokens, seconds)
-        return draft if keep.sum() == nodes.sum() else prune(draft, torch.from_numpy(keep))
+        return draft if count == nodes.sum() else prune(draft, torch.from_numpy(keep))
 
     def _stepped(self, tokens: float, seconds: float) -> None:
         recent = self._regime.recent
@@ -499,22 +504,19 @@ class Budget:
         np.add.at(self._gains, self._classes[wanted], np.stack([gained[wanted], np.ones(count)], axis=1))
 
     def _keep_account(
-        self, worth: _Worth, values: np.ndarray, keep: np.ndarray, depths: np.ndarray, wanted: np.ndarray, num_reqs: int
+        self, worth: _Worth, values: np.ndarray, keep: np.ndarray, depths: np.ndarray, num_reqs: int
     ) -> None:
-        max_levels, columns = worth.long_run.shape
-        levels = np.arange(1, max_levels + 1) if max_levels > 1 else np.array([values.shape[1]])
-        by_level = np.where(depths <= levels[:, None, None], values, 0.0)[:, wanted]
-        best = -np.sort(-by_level, axis=2)[:, :, : columns - 2]
+        max_levels = len(worth.long_run)
+        levels = np.arange(1, max_levels + 1)
         mean = np.empty_like(worth.long_run)
-        mean[:, 0] = 0.0
-        curve = best.sum(axis=1).cumsum(axis=1) / num_reqs
-        mean[:, 1 : curve.shape[1] + 1] = curve
-        mean[:, curve.shape[1] + 1 : -1] = curve[:, -1:]
+        # Where levels are not told apart, the one row is of all nodes.
+        until = levels if max_levels > 1 else np.array([values.shape[1]])
+        mean[:, :-1] = best_sums(values, depths, until, num_reqs, mean.shape[1] - 2)
         drafted = self._round_levels + 1
         mean[:, -1] = np.minimum(drafted, levels) if max_levels > 1 else drafted
         worth.add(mean, num_reqs)
         if self._beams:
-            one, two = self.costs.verification(num_reqs, np.array([1, 2]))
+            _, one, two = self.costs.verification(num_reqs)[:3]
             price = self._rate * max(two - one, 0.0)
             gained = np.where(keep, np.maximum(values - price, 0.0), 0.0)
             self._yields += (np.array([4.0, 8.0]) - self._yields) / 200
@@ -536,43 +538,28 @@ class Budget:
         if last is None or self._rounds % min(-(-len(request_ids) // LEARN_REQUESTS), LEARN_SELDOM):
             return
         now = {request_id: place for place, request_id in enumerate(request_ids)}
-        owners, rows, accepted, emitted = [], [], [], []
-        # A node says something where its parent was right and the next token is known: few do, so they are walked to.
-        for place, request_id in enumerate(last.request_ids):
-            if request_id not in now:
-                continue
-            before, end = int(last.num_tokens[place]), int(num_tokens[now[request_id]])
-            if end <= before:
-                continue
-            emitted.append(end - before)
-            chosen = token_ids[now[request_id], before:end].tolist()
-            drafted, parents = last.token_ids[place].tolist(), last.parents[place].tolist()
-            depth_of = {0: 0}  # of the rows that were right
-            for row in range(1, len(parents)):
-                depth = depth_of.get(parents[row])
-                if depth is None or depth == len(chosen):
-                    continue
-                if right := drafted[row] == chosen[depth]:
-                    depth_of[row] = depth + 1
-                owners.append(place)
-                rows.append(row)
-                accepted.append(right)
-        if emitted:
-            self._emitted += 0.05 * (sum(emitted) / len(emitted) - self._emitted)
-        if not owners:
-            return
-        features, outcomes = last.features[owners, rows], np.array(accepted)
         weights = self.calibration.weights[last.model]
-        self.reliability.add(sigmoid(features @ weights), outcomes)
-        self.calibration.learn(np.full(len(owners), last.model), features, outcomes)
-        # What was expected of any request: what is known of this one left out.
-        expected = sigmoid(features[:, :3] @ weights[:3]).tolist()
-        sums = dict.fromkeys(owners, (0.0, 0.0))
-        for place, right, chance in zip(owners, accepted, expected, strict=True):
-            sums[place] = (sums[place][0] + right, sums[place][1] + chance)
-        for place, (num_accepted, num_expected) in sums.items():
-            old = self._records.get(last.request_ids[place], (0.0, 0.0))
-            self._records[last.request_ids[place]] = (0.9 * old[0] + num_accepted, 0.9 * old[1] + num_expected)
+        features, predicted, accepted, sums, emitted = outcomes_of(
+            last.token_ids,
+            last.parents,
+            last.features,
+            weights,
+            LOGIT_LIMIT,
+            np.array([now.get(request_id, -1) for request_id in last.request_ids], dtype=np.int64),
+            np.ascontiguousarray(last.num_tokens, dtype=np.int64),
+            np.ascontiguousarray(token_ids, dtype=np.int32),
+            np.ascontiguousarray(num_tokens, dtype=np.int64),
+        )
+        if emitted:
+            self._emitted += 0.05 * (emitted - self._emitted)
+        if len(accepted) == 0:
+            return
+        self.reliability.add(predicted, accepted)
+        self.calibration.learn(np.full(len(accepted), last.model), features, accepted)
+        for request_id, (num_accepted, num_expected, count) in zip(last.request_ids, sums.tolist(), strict=True):
+            if count:
+                old = self._records.get(request_id, (0.0, 0.0))
+                self._records[request_id] = (0.9 * old[0] + num_accepted, 0.9 * old[1] + num_expected)
         while len(self._records) > MAX_RECORDS:  # a host that never says what has ended
             del self._records[next(iter(self._records))]
 
@@ -636,7 +623,141 @@ def node_values(
     return features, nodes, values
 
 
+@compiled
+def keep_best(
+    values: np.ndarray, nodes: np.ndarray, verify: np.ndarray, for_trees: float, rate: float, most: int
+) -> tuple[np.ndarray, int, float, float]:
+    """The nodes that together gain most beyond their price: the best ones, ties to the first.
+
+    Args:
+        values: float64 ``[num_reqs, num_rows]``; a parent's is at least its child's.
+        nodes: bool ``[num_reqs, num_rows]``; those to choose from.
+        verify: float64 ``[n]``; seconds of the target's forward by nodes.
+        for_trees: further seconds, where there is any node.
+        rate: tokens that a second is worth.
+        most: nodes.
+
+    Returns:
+        Bool ``[num_reqs, num_rows]``; how many, their values' sum and their seconds.
+    """
+    flat, among = values.ravel(), nodes.ravel()
+    places, keys, count = np.empty(len(flat), np.int64), np.empty(len(flat)), 0
+    for place in range(len(flat)):
+        if among[place]:
+            places[count], keys[count] = place, -flat[place]
+            count += 1
+    order = np.argsort(keys[:count], kind="mergesort")
+    chosen, most_profit, chosen_gain, chosen_price, gain = 0, 0.0, 0.0, 0.0, 0.0
+    for number in range(1, min(count, most) + 1):
+        gain -= keys[order[number - 1]]
+        price = verify[number] - verify[0] + for_trees
+        if gain - rate * price > most_profit:
+            chosen, most_profit, chosen_gain, chosen_price = number, gain - rate * price, gain, price
+    keep = np.zeros(len(flat), np.bool_)
+    for number in range(chosen):
+        keep[places[order[number]]] = True
+    return keep.reshape(values.shape), chosen, chosen_gain, chosen_price
+
+
+@compiled
+def best_sums(values: np.ndarray, depths: np.ndarray, levels: np.ndarray, num_reqs: int, most: int) -> np.ndarray:
+    """What the best nodes of a request are worth on average, by the levels they may be of and their number.
+
+    Args:
+        values: float64 ``[n, num_rows]``; 0 where there is no node, or it does not count.
+        depths: int64 ``[n, num_rows]``.
+        levels: int64 ``[num_levels]``; depths up to it count.
+        num_reqs: requests to average over.
+        most: nodes.
+
+    Returns:
+        Float64 ``[num_levels, most + 1]``.
+    """
+    sums, ordered = np.zeros((len(levels), most + 1)), np.empty(values.shape[1])
+    for level in range(len(levels)):
+        for request in range(len(values)):
+            count = 0
+            for row in range(values.shape[1]):
+                if values[request, row] > 0.0 and depths[request, row] <= levels[level]:
+                    ordered[count] = -values[request, row]
+                    count += 1
+            best = np.sort(ordered[:count])
+            for number in range(min(count, most)):
+                sums[level, number + 1] -= best[number] / num_reqs
+        for number in range(1, most + 1):
+            sums[level, number] += sums[level, number - 1]
+    return sums
+
+
+@compiled
+def outcomes_of(
+    drafted: np.ndarray,
+    parents: np.ndarray,
+    features: np.ndarray,
+    weights: np.ndarray,
+    limit: float,
+    places: np.ndarray,
+    starts: np.ndarray,
+    token_ids: np.ndarray,
+    ends: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """What the target's tokens say of drafted nodes: of those whose parents were right, as far as its tokens go.
+
+    Args:
+        drafted, parents: int64 ``[n, num_rows]``; parent-first.
+        features: float64 ``[n, num_rows, 4]``; the last one is the request's record.
+        weights: float64 ``[4]``.
+        limit: of log odds.
+        places: int64 ``[n]``; of the requests among those now, -1 for those that are gone.
+        starts: int64 ``[n]``; tokens that each had.
+        token_ids: int32 ``[num_reqs, max_len]``; of the requests now.
+        ends: int64 ``[num_reqs]``; how many.
+
+    Returns:
+        Of each outcome the features, what was predicted, whether it was right; of each request how many were right, how
+        many of any request would have been, and how many there were; mean number of tokens emitted, 0 where none were.
+    """
+    num_reqs, width = parents.shape
+    found = np.empty((num_reqs * width, features.shape[2]))
+    predicted, accepted = np.empty(len(found)), np.empty(len(found), np.bool_)
+    sums, depth_of = np.zeros((num_reqs, 3)), np.empty(width, np.int64)
+    count = emitted = requests = 0
+    for request in range(num_reqs):
+        place, start = places[request], starts[request]
+        length = ends[place] - start if place >= 0 else 0
+        if length <= 0:
+            continue
+        emitted += length
+        requests += 1
+        depth_of[:] = -1
+        depth_of[0] = 0  # of the rows that were right
+        for row in range(1, width):
+            parent = parents[request, row]
+            depth = depth_of[parent] if parent >= 0 else -1
+            if depth < 0 or depth == length:
+                continue
+            right = drafted[request, row] == token_ids[place, start + depth]
+            if right:
+                depth_of[row] = depth + 1
+            one = features[request, row]
+            others = one[0] * weights[0] + one[1] * weights[1] + one[2] * weights[2]
+            logit = others + one[3] * weights[3]
+            found[count] = one
+            predicted[count] = 1.0 / (1.0 + np.exp(min(max(-logit, -limit), limit)))
+            accepted[count] = right
+            sums[request, 0] += right
+            sums[request, 1] += 1.0 / (1.0 + np.exp(min(max(-others, -limit), limit)))
+            sums[request, 2] += 1.0
+            count += 1
+    return found[:count], predicted[:count], accepted[:count], sums, emitted / max(requests, 1)
+
+
 def compile_loops() -> None:
     """Compile the loops, or load what was compiled: the first requests would wait for it."""
     rows, one = np.zeros((1, 1), dtype=np.int64), np.ones(1, dtype=np.int64)
-    node_values(rows.astype(np.float32), rows - 1, rows, one, one > 0, np.zeros(1), np.zeros(4), LOGIT_LIMIT)
+    features, nodes, values = node_values(
+        rows.astype(np.float32), rows - 1, rows, one, one > 0, np.zeros(1), np.zeros(4), LOGIT_LIMIT
+    )
+    keep_best(values, nodes, np.zeros(2), 0.0, 1.0, 1)
+    best_sums(values, rows, one, 1, 1)
+    outcomes_of(rows, rows - 1, features, np.zeros(4), LOGIT_LIMIT, one - 1, one, rows.astype(np.int32), one)

@@ -20,7 +20,8 @@ MAX_NUM_SPECULATIVE_TOKENS = 255
 MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
 
-#: What a verified node must be worth with a fixed budget: a further row costs about 5% of a plain step (CPU).
+#: What a verified node must be worth with a fixed budget, in tokens.  On a CPU a further row costs 2 to 3% of a plain
+#: step; a union that verified nodes down to 0.01 was 8% slower than one that stopped at 0.05.
 DEFAULT_NODE_FLOOR = 0.06
 #: The same with a measured budget where a source may offer any number of nodes: what never pays is not looked at.
 MEASURED_NODE_FLOOR = 0.01

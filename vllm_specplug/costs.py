@@ -188,6 +188,8 @@ class CostModel:
             known = {"smooth": 0.1 if part in measured else 0.4, "is_guess": part not in measured}
             terms = {"terms": TERMS.get(part), "per_term": (per_term or {}).get(part)}
             self.tables[part] = CostTable(points, points.values(), limits[unit], **known, **terms)
+        #: By number of requests: the table's seconds, and what ``verification`` made of them.
+        self._verification: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         #: By part: when it was observed last, and what the target's step over one row took then.
         self._last = {part: (0, self.pace) for part in self.tables}
 
@@ -222,12 +224,16 @@ class CostModel:
                 self.tables[part].scale(self.pace / pace)
                 self._last[part] = (then, self.pace)
 
-    def verification(self, num_reqs: int, nodes: np.ndarray | int) -> np.ndarray:
-        """Seconds of the target's forward over requests with so many nodes in all; with none it is a plain step's."""
+    def verification(self, num_reqs: int) -> np.ndarray:
+        """Seconds of the target's forward over so many requests, by their nodes in all; with none, of a plain step."""
         table = self.tables["verify"]
-        per, nodes = table.per_term(), np.asarray(nodes)
-        by_rows = table.seconds[np.minimum(num_reqs + nodes, len(table.seconds) - 1)]
-        return by_rows + (num_reqs - 1) * per["requests"] + nodes * per["nodes"] + (nodes > 0) * per["trees"]
+        known, found = self._verification.get(num_reqs, (None, None))
+        if known is not table.seconds:
+            by_rows, per = table.seconds[min(num_reqs, len(table.seconds) - 1) :], table.per_term()
+            nodes = np.arange(len(by_rows))
+            found = by_rows + (num_reqs - 1) * per["requests"] + nodes * per["nodes"] + (nodes > 0) * per["trees"]
+            self._verification[num_reqs] = (table.seconds, found)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """What is known; a guess that was saved would come back as a measurement."""
