@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.budget import FIRST_ROUNDS, PLAIN, Arm, Budget, node_values
+from vllm_specplug.budget import FIRST_ROUNDS, PLAIN, Arm, Budget, best_sums, keep_best, node_values, outcomes_of
 from vllm_specplug.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import from_flat, prune
@@ -371,6 +371,57 @@ def test_values_of_nodes():
             above = 1.0 if parents[request, row] == 0 else values[request, parents[request, row]]
             value = above * float(sigmoid(np.array(np.dot(expected, weights))))
             assert values[request, row] == (pytest.approx(value) if wanted[request] else 0)
+
+
+def test_the_nodes_that_are_kept():
+    """Against every number of the best nodes, tried one by one."""
+    rng = np.random.default_rng(1)
+    counts = set()
+    for _ in range(60):
+        num_reqs, width = int(rng.integers(1, 5)), int(rng.integers(1, 12))
+        values, nodes = rng.choice([0.9, 0.5, 0.3, 0.1], (num_reqs, width)), rng.random((num_reqs, width)) < 0.7
+        verify, for_trees = np.cumsum(rng.uniform(0, 0.004, num_reqs * width + 1)), float(rng.uniform(0, 0.01))
+        rate, most = float(rng.uniform(20, 200)), int(rng.integers(0, num_reqs * width + 1))
+        best = sorted(values[nodes].tolist(), reverse=True)[:most]
+        profits = [0.0] + [
+            sum(best[:count]) - rate * (verify[count] - verify[0] + for_trees) for count in range(1, len(best) + 1)
+        ]
+        keep, count, gain, price = keep_best(values, nodes, verify, for_trees, rate, most)
+        assert gain - rate * price == pytest.approx(max(profits)) == pytest.approx(profits[count])
+        assert keep.sum() == count and not (keep & ~nodes).any() and values[keep].sum() == pytest.approx(gain)
+        counts.add(min(count, 2))
+    assert counts == {0, 1, 2}
+    # Of equal ones the first are kept: a parent stands before its children.
+    assert keep_best(np.full((1, 4), 0.5), np.ones((1, 4), bool), np.zeros(5), 0.0, 1.0, 2)[0].tolist() == [
+        [1, 1, 0, 0]
+    ]
+
+
+def test_what_the_best_nodes_are_worth():
+    values = np.array([[0.0, 0.5, 0.9, 0.4], [0.0, 0.2, 0.0, 0.0]])
+    depths = np.array([[0, 1, 1, 2], [0, 1, 0, 0]])
+    sums = best_sums(values, depths, np.array([1, 2]), 2, 4)
+    assert sums == pytest.approx(np.array([[0, 0.55, 0.8, 0.8, 0.8], [0, 0.55, 0.8, 1.0, 1.0]]))
+
+
+def test_what_the_targets_tokens_say_of_nodes():
+    # Two chains from the root (7, 8, 9 and 5, 6), a request that has gone, and one that has emitted nothing.
+    drafted = np.array([[1, 7, 8, 9, 5, 6], [1, 2, -1, -1, -1, -1], [1, 3, -1, -1, -1, -1]])
+    parents = np.array([[-1, 0, 1, 2, 0, 4], [-1, 0, -1, -1, -1, -1], [-1, 0, -1, -1, -1, -1]])
+    features = np.arange(72.0).reshape(3, 6, 4) / 72
+    weights, token_ids = np.array([0.1, -0.2, 0.3, 0.5]), np.array([[0, 0, 0], [1, 7, 4]], dtype=np.int32)
+    places, starts, ends = np.array([1, -1, 0]), np.array([1, 1, 3]), np.array([3, 3])
+    found, predicted, accepted, sums, emitted = outcomes_of(
+        drafted, parents, features, weights, LOGIT_LIMIT, places, starts, token_ids, ends
+    )
+    # 7 was right; 8 was not, so that nothing is known of 9; 5 was not, nor is anything known of 6.
+    assert found.tolist() == features[0, [1, 2, 4]].tolist() and accepted.tolist() == [True, False, False]
+    assert predicted == pytest.approx(sigmoid(found @ weights))
+    assert sums[0] == pytest.approx([1, sigmoid(found[:, :3] @ weights[:3]).sum(), 3]) and not sums[1:].any()
+    assert emitted == 2.0
+    # The target's tokens end there: what was right is all that is known.
+    nothing = outcomes_of(drafted, parents, features, weights, LOGIT_LIMIT, places, starts, token_ids, np.array([3, 2]))
+    assert nothing[2].tolist() == [True, False] and nothing[4] == 1.0
 
 
 def test_prune():
