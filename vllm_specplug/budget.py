@@ -516,8 +516,8 @@ class Budget:
         mean[:, -1] = np.minimum(drafted, levels) if max_levels > 1 else drafted
         worth.add(mean, num_reqs)
         if self._beams:
-            _, one, two = self.costs.verification(num_reqs)[:3]
-            price = self._rate * max(two - one, 0.0)
+            first_nodes = self.costs.verification(num_reqs)[1:3]  # fewer where a step has no room for them
+            price = self._rate * max(float(first_nodes[-1] - first_nodes[0]), 0.0) if len(first_nodes) else 0.0
             gained = np.where(keep, np.maximum(values - price, 0.0), 0.0)
             self._yields += (np.array([4.0, 8.0]) - self._yields) / 200
             for level, fed in enumerate(self._beams, start=1):

@@ -313,7 +313,8 @@ def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """What was saved for these facts; None where there is nothing, or nothing that can be read."""
     try:
         saved = json.loads(path_of(facts).read_text())
-        CostModel(CostModel.measured_in(saved["seconds"]), {"rows": 8, "requests": 8})
+        seconds = saved["seconds"]
+        CostModel(CostModel.measured_in(seconds), {"rows": 8, "requests": 8}, CostModel.terms_in(seconds))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -108,6 +108,20 @@ def test_what_a_trees_forward_costs_beside_its_rows_counts():
     assert all(arm is EAGLE for arm in arms[1][:FIRST_ROUNDS]) and sum(arm is PLAIN for arm in arms[1]) > 40
 
 
+@pytest.mark.parametrize("max_rows", [1, 2, 3])
+def test_steps_with_room_for_few_nodes(max_rows):
+    """One request, and levels drafted: their account must not ask for the price of nodes that no step can hold."""
+    costs = CostModel({"verify": {1: 0.02, 2: 0.021}}, {"rows": max_rows, "requests": 1})
+    budget = Budget(costs, (EAGLE,), num_nodes=1, max_levels=3, level_width=1, max_rows=max_rows)
+    wanted, num_tokens = np.ones(1, dtype=bool), np.full(1, 5)
+    for _ in range(8):
+        if budget.plan(1) is EAGLE:
+            budget.may_grow(torch.full((1, 1), 0.9))
+            kept = budget.select(chains(1, [0.9, 0.9]), names(1), num_tokens, wanted, 1e-3)
+            assert kept.tree.num_rows.item() <= max_rows
+    assert budget._beams
+
+
 def test_few_where_rows_have_a_price():
     """At 20 ms a step and 4 ms a row, a node must be worth about 0.2 tokens times the speedup."""
     _, verified = run(make({**CHEAP, "row": 0.004}), 1, [0.9, 0.6, 0.4, 0.1], 100)

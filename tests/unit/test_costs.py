@@ -118,6 +118,9 @@ def test_save_and_load(tmp_path, monkeypatch):
     assert [entry["facts"] for entry in costs.saved_models()] == [facts]
     path.write_text('{"seconds": {"verify": {"counts": [3], "seconds": [1]}}}')
     assert costs.load(facts) is None
+    wrong = {"verify": {"counts": [1], "seconds": [0.01], "per_term": {"nodes": "dear"}}}
+    path.write_text(json.dumps({"facts": facts, "seconds": wrong}))
+    assert costs.load(facts) is None
     path.write_text("{")
     assert costs.load(facts) is None and costs.saved_models() == []
 

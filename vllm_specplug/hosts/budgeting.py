@@ -107,10 +107,10 @@ class ServingBudget:
             measured["free"] = fastest(
                 lambda count: proposer.propose(contexts[count]), counts, time.perf_counter, 4, MOST_SECONDS
             )
-        self._budget = self._make({"seconds": CostModel(measured, self.limits).to_json()}, set(measured))
+        self._budget = self._make({"seconds": CostModel(measured, self.limits).to_json()})
         self.save()
 
-    def _make(self, saved: dict[str, Any], parts: set[str] | None = None) -> Budget:
+    def _make(self, saved: dict[str, Any]) -> Budget:
         options, drafter = self._options, self._drafter
         has_make = find_method(options.method).make is not None
         arms = [Arm(options.method, host=not has_make, free=has_make)]
@@ -118,9 +118,8 @@ class ServingBudget:
             arms = [Arm("without the drafter", host=False, free=True), replace(arms[0], host=True)]
         elif drafter is not None:
             arms = [replace(arms[0], host=True)]
-        measured = CostModel.measured_in(saved.get("seconds", {}))
-        known = {part: points for part, points in measured.items() if parts is None or part in parts}
-        costs = CostModel(known, self.limits, CostModel.terms_in(saved.get("seconds", {})))
+        seconds = saved.get("seconds", {})
+        costs = CostModel(CostModel.measured_in(seconds), self.limits, CostModel.terms_in(seconds))
         budget = Budget(
             costs,
             arms,
