@@ -115,10 +115,20 @@ def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
 
 
 def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
-    """The negative control: leave the accepted rows where they are, and the tests above must fail."""
+    """The negative control: the first rows are committed, not the accepted ones, and the tests above must fail."""
+    from dataclasses import replace
+
+    import torch
+
     from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
 
-    monkeypatch.setattr(TreeCPUModelRunner, "_commit", lambda *_: None)
+    honest = TreeCPUModelRunner._commit
+
+    def unmoved(self, step, walk, moves):
+        rows = torch.arange(walk.path_rows.shape[1]).expand_as(walk.path_rows)
+        honest(self, step, replace(walk, path_rows=rows), moves)
+
+    monkeypatch.setattr(TreeCPUModelRunner, "_commit", unmoved)
     llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
 

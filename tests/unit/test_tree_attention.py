@@ -149,18 +149,67 @@ def test_pack_and_unpack_are_inverse(kv_layout):
     assert torch.equal(unpacked_value, value.transpose(0, 1).flatten(1, 2))
 
 
+def assert_written(write, kv_layout, dtype, block_size=32, num_layers=3):
+    """Rows of two layers' fused QKV in slots of three pages: they are there, and nothing else has changed."""
+    g = torch.Generator().manual_seed(0)
+    fused = [torch.randn(9, 12, 48, generator=g).to(dtype) for _ in range(num_layers)]
+    keys, values = ([t[:, first : first + 2] for t in fused] for first in (8, 10))
+    before = [torch.randn(2, 3, 2, block_size, 48, generator=g).to(dtype) for _ in range(num_layers)]
+    caches = [pack_pages(key, value, kv_layout).contiguous() for key, value in before]
+    rows, slots = torch.tensor([4, 0, 8, 3]), torch.tensor([block_size + 17, block_size + 16, 5, 3 * block_size - 1])
+    write(keys, values, caches, kv_layout, rows, slots)
+    for key, value, (old_key, old_value), cache in zip(keys, values, before, caches, strict=True):
+        for new, old, written in zip((key, value), (old_key, old_value), unpack_pages(cache, kv_layout), strict=True):
+            expected = old.transpose(0, 1).flatten(1, 2).clone()
+            expected[:, slots] = new[rows].transpose(0, 1)
+            assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+@pytest.mark.parametrize("name", ["write_rows", "write_rows_reference"])
+def test_rows_are_written_to_their_slots(name, kv_layout, dtype):
+    assert_written(getattr(kernels, name), kv_layout, dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": torch.tensor([9])},
+        {"rows": torch.tensor([-1])},
+        {"slots": torch.tensor([64])},
+        {"slots": torch.tensor([1], dtype=torch.int32)},
+        {"keys": [torch.zeros(9, 2, 16, dtype=torch.bfloat16)]},
+        {"keys": [torch.zeros(9, 3, 16)]},
+        {"keys": []},
+        {"kv_layout": "amx"},
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(change):
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    one = dict(rows=torch.tensor([0]), slots=torch.tensor([0]), kv_layout="vec")
+    tensors = dict(keys=[torch.zeros(9, 2, 16)], values=[torch.zeros(9, 2, 16)], kv_caches=[torch.zeros(2, 2, 32, 32)])
+    with pytest.raises(RuntimeError, match="write_rows: "):
+        kernels.write_rows(**one | tensors | change)
+
+
 def test_fallback_is_announced_once(monkeypatch, caplog):
     def fail():
         raise RuntimeError("no compiler\nlong story")
 
-    monkeypatch.setattr(kernels, "_load_op", fail)
-    kernels._implementation.cache_clear()
+    def forget():
+        kernels._operators.cache_clear()
+        kernels._implementation.cache_clear()
+
+    monkeypatch.setattr(kernels, "_load_operators", fail)
+    forget()
     try:
         with caplog.at_level("INFO", logger="vllm_specplug"):
             assert kernels.select_backend() == kernels.select_backend() == "torch"
             assert_matches(make_inputs(), tree_attention)
+            assert_written(kernels.write_rows, "vec", torch.float32)
     finally:
-        kernels._implementation.cache_clear()
+        forget()
     messages = [r.getMessage() for r in caplog.records if r.name == "vllm_specplug"]
     assert len(messages) == 1 and "no compiler" in messages[0]
 

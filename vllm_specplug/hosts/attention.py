@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -30,7 +31,8 @@ class TreeRows:
         query_start, query_lens: int32 ``[num_trees]``; the tree's rows in the flat batch.
         tree_start, tree_lens: int32 ``[num_trees]``; its rows among the tree keys.
         mask: bool ``[num_trees, max_query_len, max_tree_len]``.
-        all_rows: whether the forward has no other rows, so that the host's kernel is not needed.
+        all_rows: whether the forward has no other rows: the host's kernel is not needed, and nothing is written to
+            the pages before the commit.
         scratch: by layer, where tree keys live; None: they are this forward's own key/value.
         commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
         kept: by layer name, the kept key/value, ``[num_rows, num_kv_heads, head_size]`` each.
@@ -121,6 +123,9 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         tree = None if attn_metadata is None else attn_metadata.tree
         if tree is None or not tree.all_rows:
+            slots = get_forward_context().slot_mapping.get(layer.layer_name)
+            if slots is not None:
+                self.do_kv_cache_update(layer, key, value, kv_cache, slots)
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if tree is None:
             return output
@@ -151,6 +156,9 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
+    #: One call from the compiled model into Python a layer, not two; and rows of a tree wait for the commit.
+    forward_includes_kv_cache_update = True
+
     @staticmethod
     def get_impl_cls() -> type[TreeAttentionImpl]:
         return TreeAttentionImpl

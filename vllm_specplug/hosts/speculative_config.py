@@ -69,6 +69,10 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     metrics_file: str | None = None
     """Where the worker counts for ``/metrics``, see ``metrics.publish``."""
 
+    def compute_hash(self) -> str:
+        # The attention of the compiled model is ours: no engine without our methods may take it from a cache.
+        return f"specplug-{super().compute_hash()}"
+
     def __post_init__(self):
         result = super().__post_init__()
         _register_model()

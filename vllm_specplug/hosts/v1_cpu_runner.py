@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_specplug.hosts.attention import TreeAttentionImpl, TreeRows, scratch_metadata
+from vllm_specplug.hosts.attention import TreeRows, scratch_metadata
 from vllm_specplug.hosts.v1_runner import StagedStep, TreeModelRunner
+from vllm_specplug.kernels.tree_attention import write_rows
 from vllm_specplug.types import KvMoves, Walk
 
 
@@ -35,13 +36,27 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         )
 
     def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
-        """Rewrite the accepted rows' key/value behind the context, layer by layer."""
-        if step.rows is None or not moves.source_rows.numel():
+        """Write the accepted rows' key/value behind the context, in all layers.
+
+        In a forward of trees only nothing was written before: rejected rows never reach the pages.
+        """
+        if step.rows is None:
             return
-        assert step.rows.commit_rows is not None
-        kept = torch.searchsorted(step.rows.commit_rows, moves.source_rows)
-        slots = self.input_batch.block_table[0].slot_mapping.gpu[moves.target_rows]
-        for name, layer in self._target_layers().items():
-            key, value = step.rows.kept[name]
-            impl: TreeAttentionImpl = layer.impl
-            impl.do_kv_cache_update(layer, key[kept], value[kept], layer.kv_cache, slots)
+        rows = step.rows
+        assert rows.commit_rows is not None
+        if rows.all_rows:
+            # A request that emits nothing (it is in its prefill) has a root all the same.
+            depths = torch.arange(walk.path_rows.shape[1])
+            accepted = depths < walk.num_emitted.clamp(min=1).unsqueeze(1)
+            first = step.row_start.unsqueeze(1)
+            sources, targets = (first + walk.path_rows)[accepted], (first + depths)[accepted]
+        else:
+            sources, targets = torch.searchsorted(rows.commit_rows, moves.source_rows), moves.target_rows
+        if not targets.numel():
+            return
+        slots = self.input_batch.block_table[0].slot_mapping.gpu[targets]
+        layers = self._target_layers()
+        keys, values = zip(*(rows.kept[name] for name in layers), strict=True)
+        caches = [layer.kv_cache for layer in layers.values()]
+        (isa,) = {layer.isa for layer in layers.values()}
+        write_rows(keys, values, caches, isa, sources, slots)

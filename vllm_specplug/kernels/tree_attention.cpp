@@ -2,7 +2,7 @@
 //
 // The context is read in the host's packed pages, in place for float32; bfloat16 pages pass chunk by chunk through a
 // scratch that stays in the L1/L2 cache: keys as words of two, values widened.  All arithmetic is float32.  See tree_attention.py for the
-// arguments and tree_attention_reference for the meaning.
+// arguments and tree_attention_reference for the meaning.  write_rows is the other direction: into the pages.
 //
 // Names: a *row* is one (query token, query head of the KV head's group) pair; a *unit* is (request, KV head, tile of
 // rows) and the grain of the threads; a *chunk* is up to kChunk keys, made of *segments* whose keys lie in one page.
@@ -567,6 +567,66 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
   }
 }
 
+// Puts key[rows[i]] and value[rows[i]] into slot slots[i] of one layer's pages.
+template <typename T>
+void write_layer(const at::Tensor& key, const at::Tensor& value, const at::Tensor& kv_cache, bool amx,
+                 const int64_t* rows, const int64_t* slots, int64_t count) {
+  const int64_t num_kv_heads = kv_cache.size(1), block_size = kv_cache.size(2), head_size = kv_cache.size(3) / 2;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t offset = slots[i] % block_size;
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
+      const T* k = static_cast<const T*>(key.data_ptr()) + rows[i] * key.stride(0) + head * key.stride(1);
+      const T* v = static_cast<const T*>(value.data_ptr()) + rows[i] * value.stride(0) + head * value.stride(1);
+      T* page_key = static_cast<T*>(kv_cache.data_ptr()) + slots[i] / block_size * kv_cache.stride(0) +
+                    head * kv_cache.stride(1);
+      T* page_value = page_key + block_size * head_size;
+      if (amx) {
+        for (int64_t d = 0; d < head_size; ++d) {
+          page_key[offset / 16 * 16 * head_size + d / 2 * 32 + offset % 16 * 2 + d % 2] = k[d];
+          page_value[d / 16 * 16 * block_size + offset / 2 * 32 + d % 16 * 2 + offset % 2] = v[d];
+        }
+      } else {
+        for (int64_t d = 0; d < head_size; ++d) page_key[d * block_size + offset] = k[d];
+        std::memcpy(page_value + offset * head_size, v, head_size * sizeof(T));
+      }
+    }
+  }
+}
+
+void write_rows(at::TensorList keys, at::TensorList values, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
+                const at::Tensor& slots) {
+  const int64_t num_layers = kv_caches.size(), count = rows.numel();
+  TORCH_CHECK((int64_t)keys.size() == num_layers && (int64_t)values.size() == num_layers,
+              "write_rows: keys, values and kv_caches must have an entry per layer");
+  for (const at::Tensor& t : {rows, slots})
+    TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == count,
+                "write_rows: rows and slots must be int64 [num_rows]");
+  const auto* row = static_cast<const int64_t*>(rows.data_ptr());
+  const auto* slot = static_cast<const int64_t*>(slots.data_ptr());
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    const at::Tensor &cache = kv_caches[layer], &key = keys[layer], &value = values[layer];
+    TORCH_CHECK(cache.dim() == 4 && cache.stride(3) == 1 && cache.stride(2) == cache.size(3),
+                "write_rows: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size]");
+    const auto dtype = cache.scalar_type();
+    TORCH_CHECK(dtype == at::kBFloat16 || (dtype == at::kFloat && !amx),
+                "write_rows: dtype must be float32 or bfloat16, with the amx layout bfloat16");
+    for (const at::Tensor& t : {key, value})
+      TORCH_CHECK(t.dim() == 3 && t.scalar_type() == dtype && t.size(1) == cache.size(1) &&
+                      t.size(2) == cache.size(3) / 2 && t.stride(2) == 1,
+                  "write_rows: keys and values must be [num_tokens, num_kv_heads, head_size], of the cache's dtype");
+    const int64_t num_tokens = std::min(key.size(0), value.size(0)), num_slots = cache.size(0) * cache.size(2);
+    for (int64_t i = 0; i < count; ++i)
+      TORCH_CHECK(row[i] >= 0 && row[i] < num_tokens && slot[i] >= 0 && slot[i] < num_slots, "write_rows: row ",
+                  row[i], " or slot ", slot[i], " out of range");
+  }
+  at::parallel_for(0, num_layers, 1, [&](int64_t first, int64_t last) {
+    for (int64_t layer = first; layer < last; ++layer) {
+      const auto write = kv_caches[layer].scalar_type() == at::kFloat ? write_layer<float> : write_layer<uint16_t>;
+      write(keys[layer], values[layer], kv_caches[layer], amx, row, slot, count);
+    }
+  });
+}
+
 } // namespace
 
 TORCH_LIBRARY(SPECPLUG_NAMESPACE, m) {
@@ -575,4 +635,7 @@ TORCH_LIBRARY(SPECPLUG_NAMESPACE, m) {
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
       "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale) -> ()");
   m.impl("tree_attention", c10::DispatchKey::CPU, &tree_attention);
+  m.def(
+      "write_rows(Tensor[] keys, Tensor[] values, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
+  m.impl("write_rows", c10::DispatchKey::CPU, &write_rows);
 }

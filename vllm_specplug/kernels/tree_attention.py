@@ -1,6 +1,6 @@
-"""Attention of tree rows over a paged context and a masked set of tree keys, on a CPU.
+"""Attention of tree rows over a paged context and a masked set of tree keys, on a CPU; and the way into the pages.
 
-``tree_attention`` is the C++ op where it can be built, else ``tree_attention_reference``.  The context is read from
+``tree_attention`` and ``write_rows`` are C++ ops where they can be built, else their references.  The context is read from
 the host's packed pages as they are.  A page of one KV head is ``[K region | V region]``, each of
 ``block_size * head_size`` elements (probed on vLLM 0.32.0 with ``cpu_attn_reshape_and_cache``):
 
@@ -93,6 +93,30 @@ def tree_attention(
     )
 
 
+def write_rows(
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    kv_caches: Sequence[torch.Tensor],
+    kv_layout: str,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Puts rows of every layer's key and value into slots of the host's pages.
+
+    Args:
+        keys: of each layer, ``[num_tokens, num_kv_heads, head_size]`` of its cache's dtype; any strides but the last.
+        values: as ``keys``.
+        kv_caches: of each layer, as ``kv_cache`` of ``tree_attention``.
+        kv_layout: the host's packing, one of ``KV_LAYOUTS``.
+        rows: int64 ``[num_rows]``; which tokens.
+        slots: int64 ``[num_rows]``; where they go, ``block * block_size + offset``, each at most once.
+    """
+    ops = _operators()
+    if ops is None:
+        return write_rows_reference(keys, values, kv_caches, kv_layout, rows, slots)
+    ops.write_rows.default(keys, values, kv_caches, _is_amx(kv_layout), rows, slots)
+
+
 def select_backend() -> str:
     """``cpp`` where the C++ op is built (or can be: some 20 s, once per machine), else ``torch``."""
     return "torch" if _implementation() is tree_attention_reference else "cpp"
@@ -100,13 +124,10 @@ def select_backend() -> str:
 
 @functools.cache
 def _implementation() -> Callable[..., None]:
-    try:
-        op = _load_op()
-    except Exception as error:  # whatever a compiler, a linker or a read-only folder can raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("tree attention: slow torch fallback; the C++ op could not be built (%s)", reason)
+    ops = _operators()
+    if ops is None:
         return tree_attention_reference
-    logger.info("tree attention: C++ op %s", op)
+    op = ops.tree_attention.default
 
     def call(query, output, kv_cache, kv_layout, *rest):
         op(query, output, kv_cache, _is_amx(kv_layout), *rest)
@@ -114,8 +135,21 @@ def _implementation() -> Callable[..., None]:
     return call
 
 
-def _load_op() -> Any:
-    """Builds the op once per (source, torch, CPU) and loads it."""
+@functools.cache
+def _operators() -> Any:
+    """The C++ operators, or None where they cannot be built."""
+    try:
+        ops = _load_operators()
+    except Exception as error:  # whatever a compiler, a linker or a read-only folder can raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("tree attention: slow torch fallback; the C++ op could not be built (%s)", reason)
+        return None
+    logger.info("tree attention: C++ op %s", ops.tree_attention.default)
+    return ops
+
+
+def _load_operators() -> Any:
+    """Builds the operators once per (source, torch, CPU) and loads them."""
     from torch.utils import cpp_extension
 
     identity = [_SOURCE.read_text(), torch.__version__, *_FLAGS, _cpu_identity()]
@@ -133,7 +167,7 @@ def _load_op() -> Any:
             build_directory=str(folder),
             is_python_module=False,
         )
-    return getattr(torch.ops, name).tree_attention.default
+    return getattr(torch.ops, name)
 
 
 def _cpu_identity() -> str:
@@ -197,6 +231,24 @@ def tree_attention_reference(
         weights = scores.softmax(dim=-1).nan_to_num(0.0)  # a row that is shown nothing
         result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
         output[q0 : q0 + rows] = result.to(output.dtype)
+
+
+def write_rows_reference(
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    kv_caches: Sequence[torch.Tensor],
+    kv_layout: str,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """``write_rows`` in plain torch: page by page, unpacked and packed again."""
+    for key, value, kv_cache in zip(keys, values, kv_caches, strict=True):
+        block_size = kv_cache.shape[2]
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            block, offset = divmod(slot, block_size)
+            page = [t.clone() for t in unpack_pages(kv_cache[block : block + 1], kv_layout)]
+            page[0][:, offset], page[1][:, offset] = key[row], value[row]
+            kv_cache[block] = pack_pages(page[0][None], page[1][None], kv_layout)[0]
 
 
 def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
