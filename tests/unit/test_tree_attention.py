@@ -150,16 +150,15 @@ def test_pack_and_unpack_are_inverse(kv_layout):
 
 
 def assert_written(write, kv_layout, dtype, block_size=32, num_layers=3):
-    """Rows of two layers' fused QKV in slots of three pages: they are there, and nothing else has changed."""
+    """Rows of three layers in slots of three pages: they are there, and nothing else has changed."""
     g = torch.Generator().manual_seed(0)
-    fused = [torch.randn(9, 12, 48, generator=g).to(dtype) for _ in range(num_layers)]
-    keys, values = ([t[:, first : first + 2] for t in fused] for first in (8, 10))
+    kept = torch.randn(num_layers, 2, 9, 2, 48, generator=g).to(dtype)
     before = [torch.randn(2, 3, 2, block_size, 48, generator=g).to(dtype) for _ in range(num_layers)]
     caches = [pack_pages(key, value, kv_layout).contiguous() for key, value in before]
     rows, slots = torch.tensor([4, 0, 8, 3]), torch.tensor([block_size + 17, block_size + 16, 5, 3 * block_size - 1])
-    write(keys, values, caches, kv_layout, rows, slots)
-    for key, value, (old_key, old_value), cache in zip(keys, values, before, caches, strict=True):
-        for new, old, written in zip((key, value), (old_key, old_value), unpack_pages(cache, kv_layout), strict=True):
+    write(kept, caches, kv_layout, rows, slots)
+    for news, olds, cache in zip(kept, before, caches, strict=True):
+        for new, old, written in zip(news, olds, unpack_pages(cache, kv_layout), strict=True):
             expected = old.transpose(0, 1).flatten(1, 2).clone()
             expected[:, slots] = new[rows].transpose(0, 1)
             assert torch.equal(written, expected)
@@ -178,19 +177,31 @@ def test_rows_are_written_to_their_slots(name, kv_layout, dtype):
         {"rows": torch.tensor([-1])},
         {"slots": torch.tensor([64])},
         {"slots": torch.tensor([1], dtype=torch.int32)},
-        {"keys": [torch.zeros(9, 2, 16, dtype=torch.bfloat16)]},
-        {"keys": [torch.zeros(9, 3, 16)]},
-        {"keys": []},
+        {"slots": torch.tensor([1, 2])},
+        {"kept": torch.zeros(1, 2, 9, 2, 16, dtype=torch.bfloat16)},
+        {"kept": torch.zeros(1, 2, 9, 3, 16)},
+        {"kept": torch.zeros(2, 2, 9, 2, 16)},
         {"kv_layout": "amx"},
     ],
 )
 def test_rows_that_do_not_fit_are_refused(change):
     if kernels.select_backend() != "cpp":
         pytest.skip("the C++ op cannot be built here")
-    one = dict(rows=torch.tensor([0]), slots=torch.tensor([0]), kv_layout="vec")
-    tensors = dict(keys=[torch.zeros(9, 2, 16)], values=[torch.zeros(9, 2, 16)], kv_caches=[torch.zeros(2, 2, 32, 32)])
+    given = dict(rows=torch.tensor([0]), slots=torch.tensor([0]), kv_layout="vec", kept=torch.zeros(1, 2, 9, 2, 16))
     with pytest.raises(RuntimeError, match="write_rows: "):
-        kernels.write_rows(**one | tensors | change)
+        kernels.write_rows(**{"kv_caches": [torch.zeros(2, 2, 32, 32)]} | given | change)
+
+
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_tree_rows_are_kept(backend, kv_layout, dtype):
+    inputs = make_inputs((40, 7), (9, 3), dtype=dtype, kv_layout=kv_layout)
+    key, value = inputs["tree_key"], inputs["tree_value"]
+    kept = torch.zeros(2, *key.shape, dtype=dtype)
+    backend(**inputs, kept=kept)
+    assert torch.equal(kept, torch.stack([key, value]))
+    if backend is tree_attention:
+        with pytest.raises(RuntimeError, match="tree_attention: kept"):
+            backend(**inputs, kept=kept[:, 1:])
 
 
 def test_fallback_is_announced_once(monkeypatch, caplog):

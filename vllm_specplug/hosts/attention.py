@@ -35,7 +35,7 @@ class TreeRows:
             the pages before the commit.
         scratch: by layer, where tree keys live; None: they are this forward's own key/value.
         commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
-        kept: by layer name, the kept key/value, ``[num_rows, num_kv_heads, head_size]`` each.
+        kept: by layer name, where they are kept: ``[2, num_rows, num_kv_heads, head_size]``, contiguous.
     """
 
     block_table: torch.Tensor
@@ -48,7 +48,7 @@ class TreeRows:
     all_rows: bool
     scratch: dict[str, KvScratch] | None = None
     commit_rows: torch.Tensor | None = None
-    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,13 +129,15 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if tree is None:
             return output
-        name = layer.layer_name
+        kept = None
         if tree.scratch is not None:
-            key, value = tree.scratch[name].write(key, value)
+            key, value = tree.scratch[layer.layer_name].write(key, value)
         elif tree.commit_rows is not None:
             # A copy: compiled graphs reuse the buffers of key and value.
-            rows = tree.commit_rows
-            tree.kept[name] = (key.clone(), value.clone()) if tree.all_rows else (key[rows], value[rows])
+            kept = tree.kept[layer.layer_name]
+            if not tree.all_rows:
+                kept[0], kept[1] = key[tree.commit_rows], value[tree.commit_rows]
+                kept = None
         tree_attention(
             query,
             output,
@@ -151,6 +153,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             tree.tree_lens,
             tree.mask,
             self.scale,
+            kept,
         )
         return output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -51,7 +52,7 @@ class SampledWalk:
             while len(emitted) < max_emitted and (not emitted or any(running)):
                 if emitted:
                     self._remember(emitted[-1])
-                output = self._sample(logits[first_rows + torch.tensor(rows)], running, len(emitted))
+                output = self._sample(_rows_of(logits, first_rows, rows), running, len(emitted))
                 logprobs.append(output.logprobs_tensors)
                 path.append([row if on or not emitted else PADDING for row, on in zip(rows, running, strict=True)])
                 sampled = output.sampled_token_ids[:, 0].tolist()
@@ -62,9 +63,11 @@ class SampledWalk:
                     rows[request] = rows[request] if child is None else child
         finally:
             self._forget(emitted[:-1])
-        output_token_ids = torch.tensor(emitted, dtype=torch.int32).T.contiguous()
-        num_emitted = (output_token_ids != PADDING).sum(dim=1)
-        walk = Walk(output_token_ids, torch.tensor(path).T.contiguous(), num_emitted)
+        output_token_ids = np.ascontiguousarray(np.array(emitted, dtype=np.int32).T)
+        path_rows = np.ascontiguousarray(np.array(path).T)
+        num_emitted = (output_token_ids != PADDING).sum(axis=1)
+        output_token_ids = torch.from_numpy(output_token_ids)
+        walk = Walk(output_token_ids, torch.from_numpy(path_rows), torch.from_numpy(num_emitted))
         return walk, SamplerOutput(output_token_ids, _stack(logprobs))
 
     def _sample(self, logits: torch.Tensor, running: list[bool], depth: int) -> SamplerOutput:
@@ -89,6 +92,14 @@ class SampledWalk:
             count = sum(token_ids[index] >= 0 for token_ids in emitted)
             if count and history is not None:
                 del history[-count:]
+
+
+def _rows_of(logits: torch.Tensor, first_rows: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """One row of each request, which the host's sampler may write to: it works on a float32 copy, or in place."""
+    if len(rows) == 1 and logits.dtype != torch.float32:  # a view
+        row = int(first_rows[0]) + rows[0]
+        return logits[row : row + 1]
+    return logits[first_rows + torch.tensor(rows)]
 
 
 def _find_child(token_ids: list[int], parents: list[int], row: int, token: int) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention import TreeRows, scratch_metadata
 from vllm_specplug.hosts.v1_runner import StagedStep, TreeModelRunner
 from vllm_specplug.kernels.tree_attention import write_rows
@@ -16,6 +18,21 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
 
     scratch_metadata = staticmethod(scratch_metadata)
 
+    def check_target(self) -> None:
+        """Refuse a target whose layers keep keys and values of different shapes.
+
+        Raises:
+            ConfigError: naming a layer.
+        """
+        shapes = {name: (one.impl.num_kv_heads, one.impl.head_size) for name, one in self._target_layers().items()}
+        first = next(iter(shapes.values()))
+        for name, shape in shapes.items():
+            if shape != first:
+                raise ConfigError(
+                    f"tree speculation needs layers with equal KV heads on a CPU: {name} has (KV heads, head size) "
+                    f"{shape}, others {first}; serve this model without speculation"
+                )
+
     def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> TreeRows:
         block_table = self.input_batch.block_table[0].get_device_tensor(len(lens))
         if len(masked) < len(lens):
@@ -23,6 +40,10 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
             context_lens, block_table, mask, start, lens = (
                 t[index] for t in (context_lens, block_table, mask, start, lens)
             )
+        layers = self._target_layers()
+        impl = next(iter(layers.values())).impl
+        shape = (len(layers), 2, len(flat_rows), impl.num_kv_heads, impl.head_size)
+        self._kept = torch.empty(shape, dtype=self.model_config.dtype)
         return TreeRows(
             block_table=block_table,
             context_lens=context_lens,
@@ -33,6 +54,7 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
             mask=mask,
             all_rows=all_rows,
             commit_rows=flat_rows,
+            kept=dict(zip(layers, self._kept.unbind(0), strict=True)),
         )
 
     def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
@@ -46,17 +68,14 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         assert rows.commit_rows is not None
         if rows.all_rows:
             # A request that emits nothing (it is in its prefill) has a root all the same.
-            depths = torch.arange(walk.path_rows.shape[1])
-            accepted = depths < walk.num_emitted.clamp(min=1).unsqueeze(1)
-            first = step.row_start.unsqueeze(1)
-            sources, targets = (first + walk.path_rows)[accepted], (first + depths)[accepted]
+            path_rows, num_emitted = walk.path_rows.numpy(), walk.num_emitted.numpy()
+            depths, first = np.arange(path_rows.shape[1]), step.row_start.numpy()[:, None]
+            accepted = depths < np.maximum(num_emitted, 1)[:, None]
+            sources = torch.from_numpy((first + path_rows)[accepted])
+            targets = torch.from_numpy((first + depths)[accepted])
         else:
             sources, targets = torch.searchsorted(rows.commit_rows, moves.source_rows), moves.target_rows
-        if not targets.numel():
-            return
-        slots = self.input_batch.block_table[0].slot_mapping.gpu[targets]
-        layers = self._target_layers()
-        keys, values = zip(*(rows.kept[name] for name in layers), strict=True)
-        caches = [layer.kv_cache for layer in layers.values()]
-        (isa,) = {layer.isa for layer in layers.values()}
-        write_rows(keys, values, caches, isa, sources, slots)
+        if targets.numel():
+            slots = self.input_batch.block_table[0].slot_mapping.gpu[targets]
+            layers = self._target_layers().values()
+            write_rows(self._kept, [layer.kv_cache for layer in layers], next(iter(layers)).isa, sources, slots)

@@ -168,8 +168,9 @@ class TreeModelRunner(ABC):
         # The host clamps its -1 placeholders in input_ids only at the forward: here they still match nothing.
         token_ids = self.input_ids.cpu[torch.from_numpy(flat_rows)]
         tree = from_flat(token_ids, torch.from_numpy(parents), torch.from_numpy(num_rows))
-        masked = np.flatnonzero(num_scheduled_tokens == num_rows).tolist()
-        rows = self._lay_out(tree, row_start, num_rows, masked, int(last[-1])) if masked else None
+        is_masked = num_scheduled_tokens == num_rows
+        masked = np.flatnonzero(is_masked).tolist()
+        rows = self._lay_out(tree, row_start, num_rows, is_masked, masked, int(last[-1])) if masked else None
         logits_start = np.cumsum(num_rows) - num_rows
         return StagedStep(tree, torch.from_numpy(row_start), torch.from_numpy(logits_start), masked, rows, drafts)
 
@@ -190,16 +191,22 @@ class TreeModelRunner(ABC):
         return None
 
     def _lay_out(
-        self, tree: TokenTree, row_start: np.ndarray, num_rows: np.ndarray, masked: list[int], num_tokens: int
+        self,
+        tree: TokenTree,
+        row_start: np.ndarray,
+        num_rows: np.ndarray,
+        is_masked: np.ndarray,
+        masked: list[int],
+        num_tokens: int,
     ) -> Any:
         """Rewrite the positions of tree rows (their slots were derived from the flat ones) and build the mask."""
         num_reqs, width = tree.parents.shape
         context_lens = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs]
         layout = lay_out(tree, context_lens, int(tree.depths.max()))
-        is_masked = np.isin(np.arange(num_reqs), masked)
-        valid = torch.from_numpy((np.arange(width) < num_rows[:, None]) & is_masked[:, None])
-        flat_rows = torch.from_numpy(row_start[:, None] + np.arange(width))[valid]
-        self.positions[flat_rows.to(self.positions.device)] = layout.positions[valid].to(self.positions.device)
+        valid = (np.arange(width) < num_rows[:, None]) & is_masked[:, None]
+        flat_rows = torch.from_numpy((row_start[:, None] + np.arange(width))[valid])
+        positions = torch.from_numpy(layout.positions.numpy()[valid])
+        self.positions[flat_rows.to(self.positions.device)] = positions.to(self.positions.device)
         start, lens = torch.from_numpy(row_start.astype(np.int32)), torch.from_numpy(num_rows.astype(np.int32))
         return self._tree_rows(
             context_lens.to(torch.int32), start, lens, layout.mask, masked, flat_rows, flat_rows.numel() == num_tokens

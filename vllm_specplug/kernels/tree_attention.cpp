@@ -21,6 +21,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -490,7 +491,8 @@ template <typename T>
 void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tensor& kv_cache, bool amx,
               const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
               const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
-              const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale) {
+              const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
+              const std::optional<at::Tensor>& kept) {
   const auto data = [](const at::Tensor& t) { return static_cast<T*>(t.data_ptr()); };
   const auto ints = [](const at::Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
   Problem<T> p{};
@@ -527,12 +529,20 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
                   ": block id out of range");
   }
   run(p, num_reqs);
+  if (kept) {
+    T* copy = static_cast<T*>(kept->data_ptr());
+    for (const at::Tensor& t : {tree_key, tree_value})
+      for (int64_t row = 0; row < t.size(0); ++row)
+        for (int64_t head = 0; head < t.size(1); ++head, copy += p.head_size)
+          std::memcpy(copy, data(t) + row * t.stride(0) + head * t.stride(1), p.head_size * sizeof(T));
+  }
 }
 
 void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
-                    const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale) {
+                    const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
+                    const std::optional<at::Tensor>& kept) {
   const auto dtype = query.scalar_type();
   const int64_t head_size = query.size(-1);
   for (const at::Tensor& t : {query, output, tree_key, tree_value})
@@ -556,75 +566,87 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
   TORCH_CHECK(mask.dim() == 3 && mask.scalar_type() == at::kBool && mask.size(0) >= num_reqs &&
                   (mask.stride(2) == 1 || mask.size(2) <= 1),
               "tree_attention: mask must be bool [num_reqs, max_query_len, max_tree_len]");
+  TORCH_CHECK(!kept || (kept->dim() == 4 && kept->is_contiguous() && kept->scalar_type() == dtype &&
+                        kept->size(0) == 2 && kept->size(1) == tree_key.size(0) &&
+                        kept->size(1) == tree_value.size(0) && kept->size(2) == tree_key.size(1) &&
+                        kept->size(3) == head_size),
+              "tree_attention: kept must be [2, num_tree_rows, num_kv_heads, head_size], query's dtype");
   if (dtype == at::kFloat) {
     TORCH_CHECK(!amx, "tree_attention: the amx layout is bfloat16");
     dispatch<float>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
-                    tree_value, tree_start, tree_lens, mask, scale);
+                    tree_value, tree_start, tree_lens, mask, scale, kept);
   } else {
     TORCH_CHECK(dtype == at::kBFloat16, "tree_attention: dtype must be float32 or bfloat16");
     dispatch<uint16_t>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
-                       tree_value, tree_start, tree_lens, mask, scale);
+                       tree_value, tree_start, tree_lens, mask, scale, kept);
   }
 }
 
-// Puts key[rows[i]] and value[rows[i]] into slot slots[i] of one layer's pages.
+// Puts rows[i] of one layer's keys and values, [num_rows][num_kv_heads][head_size] each, into slot slots[i] of its pages.
 template <typename T>
-void write_layer(const at::Tensor& key, const at::Tensor& value, const at::Tensor& kv_cache, bool amx,
-                 const int64_t* rows, const int64_t* slots, int64_t count) {
+void write_layer(const T* keys, const T* values, const at::Tensor& kv_cache, bool amx, const int64_t* rows,
+                 const int64_t* slots, int64_t count) {
   const int64_t num_kv_heads = kv_cache.size(1), block_size = kv_cache.size(2), head_size = kv_cache.size(3) / 2;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t offset = slots[i] % block_size;
     for (int64_t head = 0; head < num_kv_heads; ++head) {
-      const T* k = static_cast<const T*>(key.data_ptr()) + rows[i] * key.stride(0) + head * key.stride(1);
-      const T* v = static_cast<const T*>(value.data_ptr()) + rows[i] * value.stride(0) + head * value.stride(1);
+      const T* key = keys + (rows[i] * num_kv_heads + head) * head_size;
+      const T* value = values + (rows[i] * num_kv_heads + head) * head_size;
       T* page_key = static_cast<T*>(kv_cache.data_ptr()) + slots[i] / block_size * kv_cache.stride(0) +
                     head * kv_cache.stride(1);
       T* page_value = page_key + block_size * head_size;
       if (amx) {
         for (int64_t d = 0; d < head_size; ++d) {
-          page_key[offset / 16 * 16 * head_size + d / 2 * 32 + offset % 16 * 2 + d % 2] = k[d];
-          page_value[d / 16 * 16 * block_size + offset / 2 * 32 + d % 16 * 2 + offset % 2] = v[d];
+          page_key[offset / 16 * 16 * head_size + d / 2 * 32 + offset % 16 * 2 + d % 2] = key[d];
+          page_value[d / 16 * 16 * block_size + offset / 2 * 32 + d % 16 * 2 + offset % 2] = value[d];
         }
       } else {
-        for (int64_t d = 0; d < head_size; ++d) page_key[d * block_size + offset] = k[d];
-        std::memcpy(page_value + offset * head_size, v, head_size * sizeof(T));
+        for (int64_t d = 0; d < head_size; ++d) page_key[d * block_size + offset] = key[d];
+        std::memcpy(page_value + offset * head_size, value, head_size * sizeof(T));
       }
     }
   }
 }
 
-void write_rows(at::TensorList keys, at::TensorList values, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
-                const at::Tensor& slots) {
-  const int64_t num_layers = kv_caches.size(), count = rows.numel();
-  TORCH_CHECK((int64_t)keys.size() == num_layers && (int64_t)values.size() == num_layers,
-              "write_rows: keys, values and kv_caches must have an entry per layer");
-  for (const at::Tensor& t : {rows, slots})
-    TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == count,
-                "write_rows: rows and slots must be int64 [num_rows]");
-  const auto* row = static_cast<const int64_t*>(rows.data_ptr());
-  const auto* slot = static_cast<const int64_t*>(slots.data_ptr());
-  for (int64_t layer = 0; layer < num_layers; ++layer) {
-    const at::Tensor &cache = kv_caches[layer], &key = keys[layer], &value = values[layer];
-    TORCH_CHECK(cache.dim() == 4 && cache.stride(3) == 1 && cache.stride(2) == cache.size(3),
-                "write_rows: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size]");
-    const auto dtype = cache.scalar_type();
-    TORCH_CHECK(dtype == at::kBFloat16 || (dtype == at::kFloat && !amx),
-                "write_rows: dtype must be float32 or bfloat16, with the amx layout bfloat16");
-    for (const at::Tensor& t : {key, value})
-      TORCH_CHECK(t.dim() == 3 && t.scalar_type() == dtype && t.size(1) == cache.size(1) &&
-                      t.size(2) == cache.size(3) / 2 && t.stride(2) == 1,
-                  "write_rows: keys and values must be [num_tokens, num_kv_heads, head_size], of the cache's dtype");
-    const int64_t num_tokens = std::min(key.size(0), value.size(0)), num_slots = cache.size(0) * cache.size(2);
-    for (int64_t i = 0; i < count; ++i)
-      TORCH_CHECK(row[i] >= 0 && row[i] < num_tokens && slot[i] >= 0 && slot[i] < num_slots, "write_rows: row ",
-                  row[i], " or slot ", slot[i], " out of range");
-  }
-  at::parallel_for(0, num_layers, 1, [&](int64_t first, int64_t last) {
+template <typename T>
+void write_layers(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
+                  const at::Tensor& slots) {
+  const auto ints = [](const at::Tensor& t) { return static_cast<const int64_t*>(t.data_ptr()); };
+  const T* data = static_cast<const T*>(kept.data_ptr());
+  at::parallel_for(0, kv_caches.size(), 1, [&](int64_t first, int64_t last) {
     for (int64_t layer = first; layer < last; ++layer) {
-      const auto write = kv_caches[layer].scalar_type() == at::kFloat ? write_layer<float> : write_layer<uint16_t>;
-      write(keys[layer], values[layer], kv_caches[layer], amx, row, slot, count);
+      const T* keys = data + layer * kept.stride(0);
+      write_layer(keys, keys + kept.stride(1), kv_caches[layer], amx, ints(rows), ints(slots), rows.numel());
     }
   });
+}
+
+void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
+                const at::Tensor& slots) {
+  const auto dtype = kept.scalar_type();
+  TORCH_CHECK(kept.dim() == 5 && kept.is_contiguous() && kept.size(0) == (int64_t)kv_caches.size() && kept.size(1) == 2,
+              "write_rows: kept must be [num_layers, 2, num_rows, num_kv_heads, head_size]");
+  TORCH_CHECK(dtype == at::kBFloat16 || (dtype == at::kFloat && !amx),
+              "write_rows: dtype must be float32 or bfloat16, with the amx layout bfloat16");
+  for (const at::Tensor& t : {rows, slots})
+    TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == rows.numel(),
+                "write_rows: rows and slots must be int64, one each");
+  const auto* row = static_cast<const int64_t*>(rows.data_ptr());
+  const auto* slot = static_cast<const int64_t*>(slots.data_ptr());
+  for (const at::Tensor& cache : kv_caches) {
+    TORCH_CHECK(cache.dim() == 4 && cache.scalar_type() == dtype && cache.stride(3) == 1 &&
+                    cache.stride(2) == cache.size(3) && cache.size(1) == kept.size(3) &&
+                    cache.size(3) == 2 * kept.size(4),
+                "write_rows: kv_caches must be [num_blocks, num_kv_heads, block_size, 2 * head_size], as kept is");
+    const int64_t num_slots = cache.size(0) * cache.size(2);
+    for (int64_t i = 0; i < rows.numel(); ++i)
+      TORCH_CHECK(row[i] >= 0 && row[i] < kept.size(2) && slot[i] >= 0 && slot[i] < num_slots, "write_rows: row ",
+                  row[i], " or slot ", slot[i], " out of range");
+  }
+  if (dtype == at::kFloat)
+    write_layers<float>(kept, kv_caches, amx, rows, slots);
+  else
+    write_layers<uint16_t>(kept, kv_caches, amx, rows, slots);
 }
 
 } // namespace
@@ -633,9 +655,9 @@ TORCH_LIBRARY(SPECPLUG_NAMESPACE, m) {
   m.def(
       "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
-      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale) -> ()");
+      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept) -> ()");
   m.impl("tree_attention", c10::DispatchKey::CPU, &tree_attention);
   m.def(
-      "write_rows(Tensor[] keys, Tensor[] values, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
+      "write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
   m.impl("write_rows", c10::DispatchKey::CPU, &write_rows);
 }

@@ -1,7 +1,7 @@
 """Attention of tree rows over a paged context and a masked set of tree keys, on a CPU; and the way into the pages.
 
-``tree_attention`` and ``write_rows`` are C++ ops where they can be built, else their references.  The context is read from
-the host's packed pages as they are.  A page of one KV head is ``[K region | V region]``, each of
+``tree_attention`` and ``write_rows`` are C++ ops where they can be built, else their references.  The context is read
+from the host's packed pages as they are.  A page of one KV head is ``[K region | V region]``, each of
 ``block_size * head_size`` elements (probed on vLLM 0.32.0 with ``cpu_attn_reshape_and_cache``):
 
 ========== ===================================== =====================================
@@ -54,6 +54,7 @@ def tree_attention(
     tree_lens: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Attends every query row to its request's whole context and to the tree rows its mask shows.
 
@@ -74,6 +75,7 @@ def tree_attention(
         tree_lens: int32 ``[num_reqs]``; the request's rows there.
         mask: bool ``[num_reqs, max_query_len, max_tree_len]``; row i attends to tree row j.
         scale: factor of the scores.
+        kept: filled with ``tree_key`` and ``tree_value``: ``[2, num_tree_rows, num_kv_heads, head_size]``, contiguous.
     """
     _implementation()(
         query,
@@ -90,31 +92,26 @@ def tree_attention(
         tree_lens,
         mask,
         scale,
+        kept,
     )
 
 
 def write_rows(
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    kv_caches: Sequence[torch.Tensor],
-    kv_layout: str,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
+    kept: torch.Tensor, kv_caches: Sequence[torch.Tensor], kv_layout: str, rows: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Puts rows of every layer's key and value into slots of the host's pages.
 
     Args:
-        keys: of each layer, ``[num_tokens, num_kv_heads, head_size]`` of its cache's dtype; any strides but the last.
-        values: as ``keys``.
+        kept: float32 or bfloat16 ``[num_layers, 2, num_rows, num_kv_heads, head_size]``, contiguous: keys and values.
         kv_caches: of each layer, as ``kv_cache`` of ``tree_attention``.
         kv_layout: the host's packing, one of ``KV_LAYOUTS``.
-        rows: int64 ``[num_rows]``; which tokens.
-        slots: int64 ``[num_rows]``; where they go, ``block * block_size + offset``, each at most once.
+        rows: int64 ``[num_written]``; which of the rows.
+        slots: int64 ``[num_written]``; where they go, ``block * block_size + offset``, each at most once.
     """
     ops = _operators()
     if ops is None:
-        return write_rows_reference(keys, values, kv_caches, kv_layout, rows, slots)
-    ops.write_rows.default(keys, values, kv_caches, _is_amx(kv_layout), rows, slots)
+        return write_rows_reference(kept, kv_caches, kv_layout, rows, slots)
+    ops.write_rows.default(kept, kv_caches, _is_amx(kv_layout), rows, slots)
 
 
 def select_backend() -> str:
@@ -211,6 +208,7 @@ def tree_attention_reference(
     tree_lens: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """``tree_attention`` in plain torch: float32 (float64 for float64 tensors) arithmetic, request by request."""
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -231,18 +229,15 @@ def tree_attention_reference(
         weights = scores.softmax(dim=-1).nan_to_num(0.0)  # a row that is shown nothing
         result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
         output[q0 : q0 + rows] = result.to(output.dtype)
+    if kept is not None:
+        kept[0], kept[1] = tree_key, tree_value
 
 
 def write_rows_reference(
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    kv_caches: Sequence[torch.Tensor],
-    kv_layout: str,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
+    kept: torch.Tensor, kv_caches: Sequence[torch.Tensor], kv_layout: str, rows: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """``write_rows`` in plain torch: page by page, unpacked and packed again."""
-    for key, value, kv_cache in zip(keys, values, kv_caches, strict=True):
+    for (key, value), kv_cache in zip(kept, kv_caches, strict=True):
         block_size = kv_cache.shape[2]
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             block, offset = divmod(slot, block_size)
