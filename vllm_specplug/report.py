@@ -224,8 +224,9 @@ def stages(report: dict[str, Any]) -> str:
     rows = {name: {part: max(s[key], 0.0) for part, key in parts.items()} for name, s in found.items()}
     chart = legend(list(parts)) + stacked_bars("Milliseconds of a decode round by stage", rows)
     text = (
-        "Batch 1, the engine in one process (its threads and its overhead differ a little from the runs above). "
-        "Verify is the target's forward with its logits; host is everything that is neither drafting nor verifying."
+        "Batch 1, the engine in one process, with as many threads as when it serves (its overhead differs a little "
+        "from the runs above). Verify is the target's forward with its logits; host is everything that is neither "
+        "drafting nor verifying."
     )
     return section_html("Where a round goes", text, chart, html_table(*stage_table(found)))
 

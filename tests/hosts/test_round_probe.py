@@ -4,10 +4,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests import tiny
 from vllm_specplug.hosts import round_probe
+from vllm_specplug.hosts.served_threads import use_served_threads
 
 
 @pytest.fixture
@@ -27,6 +29,18 @@ def probed(engine):
     for owner, names in named.items():
         for name in names:
             delattr(owner, name)  # the class's own again: other tests use this engine
+
+
+@pytest.mark.parametrize("cpus, threads", [("0", 1), ("0,1", 2), ("nobind", 3)])
+def test_threads_of_a_server(engine, monkeypatch, cpus, threads):
+    """What the host's workers are given when it serves, not what an engine in one process takes."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cpus)
+    torch.set_num_threads(3)
+    try:
+        assert use_served_threads(engine().llm_engine.vllm_config) == torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def prompts(count):

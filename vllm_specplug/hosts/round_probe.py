@@ -1,7 +1,8 @@
 """A look inside decode rounds: where their time goes, what trees are drafted, what more nodes cost.
 
 Served by ``bench.serving``, like ``bench_worker``, but the engine runs in this process, so that its runner is within
-reach.  It is started with the arguments of ``LLM``, says facts about the machine, and is asked by key:
+reach; with the threads that it has when it serves.  It is started with the arguments of ``LLM``, says facts about the
+machine, and is asked by key:
 
 ``stages``   ``{"texts", "max_tokens"}``: milliseconds of a decode round by stage; with ``"together"``, of one batch.
 ``trees``    the same, with ``"count"``: drafted trees with their tokens' text, and predicted against real acceptance.
@@ -27,6 +28,7 @@ from safetensors import safe_open
 from vllm_specplug.bench.serving import Engine, Message, run_worker
 from vllm_specplug.calibration import Reliability
 from vllm_specplug.hosts.bench_worker import prompts_of
+from vllm_specplug.hosts.served_threads import use_served_threads
 from vllm_specplug.hosts.trace import TreeTrace, source_shares
 
 _STAGES = ("verify", "draft", "draft_forward", "decide")
@@ -196,10 +198,10 @@ def step_costs(llm: Any, clock: RoundClock, nodes: list[int], context: int, max_
 def start(arguments: Message) -> Engine:
     """The engine and its clock, for ``bench.serving``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the runner must be within reach
-    import torch
     from vllm import LLM
 
     llm = LLM(**arguments)
+    threads = use_served_threads(llm.llm_engine.vllm_config)
     clock = RoundClock(llm)
     config = llm.llm_engine.model_config
     machine = {"weight_bytes": weight_bytes(config.model, config.dtype.itemsize), "read_gb_s": read_bandwidth_gb_s()}
@@ -220,7 +222,7 @@ def start(arguments: Message) -> Engine:
         decode(llm, prompts, request["max_tokens"])
         return clock.stages()
 
-    return machine | {"threads": torch.get_num_threads()}, ask
+    return machine | {"threads": threads}, ask
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The first line holds the arguments of ``LLM``; then ``{"context", "max_tokens"}`
 ``context`` tokens and answers ``seconds`` of every step that verified a full draft, and ``drafting``, what drafting
 took in it.  ``batch`` decodes as many prompts at once; ``nodes`` cuts a Medusa tree to its first ones.  Without a
 speculative configuration the steps are plain ones.  The stock chain's drafts are random ids, since only their number
-matters to its verification.
+matters to its verification.  The engine has the threads that it has when it serves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import time
 from dataclasses import replace
 from typing import Any
+
+from vllm_specplug.hosts.served_threads import use_served_threads
 
 
 class _StepClock:
@@ -69,6 +71,7 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     speculative = arguments.get("speculative_config") or {}
     llm = LLM(**arguments)
+    use_served_threads(llm.llm_engine.vllm_config)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     draw = random.Random(0)
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
