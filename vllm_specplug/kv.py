@@ -15,7 +15,7 @@ The bonus token is the next step's root: it has no key/value until that forward 
 therefore grows by E, rollback is nothing but forgetting, and row d's target C + d never lies behind its source
 (rows are parent-first, so the d-th node of a path is at row d or later).
 
-On a CPU a forward that has tree rows only writes nothing: its rows are kept aside, and the commit writes those accepted,
+On a CPU a forward of tree rows only writes nothing: its rows are kept aside, and the commit writes those accepted,
 the root among them.  The slots are the same.
 """
 
