@@ -15,6 +15,9 @@ NOISE_IS_KNOWN = Version("0.32") <= VERSION
 #: Behind a stop string the host drops the rest of a step; older ones drop its text only, with any speculative method.
 DROPS_TOKENS_BEHIND_STOPS = Version("0.32") <= VERSION
 
+#: Older hosts lose track of which request's ``allowed_token_ids`` are masked where, once requests move in their batch.
+MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST = Version("0.31") <= VERSION
+
 
 def comparable(found: list, expected: list, has_stop_strings: bool) -> list:
     """Tokens (or their logprobs) found, without those that this host hands out behind a stop string."""

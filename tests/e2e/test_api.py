@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from benchmarks import stress
-from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS
+from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
 from vllm_specplug import cli
 from vllm_specplug.bench.server import Server as MeasuredServer
 from vllm_specplug.demo import Server, read_counter
@@ -294,15 +294,18 @@ def test_bench_controls(servers, tmp_path, monkeypatch, spoil):
 
 def test_stress(servers, monkeypatch):
     """``benchmarks/stress.py`` for a minute: the answers are plain decoding's, and nothing is left."""
-    if not DROPS_TOKENS_BEHIND_STOPS:  # it compares all tokens that are handed out
-        honest = stress.make_case
+    # It compares all tokens that are handed out, of batches in which requests come and go.
+    works = {"stop": DROPS_TOKENS_BEHIND_STOPS, "allowed_token_ids": MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST}
+    honest = stress.make_case
 
-        def without_stop_strings(rng):
-            case = honest(rng)
-            case.body.pop("stop", None)
-            return case
+    def as_the_host_can(rng):
+        case = honest(rng)
+        for name in works:
+            if not works[name]:
+                case.body.pop(name, None)
+        return case
 
-        monkeypatch.setattr(stress, "make_case", without_stop_strings)
+    monkeypatch.setattr(stress, "make_case", as_the_host_can)
     result = stress.stress(servers["trees"], servers["plain"], 60, CONCURRENCY, seed=1)
     assert result["problems"] == []
     assert result["compared"] == result["finished"] > 40 and result["aborted"] > 5
