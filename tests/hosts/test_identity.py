@@ -6,6 +6,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.hosts.conftest import acceptance_length, check_prefix_cache_hits, counters, make_prompts, token_ids
+from vllm_specplug.kernels.tree_attention import unpack_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -112,6 +113,23 @@ def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
     monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, _drafts: output)
     assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
     assert asked
+
+
+def test_rejected_rows_never_reach_the_pages(engine, prompts):
+    llm = engine("eagle", enable_prefix_caching=False)
+    before = counters(llm)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    layers = runner._target_layers().values()
+    for layer in layers:
+        layer.kv_cache.fill_(7.0)
+    (output,) = llm.generate(prompts[:1], GREEDY, use_tqdm=False)
+    rejected = counters(llm)["draft_tokens"] - before["draft_tokens"]
+    rejected -= counters(llm)["accepted_tokens"] - before["accepted_tokens"]
+    assert rejected > 100
+    computed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1  # the last token is not read
+    for layer in layers:
+        for rows in unpack_pages(layer.kv_cache, layer.isa):
+            assert int((rows != 7.0).any(dim=(0, 2)).sum()) == computed
 
 
 def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
