@@ -31,16 +31,22 @@ def probed(engine):
             delattr(owner, name)  # the class's own again: other tests use this engine
 
 
-@pytest.mark.parametrize("cpus, threads", [("0", 1), ("0,1", 2), ("nobind", 3)])
-def test_threads_of_a_server(engine, monkeypatch, cpus, threads):
-    """What the host's workers are given when it serves, not what an engine in one process takes."""
-    before = torch.get_num_threads()
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cpus)
-    torch.set_num_threads(3)
+@pytest.mark.parametrize("cpu_lists, threads", [([[5]], 1), ([[0, 1]], 2), ([], 3), (None, None)])
+def test_threads_of_a_server(engine, monkeypatch, cpu_lists, threads):
+    """What the host's workers are given when it serves (None: really), not what an engine in one process takes."""
+    from vllm.utils import ompmultiprocessing
+
+    config, before = engine().llm_engine.vllm_config, torch.get_num_threads()
+    if cpu_lists is None:
+        threads = len(ompmultiprocessing.OMPProcessManager(config).cpu_lists[0])
+    else:
+        told = SimpleNamespace(cpu_lists=cpu_lists)
+        monkeypatch.setattr(ompmultiprocessing, "OMPProcessManager", lambda given: told if given is config else None)
+    torch._C.set_num_threads(3)
     try:
-        assert use_served_threads(engine().llm_engine.vllm_config) == torch.get_num_threads() == threads
+        assert use_served_threads(config) == torch.get_num_threads() == threads
     finally:
-        torch.set_num_threads(before)
+        torch._C.set_num_threads(before)
 
 
 def prompts(count):

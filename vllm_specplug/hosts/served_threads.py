@@ -24,5 +24,6 @@ def use_served_threads(vllm_config: Any) -> int:
 
         of_ranks = OMPProcessManager(vllm_config).cpu_lists  # empty where the host is told not to bind threads
         if of_ranks:
-            torch.set_num_threads(len(of_ranks[0]))
+            # ``torch.set_num_threads`` does nothing any more: the host's worker has replaced it.
+            torch._C.set_num_threads(len(of_ranks[0]))
     return torch.get_num_threads()
