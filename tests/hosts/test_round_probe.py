@@ -1,5 +1,6 @@
 """A look inside rounds of the real engine on a tiny model."""
 
+import os
 import random
 from types import SimpleNamespace
 
@@ -37,14 +38,18 @@ def test_threads_of_a_server(engine, monkeypatch, cpu_lists, threads):
     from vllm.utils import ompmultiprocessing
 
     config, before = engine().llm_engine.vllm_config, torch.get_num_threads()
+    monkeypatch.setenv("LD_PRELOAD", "/a/libiomp5.so:/a/libgomp.so")  # the host's list refuses both at once
     if cpu_lists is None:
-        threads = len(ompmultiprocessing.OMPProcessManager(config).cpu_lists[0])
+        with monkeypatch.context() as patch:
+            patch.delenv("LD_PRELOAD")
+            threads = len(ompmultiprocessing.OMPProcessManager(config).cpu_lists[0])
     else:
         told = SimpleNamespace(cpu_lists=cpu_lists)
         monkeypatch.setattr(ompmultiprocessing, "OMPProcessManager", lambda given: told if given is config else None)
     torch._C.set_num_threads(3)
     try:
         assert use_served_threads(config) == torch.get_num_threads() == threads
+        assert "libgomp" in os.environ["LD_PRELOAD"]
     finally:
         torch._C.set_num_threads(before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ def use_served_threads(vllm_config: Any) -> int:
     if current_platform.is_cpu():
         from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-        of_ranks = OMPProcessManager(vllm_config).cpu_lists  # empty where the host is told not to bind threads
+        # It refuses two OpenMP runtimes, and an engine in one process may have added its own to ours.
+        preloaded = os.environ.pop("LD_PRELOAD", None)
+        try:
+            of_ranks = OMPProcessManager(vllm_config).cpu_lists  # empty where the host is told not to bind threads
+        finally:
+            if preloaded is not None:
+                os.environ["LD_PRELOAD"] = preloaded
         if of_ranks:
             # ``torch.set_num_threads`` does nothing any more: the host's worker has replaced it.
             torch._C.set_num_threads(len(of_ranks[0]))
