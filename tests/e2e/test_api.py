@@ -300,8 +300,8 @@ def test_stress(servers, monkeypatch):
 
     def as_the_host_can(rng):
         case = honest(rng)
-        for name in works:
-            if not works[name]:
+        for name, handled in works.items():
+            if not handled:
                 case.body.pop(name, None)
         return case
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from vllm.exceptions import VLLMValidationError
 
 from tests import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
 
 
 @pytest.fixture
@@ -44,6 +47,25 @@ def test_configured(args, checkpoints):
     assert config.parallel_config.worker_cls.startswith("vllm_specplug.")
     copied = pickle.loads(pickle.dumps(config))
     assert copied.speculative_config.specplug == config.speculative_config.specplug
+
+
+def test_compiled_models_are_not_shared_with_other_engines(args):
+    """An engine of the host that took our compiled model from a cache would never write its own keys and values."""
+    ours, the_hosts = (
+        args({"method": method, "num_speculative_tokens": 4, **more}).create_engine_config().speculative_config
+        for method, more in (("lookup", {}), ("ngram", {"prompt_lookup_max": 3}))
+    )
+    assert ours.compute_hash() != the_hosts.compute_hash()
+
+
+def test_layers_of_different_shapes_are_refused():
+    def layer(num_kv_heads):
+        return SimpleNamespace(impl=SimpleNamespace(num_kv_heads=num_kv_heads, head_size=16))
+
+    alike, odd = {"first": layer(2), "second": layer(2)}, {"first": layer(2), "second": layer(4)}
+    TreeCPUModelRunner.check_target(SimpleNamespace(_target_layers=lambda: alike))
+    with pytest.raises(ConfigError, match=r"second has .*\(4, 16\), others \(2, 16\); serve .* without speculation"):
+        TreeCPUModelRunner.check_target(SimpleNamespace(_target_layers=lambda: odd))
 
 
 def test_nothing_changes_without_our_method(args):

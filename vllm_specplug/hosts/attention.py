@@ -35,7 +35,8 @@ class TreeRows:
             the pages before the commit.
         scratch: by layer, where tree keys live; None: they are this forward's own key/value.
         commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
-        kept: by layer name, where they are kept: ``[2, num_rows, num_kv_heads, head_size]``, contiguous.
+        kept: where they are kept, ``[num_layers, 2, num_rows, num_kv_heads, head_size]``; None with a scratch.
+        kept_of: by layer name, its part of ``kept``.
     """
 
     block_table: torch.Tensor
@@ -48,7 +49,8 @@ class TreeRows:
     all_rows: bool
     scratch: dict[str, KvScratch] | None = None
     commit_rows: torch.Tensor | None = None
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: torch.Tensor | None = None
+    kept_of: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -134,7 +136,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             key, value = tree.scratch[layer.layer_name].write(key, value)
         elif tree.commit_rows is not None:
             # A copy: compiled graphs reuse the buffers of key and value.
-            kept = tree.kept[layer.layer_name]
+            kept = tree.kept_of[layer.layer_name]
             if not tree.all_rows:
                 kept[0], kept[1] = key[tree.commit_rows], value[tree.commit_rows]
                 kept = None

@@ -43,7 +43,7 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         layers = self._target_layers()
         impl = next(iter(layers.values())).impl
         shape = (len(layers), 2, len(flat_rows), impl.num_kv_heads, impl.head_size)
-        self._kept = torch.empty(shape, dtype=self.model_config.dtype)
+        kept = torch.empty(shape, dtype=self.model_config.dtype)
         return TreeRows(
             block_table=block_table,
             context_lens=context_lens,
@@ -54,7 +54,8 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
             mask=mask,
             all_rows=all_rows,
             commit_rows=flat_rows,
-            kept=dict(zip(layers, self._kept.unbind(0), strict=True)),
+            kept=kept,
+            kept_of=dict(zip(layers, kept.unbind(0), strict=True)),
         )
 
     def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
@@ -78,4 +79,4 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         if targets.numel():
             slots = self.input_batch.block_table[0].slot_mapping.gpu[targets]
             layers = self._target_layers().values()
-            write_rows(self._kept, [layer.kv_cache for layer in layers], next(iter(layers)).isa, sources, slots)
+            write_rows(rows.kept, [layer.kv_cache for layer in layers], next(iter(layers)).isa, sources, slots)
