@@ -32,6 +32,9 @@ PLAIN_EVERY = 100
 FIRST_ROUNDS = 16
 #: Another arm must promise this much more before it takes over.
 MARGIN = 1.02
+#: An arm that takes over lasts so many steps or more, it is supposed: what the drafter first has to catch up with
+#: is spread over them.
+LASTS = 100
 #: Steps after which an arm's fresh observations count 1/e, and requests that its long-run average is worth beside them.
 MEMORY, LONG_RUN_WEIGHT, LONG_RUN_MEMORY = 48.0, 4.0, 2000.0
 #: Requests that an arm's worth before anything is known counts for.
@@ -283,9 +286,11 @@ class Budget:
             worth.age()
         outlooks = self.outlooks(num_reqs)
         now = outlooks[regime.arm]
-        best = max(outlooks, key=lambda arm: outlooks[arm].rate)
+        behind = 0.0 if regime.arm.host else self.costs["host"].at(missed_rows)
+        rates = {arm: seen.tokens / (seen.seconds + behind * arm.host / LASTS) for arm, seen in outlooks.items()}
+        best = max(rates, key=lambda arm: rates[arm])
         too_early = best is PLAIN and self._drafted < FIRST_ROUNDS
-        if outlooks[best].rate > now.rate * (1.0 if best is PLAIN else MARGIN) and not too_early:
+        if rates[best] > now.rate * (1.0 if best is PLAIN else MARGIN) and not too_early:
             # Credit saved up in good times is not for trying what has just been given up.
             regime.arm, now, regime.credit = best, outlooks[best], 0.0
         tokens, seconds = regime.recent
@@ -301,8 +306,7 @@ class Budget:
             self.running = PLAIN
         elif others:
             tried = max(others, key=lambda arm: outlooks[arm].rate)
-            behind = self.costs["host"].at(missed_rows) if tried.host and not regime.arm.host else 0.0
-            loss = outlooks[tried].seconds + behind - outlooks[tried].tokens / self._rate
+            loss = outlooks[tried].seconds + behind * tried.host - outlooks[tried].tokens / self._rate
             if regime.credit > max(loss, 0.0):
                 self.running = tried
         if self.running is PLAIN:

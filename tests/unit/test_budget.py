@@ -7,12 +7,13 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.budget import FIRST_ROUNDS, PLAIN, Arm, Budget, best_sums, keep_best, node_values, outcomes_of
+from vllm_specplug.budget import FIRST_ROUNDS, LASTS, PLAIN, Arm, Budget, best_sums, keep_best, node_values, outcomes_of
 from vllm_specplug.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.costs import CostModel
 from vllm_specplug.tree import from_flat, prune
@@ -213,6 +214,24 @@ def test_a_paused_drafter_weighs_what_it_must_catch_up_with():
         run(budget, 4, [0.05], 300, draft_seconds=0.006)
         arms.append([budget.plan(4, missed) for _ in range(100)])
     assert EAGLE in arms[0] and EAGLE not in arms[1]
+
+
+def test_a_paused_drafter_comes_back_for_more_than_it_must_catch_up_with():
+    """Drafting pays again, by a tenth; a gap that takes longer to read than this brings in a while keeps it paused."""
+    found = []
+    for missed in (0, 300):
+        budget = make({**CHEAP, "row": 0.004, "host": 0.004, "level": 0.002})
+        run(budget, 4, [0.05], 300, draft_seconds=0.006)
+        assert budget.arm is PLAIN
+        plain = budget.outlooks(4)[PLAIN]
+        budget.outlooks = lambda _num_reqs, plain=plain: {
+            PLAIN: plain,
+            EAGLE: replace(plain, tokens=1.1 * plain.tokens),
+        }
+        budget.costs["host"].seconds[300] = 0.2 * LASTS * plain.seconds
+        budget.plan(4, missed)
+        found.append(budget.arm)
+    assert found == [EAGLE, PLAIN]
 
 
 @pytest.mark.parametrize("looks", [True, False])
