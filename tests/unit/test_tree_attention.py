@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vllm_specplug.kernels import cpu_ops
 from vllm_specplug.kernels import tree_attention as kernels
 from vllm_specplug.kernels.tree_attention import make_inputs, pack_pages, tree_attention, unpack_pages
 
@@ -209,10 +210,10 @@ def test_fallback_is_announced_once(monkeypatch, caplog):
         raise RuntimeError("no compiler\nlong story")
 
     def forget():
-        kernels._operators.cache_clear()
+        cpu_ops.operators.cache_clear()
         kernels._implementation.cache_clear()
 
-    monkeypatch.setattr(kernels, "_load_operators", fail)
+    monkeypatch.setattr(cpu_ops, "_load", fail)
     forget()
     try:
         with caplog.at_level("INFO", logger="vllm_specplug"):

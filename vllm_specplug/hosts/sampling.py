@@ -8,9 +8,36 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from vllm_specplug.kernels import greedy_walk
 from vllm_specplug.types import PADDING, TokenTree, Walk
+
+
+def is_argmax(metadata: SamplingMetadata) -> bool:
+    """Whether the host's sampler takes the largest logit of every row, as it is, and reports nothing but it."""
+    holder = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_greedy
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and metadata.no_penalties
+        and metadata.allowed_token_ids_mask is None
+        and not metadata.bad_words_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and all(_is_idle(processor) for processor in metadata.logitsprocs.all)
+    )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Whether a logits processor changes nothing in a greedy batch, and need not be told of its steps."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    return type(processor) in BUILTIN_LOGITS_PROCESSORS and processor.is_argmax_invariant()
 
 
 class SampledWalk:
@@ -40,6 +67,9 @@ class SampledWalk:
         Returns:
             The walk, and the host's output: int32 ``[num_reqs, max_emitted]`` padded with -1.
         """
+        if is_argmax(self.sampling_metadata) and greedy_walk.is_available(logits):
+            walk = greedy_walk.greedy_walk(tree, logits, first_rows, active, tree.token_ids.shape[1])
+            return walk, SamplerOutput(walk.output_token_ids, None)
         # Full-vocabulary logprobs come in a shape the host cannot cut by rows: emit one token per step.
         max_emitted = 1 if self.sampling_metadata.max_num_logprobs == -1 else tree.token_ids.shape[1]
         # The same walk as ``walk.walk_exact`` on lists: on a CPU a node takes a microsecond, not twenty tensor ops.

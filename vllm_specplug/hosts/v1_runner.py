@@ -18,6 +18,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.outputs import SamplerOutput
 
 from vllm_specplug.budget import PLAIN
 from vllm_specplug.config import host_drafter
@@ -33,10 +34,11 @@ from vllm_specplug.hosts.free_proposer import HostFreeDrafting, context_of
 from vllm_specplug.hosts.medusa_proposer import HostMedusaProposer
 from vllm_specplug.hosts.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.rejection import RejectionWalk
-from vllm_specplug.hosts.sampling import SampledWalk
+from vllm_specplug.hosts.sampling import SampledWalk, is_argmax
 from vllm_specplug.hosts.scheduler import TreeDraftTokenIds, TreeSchedulerOutput, attach_drafts
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.typical import TypicalWalk, limits_of
+from vllm_specplug.kernels import greedy_walk
 from vllm_specplug.kv import KvScratch, plan_moves
 from vllm_specplug.layout import lay_out
 from vllm_specplug.metrics import Counters
@@ -300,6 +302,8 @@ class TreeModelRunner(ABC):
     def _sample_plainly(self, logits: torch.Tensor) -> Any:
         """One token per request; those whose token is thrown away (in their prefill) do not draw."""
         self.drafter.path_rows = self._flat_rows.to(self.device)
+        if is_argmax(self.input_batch.sampling_metadata) and greedy_walk.is_available(logits):
+            return SamplerOutput(greedy_walk.greedy_tokens(logits), None)
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
         if metadata.generators and discarded.any():

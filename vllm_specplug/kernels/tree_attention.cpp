@@ -651,7 +651,7 @@ void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, cons
 
 } // namespace
 
-TORCH_LIBRARY(SPECPLUG_NAMESPACE, m) {
+TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def(
       "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "

@@ -17,26 +17,17 @@ key and value side by side.
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import hashlib
-import logging
-import os
-import platform
-import sysconfig
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-logger = logging.getLogger("vllm_specplug")
+from vllm_specplug.kernels.cpu_ops import operators
 
 #: Layouts of the CPU op.
 KV_LAYOUTS = ("vec", "vec16", "amx")
 TOKEN_LAYOUT = "token"
-_SOURCE = Path(__file__).with_suffix(".cpp")
-_FLAGS = ["-O3", "-march=native", "-fopenmp"]
 
 
 def tree_attention(
@@ -108,7 +99,7 @@ def write_rows(
         rows: int64 ``[num_written]``; which of the rows.
         slots: int64 ``[num_written]``; where they go, ``block * block_size + offset``, each at most once.
     """
-    ops = _operators()
+    ops = operators()
     if ops is None:
         return write_rows_reference(kept, kv_caches, kv_layout, rows, slots)
     ops.write_rows.default(kept, kv_caches, _is_amx(kv_layout), rows, slots)
@@ -121,7 +112,7 @@ def select_backend() -> str:
 
 @functools.cache
 def _implementation() -> Callable[..., None]:
-    ops = _operators()
+    ops = operators()
     if ops is None:
         return tree_attention_reference
     op = ops.tree_attention.default
@@ -130,61 +121,6 @@ def _implementation() -> Callable[..., None]:
         op(query, output, kv_cache, _is_amx(kv_layout), *rest)
 
     return call
-
-
-@functools.cache
-def _operators() -> Any:
-    """The C++ operators, or None where they cannot be built."""
-    try:
-        ops = _load_operators()
-    except Exception as error:  # whatever a compiler, a linker or a read-only folder can raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("tree attention: slow torch fallback; the C++ op could not be built (%s)", reason)
-        return None
-    logger.info("tree attention: C++ op %s", ops.tree_attention.default)
-    return ops
-
-
-def _load_operators() -> Any:
-    """Builds the operators once per (source, torch, CPU) and loads them."""
-    from torch.utils import cpp_extension
-
-    identity = [_SOURCE.read_text(), torch.__version__, *_FLAGS, _cpu_identity()]
-    name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
-    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    # The lock dies with its holder, so a baton of cpp_extension found while holding it was left by a killed process.
-    with open(folder / "build.flock", "w") as lock, _scripts_on_path():
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        cpp_extension.load(
-            name,
-            [str(_SOURCE)],
-            extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={name}"],
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(folder),
-            is_python_module=False,
-        )
-    return getattr(torch.ops, name)
-
-
-def _cpu_identity() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
-class _scripts_on_path:
-    """Lets cpp_extension find the environment's ninja when the environment is not activated."""
-
-    def __enter__(self) -> None:
-        self.path = os.environ.get("PATH", "")
-        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), self.path])
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.environ["PATH"] = self.path
 
 
 def _is_amx(kv_layout: str) -> bool:

@@ -1,0 +1,75 @@
+"""The C++ operators of this package for CPUs, built on first use."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("vllm_specplug")
+
+_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_FLAGS = ["-O3", "-march=native", "-fopenmp"]
+
+
+@functools.cache
+def operators() -> Any:
+    """The C++ operators, or None where they cannot be built."""
+    try:
+        ops = _load()
+    except Exception as error:  # whatever a compiler, a linker or a read-only folder can raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("tree attention: slow torch fallback; the C++ ops could not be built (%s)", reason)
+        return None
+    logger.info("tree attention: C++ op %s", ops.tree_attention.default)
+    return ops
+
+
+def _load() -> Any:
+    """Builds the operators once per (source, torch, CPU) and loads them."""
+    from torch.utils import cpp_extension
+
+    identity = [*(source.read_text() for source in _SOURCES), torch.__version__, *_FLAGS, _cpu_identity()]
+    name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    # The lock dies with its holder, so a baton of cpp_extension found while holding it was left by a killed process.
+    with open(folder / "build.flock", "w") as lock, _scripts_on_path():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.load(
+            name,
+            [str(source) for source in _SOURCES],
+            extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={name}"],
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    return getattr(torch.ops, name)
+
+
+def _cpu_identity() -> str:
+    """What ``-march=native`` depends on: a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+class _scripts_on_path:
+    """Lets cpp_extension find the environment's ninja when the environment is not activated."""
+
+    def __enter__(self) -> None:
+        self.path = os.environ.get("PATH", "")
+        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), self.path])
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.environ["PATH"] = self.path

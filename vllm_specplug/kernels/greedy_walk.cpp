@@ -1,0 +1,137 @@
+// Greedy decoding from logits as they are: the host first converts all of them to float32, in memory that it maps anew at
+// every step.  The largest value is the first largest, -0 equals 0 and NaN is larger than all: as torch.argmax has it.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kBlock = 2048; // values whose maximum is remembered
+constexpr int64_t kPadding = -1;
+
+// Integers in the order of the floats with these bits.
+template <typename Int>
+inline Int order(Int bits) {
+  constexpr Int largest = std::numeric_limits<Int>::max();
+  constexpr Int infinity = sizeof(Int) == 2 ? 0x7f80 : 0x7f800000;
+  const Int magnitude = bits & largest;
+  const Int signed_magnitude = bits < 0 ? -magnitude : magnitude;
+  return magnitude > infinity ? largest : signed_magnitude;
+}
+
+template <typename Int>
+int64_t first_largest(const Int* row, int64_t size) {
+  Int most = std::numeric_limits<Int>::min();
+  int64_t found = 0;
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t end = std::min(size, begin + kBlock);
+    Int here = std::numeric_limits<Int>::min();
+    for (int64_t i = begin; i < end; ++i) here = std::max(here, order(row[i]));
+    if (here > most) {
+      most = here;
+      found = begin;
+    }
+  }
+  while (order(row[found]) != most) ++found;
+  return found;
+}
+
+// The first largest values of rows of bfloat16 or float32 logits.
+class Rows {
+ public:
+  Rows(const at::Tensor& logits, const char* name) : logits_(logits.stride(-1) == 1 ? logits : logits.contiguous()) {
+    TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, name, ": logits must be [num_rows, vocab_size]");
+    TORCH_CHECK(logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat, name,
+                ": logits must be bfloat16 or float32");
+  }
+  int64_t count() const { return logits_.size(0); }
+  int64_t token(int64_t row) const {
+    TORCH_CHECK_INDEX(row >= 0 && row < count(), "greedy decoding: there are no logits for row ", row);
+    const int64_t place = row * logits_.stride(0), size = logits_.size(1);
+    if (logits_.scalar_type() == at::kFloat)
+      return first_largest(static_cast<const int32_t*>(logits_.const_data_ptr()) + place, size);
+    return first_largest(static_cast<const int16_t*>(logits_.const_data_ptr()) + place, size);
+  }
+
+ private:
+  at::Tensor logits_;
+};
+
+at::Tensor greedy_tokens(const at::Tensor& logits) {
+  const Rows rows(logits, "greedy_tokens");
+  const at::Tensor result = at::empty({rows.count(), 1}, logits.options().dtype(at::kInt));
+  int32_t* tokens = result.mutable_data_ptr<int32_t>();
+  at::parallel_for(0, rows.count(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) tokens[row] = static_cast<int32_t>(rows.token(row));
+  });
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& logits, const at::Tensor& token_ids,
+                                                           const at::Tensor& parents, const at::Tensor& first_rows,
+                                                           const at::Tensor& active, int64_t max_emitted) {
+  const Rows rows(logits, "greedy_walk");
+  const int64_t num_reqs = token_ids.size(0), width = token_ids.size(1);
+  for (const at::Tensor& t : {token_ids, parents, first_rows})
+    TORCH_CHECK(t.scalar_type() == at::kLong && t.is_contiguous(), "greedy_walk: trees must be contiguous and int64");
+  TORCH_CHECK(active.scalar_type() == at::kBool && active.is_contiguous(), "greedy_walk: active must be bool");
+  TORCH_CHECK(parents.sizes() == token_ids.sizes() && first_rows.numel() == num_reqs && active.numel() == num_reqs,
+              "greedy_walk: the shapes of the trees differ");
+  const int64_t *tokens = token_ids.const_data_ptr<int64_t>(), *above = parents.const_data_ptr<int64_t>();
+  const int64_t* first = first_rows.const_data_ptr<int64_t>();
+  const bool* walks = active.const_data_ptr<bool>();
+
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> paths(num_reqs); // (row, token)
+  at::parallel_for(0, num_reqs, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t request = begin; request < end; ++request) {
+      const int64_t *token_of = tokens + request * width, *parent_of = above + request * width;
+      auto& path = paths[request];
+      for (int64_t row = walks[request] ? 0 : width; row < width && (int64_t)path.size() < max_emitted;) {
+        const int64_t token = rows.token(first[request] + row), parent = row;
+        path.emplace_back(row, token);
+        for (++row; row < width && !(parent_of[row] == parent && token_of[row] == token); ++row) {
+        }
+      }
+    }
+  });
+
+  int64_t depth = 1;
+  for (const auto& path : paths) depth = std::max<int64_t>(depth, path.size());
+  const auto options = token_ids.options();
+  const at::Tensor output = at::full({num_reqs, depth}, kPadding, options.dtype(at::kInt));
+  const at::Tensor path_rows = at::full({num_reqs, depth}, kPadding, options);
+  const at::Tensor num_emitted = at::empty({num_reqs}, options);
+  for (int64_t request = 0; request < num_reqs; ++request) {
+    int32_t* output_of = output.mutable_data_ptr<int32_t>() + request * depth;
+    int64_t* rows_of = path_rows.mutable_data_ptr<int64_t>() + request * depth;
+    rows_of[0] = 0; // the root's, of requests that emit nothing too
+    int64_t place = 0;
+    for (const auto& [row, token] : paths[request]) {
+      output_of[place] = static_cast<int32_t>(token);
+      rows_of[place++] = row;
+    }
+    num_emitted.mutable_data_ptr<int64_t>()[request] = place;
+  }
+  return {output, path_rows, num_emitted};
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
+  m.def("greedy_tokens(Tensor logits) -> Tensor");
+  m.impl("greedy_tokens", c10::DispatchKey::CPU, &greedy_tokens);
+  m.def(
+      "greedy_walk(Tensor logits, Tensor token_ids, Tensor parents, Tensor first_rows, Tensor active, int max_emitted) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.impl("greedy_walk", c10::DispatchKey::CPU, &greedy_walk);
+}

@@ -1,0 +1,43 @@
+"""Greedy decoding on a CPU straight from the logits: the tokens of ``argmax``, and the walk of trees by them.
+
+C++ ops where they can be built; their reference is ``walk.walk_exact`` with ``argmax`` for a sampler, which is what
+runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.types import TokenTree, Walk
+
+
+def is_available(logits: torch.Tensor) -> bool:
+    """Whether the ops can be used on these logits."""
+    return logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) and operators() is not None
+
+
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The first largest of each row of ``logits``, bfloat16 or float32 ``[num_rows, vocab_size]``: int32
+    ``[num_rows, 1]``.
+    """
+    return operators().greedy_tokens.default(logits)
+
+
+def greedy_walk(
+    tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor, max_emitted: int
+) -> Walk:
+    """Walk all trees at temperature 0.
+
+    Args:
+        tree: the verified trees.
+        logits: bfloat16 or float32 ``[num_logits_rows, vocab_size]``.
+        first_rows: int64 ``[num_reqs]``; row of each request's root in ``logits``.
+        active: bool ``[num_reqs]``; requests to walk.  The others emit nothing.
+        max_emitted: most tokens to emit.
+
+    Returns:
+        The walk, as wide as its longest path.
+    """
+    walk = operators().greedy_walk.default
+    return Walk(*walk(logits, tree.token_ids.contiguous(), tree.parents.contiguous(), first_rows, active, max_emitted))
