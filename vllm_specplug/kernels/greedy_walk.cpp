@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -19,14 +20,39 @@ namespace {
 constexpr int64_t kBlock = 2048; // values whose maximum is remembered
 constexpr int64_t kPadding = -1;
 
-// Integers in the order of the floats with these bits.
 template <typename Int>
-inline Int order(Int bits) {
-  constexpr Int largest = std::numeric_limits<Int>::max();
-  constexpr Int infinity = sizeof(Int) == 2 ? 0x7f80 : 0x7f800000;
-  const Int magnitude = bits & largest;
-  const Int signed_magnitude = bits < 0 ? -magnitude : magnitude;
-  return magnitude > infinity ? largest : signed_magnitude;
+struct Vector {
+  typedef Int type __attribute__((vector_size(64)));
+};
+
+// Integers in the order of the floats with these bits; of one, or of a vector of them.
+template <typename Int, typename V>
+inline V order(V bits) {
+  constexpr Int largest = std::numeric_limits<Int>::max(), infinity = sizeof(Int) == 2 ? 0x7f80 : 0x7f800000;
+  const V sign = bits >> (8 * sizeof(Int) - 1); // 0 or -1
+  const V magnitude = bits & largest;
+  const V value = (magnitude ^ sign) - sign, nan = V{} + largest;
+  return magnitude > infinity ? nan : value;
+}
+
+template <typename Int>
+Int most_of(const Int* values, int64_t size) {
+  using V = typename Vector<Int>::type;
+  constexpr int64_t lanes = sizeof(V) / sizeof(Int);
+  Int most = std::numeric_limits<Int>::min();
+  int64_t i = 0;
+  if (size >= lanes) {
+    V mosts = V{} + most;
+    for (; i + lanes <= size; i += lanes) {
+      V bits;
+      std::memcpy(&bits, values + i, sizeof(V));
+      const V here = order<Int>(bits);
+      mosts = here > mosts ? here : mosts;
+    }
+    for (int64_t lane = 0; lane < lanes; ++lane) most = std::max<Int>(most, mosts[lane]);
+  }
+  for (; i < size; ++i) most = std::max<Int>(most, order<Int>(values[i]));
+  return most;
 }
 
 template <typename Int>
@@ -34,15 +60,13 @@ int64_t first_largest(const Int* row, int64_t size) {
   Int most = std::numeric_limits<Int>::min();
   int64_t found = 0;
   for (int64_t begin = 0; begin < size; begin += kBlock) {
-    const int64_t end = std::min(size, begin + kBlock);
-    Int here = std::numeric_limits<Int>::min();
-    for (int64_t i = begin; i < end; ++i) here = std::max(here, order(row[i]));
+    const Int here = most_of(row + begin, std::min(size - begin, kBlock));
     if (here > most) {
       most = here;
       found = begin;
     }
   }
-  while (order(row[found]) != most) ++found;
+  while (order<Int>(row[found]) != most) ++found;
   return found;
 }
 
