@@ -213,8 +213,9 @@ class Budget:
         self._reseeds, self._emitted = reseeds, 1.5
         self._prompt_rows = 0.0
         self._rate = 0.0
-        #: Seconds in which the host's drafter catches up with what it has missed.
+        #: Seconds in which the host's drafter catches up with what it has missed; those of late, and their rows.
         self._catch_up = 0.0
+        self._caught_up = np.zeros(2)
         self._missed_rows = 0
         self._rounds = self._drafted = 0
         #: By class of what the others promise: tokens that the host's drafter added, and requests; with decay.
@@ -286,7 +287,7 @@ class Budget:
             worth.age()
         outlooks = self.outlooks(num_reqs)
         now = outlooks[regime.arm]
-        behind = 0.0 if regime.arm.host else self.costs["host"].at(missed_rows)
+        behind = 0.0 if regime.arm.host else self._behind(missed_rows)
         rates = {arm: seen.tokens / (seen.seconds + behind * arm.host / LASTS) for arm, seen in outlooks.items()}
         best = max(rates, key=lambda arm: rates[arm])
         too_early = best is PLAIN and self._drafted < FIRST_ROUNDS
@@ -425,9 +426,15 @@ class Budget:
         self._beams.append(fed)
         return True
 
-    def caught_up(self, seconds: float) -> None:
-        """The host's drafter has read what it had missed, in so many seconds."""
+    def caught_up(self, seconds: float, num_rows: int) -> None:
+        """The host's drafter has read ``num_rows`` that it had missed, in so many seconds."""
         self._catch_up += (0.1 if self._catch_up else 1.0) * (seconds - self._catch_up)
+        self._caught_up = 0.9 * self._caught_up + np.array([seconds, num_rows])
+
+    def _behind(self, missed_rows: int) -> float:
+        """What reading so many rows takes, by those read before: the drafter's own costs are known for fewer."""
+        seconds, rows = self._caught_up
+        return max(self.costs["host"].at(missed_rows), missed_rows * seconds / max(rows, 1.0))
 
     # ---- after drafting
 

@@ -252,10 +252,10 @@ class ServingBudget:
 
     def catch_up(self, catch_up: Callable[[], None]) -> None:
         """Let the host's drafter read what it has missed, with its time taken."""
-        begin = time.perf_counter()
+        begin, num_rows = time.perf_counter(), self._runner.drafter.missed.num_rows
         catch_up()
         self._round.catch_up = time.perf_counter() - begin
-        self.budget.caught_up(self._round.catch_up)
+        self.budget.caught_up(self._round.catch_up, num_rows - self._runner.drafter.missed.num_rows)
 
     def timed(self, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
         """Run the host's drafter, with its time taken."""
