@@ -1,6 +1,7 @@
 """The parts of ``specplug bench`` that need no engine."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,15 @@ def test_mixed_batches_are_full():
     batches = bench.make_batches(questions, 4, mixed=True)
     assert [len(batch) for batch in batches] == [4, 3]
     assert sorted(question.name for batch in batches for question in batch) == [str(i) for i in range(7)]
+
+
+def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
+    questions = [bench.Question(str(i), "c", "?") for i in range(40)]
+    lengths = [q.max_tokens for q in bench.spread_lengths(questions, 40, 0.5)]
+    assert sorted(set(lengths)) == sorted(lengths) or len(set(lengths)) > 30
+    assert min(lengths) in range(20, 23) and max(lengths) in range(58, 61) and abs(sum(lengths) / 40 - 40) < 1
+    assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) > 10
+    assert [q.max_tokens for q in bench.spread_lengths(questions[:3], 1, 0.9)] == [1, 1, 1]
 
 
 class FakeEngine:
@@ -171,7 +181,7 @@ def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
     tokenizer = SimpleNamespace(
         eos_token_id=1, apply_chat_template=lambda chat, **_: [len(chat[0]["content"]), 3, 4] * 9
     )
-    request = {"texts": ["a", "bb"], "max_tokens": 6}  # as ``Worker.generate`` sends it
+    request = {"texts": ["a", "bb"], "max_tokens": [6, 6]}  # as ``Worker.generate`` sends it
     sampling = {"sampling": {"temperature": temperature, "seed": 0} if temperature else {}}
     greedy, plain, lookup = (
         hf_worker.answer(model, tokenizer, request | more, {"max_length": 30} | options)
@@ -261,7 +271,7 @@ def test_a_server_that_refuses_is_quoted(server, text, said):
 
 
 def test_bench_of_servers(server, tmp_path, capsys):
-    _, url = server
+    fake, url = server
     questions, out = tmp_path / "q.jsonl", tmp_path / "out.json"
     questions.write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
     command = ["bench", "--questions", str(questions), "--max-tokens", "6", "--concurrency", "1,2", "--repeats", "2"]
@@ -275,7 +285,16 @@ def test_bench_of_servers(server, tmp_path, capsys):
     fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
     fails_with(capsys, [*command, "--server", url, "--look-inside"], "--look-inside")
     fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
+    assert {body["max_tokens"] for body in fake.bodies} == {6}
+    fake.bodies.clear()
+    spread = ["--max-tokens", "8", "--spread", "0.5", "--server", url, "--output", str(out)]
+    assert cli.main([*command, *spread]) == 0
+    assert {body["max_tokens"] for body in fake.bodies} == {4, 9}
+    assert json.loads(out.read_text())["settings"]["spread"] == 0.5
+    assert cli.main(["bench", "--table", str(out)]) == 0
+    assert "at most 4 to 12 tokens;" in capsys.readouterr().out
     fails_with(capsys, [*command, "--temperature", "3"], "--temperature")
+    fails_with(capsys, [*command, "--spread", "1"], "--spread")
 
 
 @pytest.mark.parametrize(

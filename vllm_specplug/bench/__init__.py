@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.bench.methods import BASELINE, METHODS, Method, full_vocabulary_copy, parse_methods
-from vllm_specplug.bench.questions import Question, make_batches, read_questions
+from vllm_specplug.bench.questions import Question, make_batches, read_questions, spread_lengths
 from vllm_specplug.bench.results import (
     CONCURRENCY_MARKS,
     MARKS,
@@ -36,6 +36,7 @@ __all__ = [
     "parse_methods",
     "read_questions",
     "render",
+    "spread_lengths",
 ]
 
 _STEP_NODES = (1, 2, 4, 8, 16, 32)
@@ -72,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="answers of at most M (1 - S) to M (1 + S) tokens, by the question, so that they do not all end together",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0: seeded sampling")
     parser.add_argument(
@@ -120,6 +128,8 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("max_tokens", "kv_gib", "limit", "repeats"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.spread < 1:
+        raise ValueError("--spread must be from 0 to below 1")
     if not 0 <= args.temperature <= 2:
         raise ValueError("--temperature must be from 0 to 2")
     labels = [label for label, _ in args.server]
@@ -129,6 +139,8 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--look-inside needs engines of its own: leave out --server")
     methods = [] if labels else parse_methods(args.methods, args.method_config)
     questions = read_questions(args.questions, args.limit)
+    if args.spread:
+        questions = spread_lengths(questions, args.max_tokens, args.spread)
     first, *more = args.concurrency
     parts = [Part(first, repeat, make_batches(questions, batch_size(first))) for repeat in range(args.repeats)]
     for c in more:
@@ -136,7 +148,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         parts += [Part(c, repeat, batches) for repeat in range(args.repeats)]
     settings = {"questions": args.questions.name, "num_questions": len(questions), "max_tokens": args.max_tokens}
     settings |= {"concurrency": ",".join(map(str, args.concurrency)), "repeats": args.repeats}
-    settings |= {"temperature": args.temperature}
+    settings |= {"temperature": args.temperature, "spread": args.spread}
     if labels:
         servers = [Server(label, url) for label, url in args.server]
         settings |= {"dtype": "dtype of the server", "model": servers[0].model}

@@ -31,24 +31,24 @@ def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[st
     import torch
 
     prompts = []
-    for text in request["texts"]:
+    for text, max_tokens in zip(request["texts"], request["max_tokens"], strict=True):
         chat = [{"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        prompts.append(torch.tensor([ids[: options["max_length"] - request["max_tokens"]]]))
+        prompts.append(torch.tensor([ids[: options["max_length"] - max_tokens]]))
     sampling = {"do_sample": False}
     if asked := request.get("sampling"):
         sampling = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
     lookup = {k: v for k, v in options.items() if k != "max_length"}
     token_ids, first, inter = [], [], []
     start = time.perf_counter()
-    for prompt in prompts:
+    for prompt, max_tokens in zip(prompts, request["max_tokens"], strict=True):
         torch.manual_seed(0)
         streamer = FirstToken()
         begin = time.perf_counter()
         output = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=request["max_tokens"],
+            max_new_tokens=max_tokens,
             streamer=streamer,
             pad_token_id=tokenizer.eos_token_id,
             **sampling,

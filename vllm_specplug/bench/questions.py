@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MIXED = "mixed"
@@ -12,11 +12,12 @@ MIXED = "mixed"
 
 @dataclass(frozen=True)
 class Question:
-    """One user message with its category."""
+    """One user message with its category; the most tokens of its answer, None for those of the run."""
 
     name: str
     category: str
     text: str
+    max_tokens: int | None = None
 
 
 def parse_question(record: dict, number: int) -> Question:
@@ -44,6 +45,18 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     if limit is None or limit >= len(questions):
         return questions
     return [questions[i * len(questions) // limit] for i in range(limit)]
+
+
+def spread_lengths(questions: list[Question], max_tokens: int, spread: float) -> list[Question]:
+    """The questions with lengths of their own, evenly from ``1 - spread`` to ``1 + spread`` times ``max_tokens``.
+
+    Answers that all reach one and the same length end together, and the prompts behind them come together: neither
+    happens in a server.  Neighbours get lengths far apart (multiples of the golden ratio).
+    """
+    shares = [1 + spread * (2 * (number * 0.6180339887 % 1) - 1) for number in range(len(questions))]
+    return [
+        replace(q, max_tokens=max(1, round(max_tokens * share))) for q, share in zip(questions, shares, strict=True)
+    ]
 
 
 def make_batches(questions: list[Question], size: int, mixed: bool = False) -> list[list[Question]]:

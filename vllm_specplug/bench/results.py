@@ -174,8 +174,7 @@ def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
     for name, number in runs.items():
         s, found_by = reports[name]["settings"], reports[name]["provenance"]
         origins.append(
-            f"{number}. `{name}`: {s['num_questions']} questions of {s['questions']}, at most {s['max_tokens']} tokens "
-            f"each; {found_by['date'][:10]}, commit {(found_by['commit'] or 'unknown')[:7]}"
+            f"{number}. `{name}`: {s['num_questions']} questions of {s['questions']}, {_lengths(s)}; {found_by['date'][:10]}, commit {(found_by['commit'] or 'unknown')[:7]}"
         )
     table = format_table(["at once", *map(str, levels), "run"], rows, markdown=True)
     return "\n".join([table, "", *origins])
@@ -192,6 +191,13 @@ def stage_table(stages: dict[str, dict[str, float]]) -> tuple[list[str], list[li
     return headers, rows
 
 
+def _lengths(settings: dict[str, Any]) -> str:
+    most, spread = settings["max_tokens"], settings.get("spread", 0.0)
+    if not spread:
+        return f"at most {most} tokens each"
+    return f"at most {most * (1 - spread):.0f} to {most * (1 + spread):.0f} tokens"
+
+
 def origin(report: dict[str, Any]) -> str:
     """Settings and provenance in one paragraph."""
     s = report["settings"]
@@ -199,7 +205,7 @@ def origin(report: dict[str, Any]) -> str:
     repeats = f", {s['repeats']} repeats" if s.get("repeats", 1) > 1 else ""
     return (
         f"{s['num_questions']} questions of {s['questions']}, {s['dtype']}, concurrency {s['concurrency']}{repeats}, "
-        f"{sampling}, at most {s['max_tokens']} tokens each; tau counts the bonus token.  "
+        f"{sampling}, {_lengths(s)}; tau counts the bonus token.  "
         f"{origin_of(report['provenance'])}"
     )
 

@@ -147,7 +147,8 @@ class Worker:
         """Answer a batch, or as ``SamplingParams`` of ``sampling`` say; tokenisation is not timed."""
         sampling = sampling or ({"temperature": temperature, "seed": 0} if temperature else {})
         texts = [question.text for question in questions]
-        self.send({"texts": texts, "max_tokens": max_tokens, "sampling": sampling, "at_once": at_once})
+        lengths = [question.max_tokens or max_tokens for question in questions]
+        self.send({"texts": texts, "max_tokens": lengths, "sampling": sampling, "at_once": at_once})
         return Measurement([question.name for question in questions], questions[0].category, **self.receive())
 
     def close(self) -> int | None:

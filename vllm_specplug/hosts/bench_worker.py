@@ -1,6 +1,7 @@
 """One engine of ``specplug bench``, served by ``bench.serving``.
 
-It is started with the arguments of ``LLM``.  ``{"texts", "max_tokens"}`` asks for greedy answers, or for sampled ones
+It is started with the arguments of ``LLM``.  ``{"texts", "max_tokens"}`` asks for greedy answers (``max_tokens`` is one
+number, or one for each text), or for sampled ones
 with ``"sampling"`` (arguments of ``SamplingParams``), as many under way at once as ``"at_once"`` says (default: all).
 """
 
@@ -38,7 +39,11 @@ def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict[str, An
 
 
 def answer(
-    llm: Any, texts: list[str], max_tokens: int, sampling: dict[str, Any] | None = None, at_once: int | None = None
+    llm: Any,
+    texts: list[str],
+    max_tokens: int | list[int],
+    sampling: dict[str, Any] | None = None,
+    at_once: int | None = None,
 ) -> dict[str, Any]:
     """Answers to chat messages, greedy by default, the seconds they took and the draft counters they moved.
 
@@ -47,9 +52,11 @@ def answer(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    prompts = prompts_of(llm, texts, max_tokens)
-    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **(sampling or {})})
-    params.output_kind = RequestOutputKind.FINAL_ONLY
+    lengths = [max_tokens] * len(texts) if isinstance(max_tokens, int) else max_tokens
+    prompts = prompts_of(llm, texts, max(lengths))
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": length, **(sampling or {})}) for length in lengths]
+    for one in params:
+        one.output_kind = RequestOutputKind.FINAL_ONLY
     drafts, by_depth = _read_counters(llm)
     start = time.perf_counter()
     outputs = _generate(llm.llm_engine, prompts, params, at_once or len(prompts))
@@ -72,20 +79,21 @@ def answer(
     }
 
 
-def _generate(engine: Any, prompts: list[dict[str, Any]], params: Any, at_once: int) -> list[Any]:
+def _generate(engine: Any, prompts: list[dict[str, Any]], params: list[Any], at_once: int) -> list[Any]:
     """The final outputs, in the order of the prompts."""
     begin = time.monotonic_ns()
-    waiting = {f"{begin}-{number}": prompt for number, prompt in enumerate(prompts)}
+    requests = enumerate(zip(prompts, params, strict=True))
+    waiting = {f"{begin}-{number}": request for number, request in requests}
     names, done = list(waiting), {}
     for name in names[:at_once]:
-        engine.add_request(name, waiting.pop(name), params)
+        engine.add_request(name, *waiting.pop(name))
     while len(done) < len(names):
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = output
                 if waiting:
                     name = next(iter(waiting))
-                    engine.add_request(name, waiting.pop(name), params)
+                    engine.add_request(name, *waiting.pop(name))
     return [done[name] for name in names]
 
 
