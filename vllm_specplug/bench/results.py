@@ -173,9 +173,8 @@ def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
     origins = []
     for name, number in runs.items():
         s, found_by = reports[name]["settings"], reports[name]["provenance"]
-        origins.append(
-            f"{number}. `{name}`: {s['num_questions']} questions of {s['questions']}, {_lengths(s)}; {found_by['date'][:10]}, commit {(found_by['commit'] or 'unknown')[:7]}"
-        )
+        origin = f"{s['num_questions']} questions of {s['questions']}, {_lengths(s)}; {found_by['date'][:10]}"
+        origins.append(f"{number}. `{name}`: {origin}, commit {(found_by['commit'] or 'unknown')[:7]}")
     table = format_table(["at once", *map(str, levels), "run"], rows, markdown=True)
     return "\n".join([table, "", *origins])
 
