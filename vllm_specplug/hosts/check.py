@@ -95,6 +95,9 @@ _V1 = (
     HostSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     HostSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
     HostSymbol("vllm.v1.sample.logits_processor:build_logitsprocs", ("vllm_config", "device", "is_pin_memory")),
+    HostSymbol("vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS"),
+    HostSymbol("vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor"),
+    HostSymbol("vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"),
     HostSymbol(f"{_RUNNER}.may_reinitialize_input_batch", ("self",)),
     HostSymbol(
         "vllm.v1.sample.thinking_budget_state:maybe_create_thinking_budget_state_holder",
