@@ -11,6 +11,7 @@ from vllm.v1.sample.logits_processor import (
     LogitsProcessors,
     MinPLogitsProcessor,
 )
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
@@ -44,6 +45,10 @@ class Custom(MinPLogitsProcessor):
     """Says that it does not matter for the largest logit; who knows what else it does."""
 
 
+class CustomBias(LogitBiasLogitsProcessor):
+    """No request has a bias, but who knows what it does with the logits."""
+
+
 def test_a_batch_of_which_the_largest_logits_are_taken():
     assert is_argmax(metadata(builtin(SamplingParams(temperature=0, min_p=0.2))))
 
@@ -60,6 +65,7 @@ def test_a_batch_of_which_the_largest_logits_are_taken():
         {"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)},
         {"processors": builtin(SamplingParams(temperature=0, min_tokens=3))},
         {"processors": builtin(SamplingParams(temperature=0, logit_bias={1: 2.0}))},
+        {"processors": [CustomBias(None, torch.device("cpu"), False)]},
         {"processors": [Custom(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2)), "cpu", False)]},
     ],
     ids=lambda changes: next(iter(changes)),

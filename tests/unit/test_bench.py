@@ -33,7 +33,7 @@ def test_mixed_batches_are_full():
 def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
     questions = [bench.Question(str(i), "c", "?") for i in range(40)]
     lengths = [q.max_tokens for q in bench.spread_lengths(questions, 40, 0.5)]
-    assert sorted(set(lengths)) == sorted(lengths) or len(set(lengths)) > 30
+    assert len(set(lengths)) > 30
     assert min(lengths) in range(20, 23) and max(lengths) in range(58, 61) and abs(sum(lengths) / 40 - 40) < 1
     assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) > 10
     assert [q.max_tokens for q in bench.spread_lengths(questions[:3], 1, 0.9)] == [1, 1, 1]

@@ -1,8 +1,8 @@
 """One engine of ``specplug bench``, served by ``bench.serving``.
 
 It is started with the arguments of ``LLM``.  ``{"texts", "max_tokens"}`` asks for greedy answers (``max_tokens`` is one
-number, or one for each text), or for sampled ones
-with ``"sampling"`` (arguments of ``SamplingParams``), as many under way at once as ``"at_once"`` says (default: all).
+number, or one for each text), or for sampled ones with ``"sampling"`` (arguments of ``SamplingParams``), as many under
+way at once as ``"at_once"`` says (default: all).
 """
 
 from __future__ import annotations

@@ -33,11 +33,12 @@ def is_argmax(metadata: SamplingMetadata) -> bool:
 
 def _is_idle(processor: Any) -> bool:
     """Whether a logits processor changes nothing in a greedy batch, and need not be told of its steps."""
-    if isinstance(processor, MinTokensLogitsProcessor):
+    kind = type(processor)  # what a custom one has made of the host's is not known
+    if kind is MinTokensLogitsProcessor:
         return not processor.min_toks
-    if isinstance(processor, LogitBiasLogitsProcessor):
+    if kind is LogitBiasLogitsProcessor:
         return not processor.biases
-    return type(processor) in BUILTIN_LOGITS_PROCESSORS and processor.is_argmax_invariant()
+    return kind in BUILTIN_LOGITS_PROCESSORS and processor.is_argmax_invariant()
 
 
 class SampledWalk:
