@@ -22,6 +22,7 @@ from tests.v2.conftest import (
 )
 from vllm_specplug.hosts import v1_gpu_runner
 from vllm_specplug.hosts.v1_gpu_runner import TreeDeviceModelRunner
+from vllm_specplug.kernels import greedy_walk
 
 TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.hosts.v1_interpreted.InterpretedWorkerV1"}
@@ -29,7 +30,9 @@ WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.host
 
 @pytest.fixture(scope="module", autouse=True)
 def v1_runner():
-    with model_runner("0"):
+    with model_runner("0"), pytest.MonkeyPatch.context() as patch:
+        # As on a device, whose logits the C++ op cannot read: the host's sampler chooses at every depth.
+        patch.setattr(greedy_walk, "is_available", lambda _logits: False)
         yield
 
 
