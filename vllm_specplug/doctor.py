@@ -39,12 +39,15 @@ class Finding:
 
 
 def _host() -> Finding:
-    from .hosts.check import CHECKED_VERSIONS, check_runner
+    from .hosts.check import CHECKED_VERSIONS, check_runner, was_checked
     from .hosts.probe import find_platform, find_runner
 
-    report = check_runner(find_runner()[0], find_platform()[1] == "cpu")
-    found = f"{report.host or 'none'} {report.version}".strip()
-    return Finding("host", f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})", tuple(report.problems))
+    where = find_runner()[0], find_platform()[1] == "cpu"
+    report = check_runner(*where)
+    found = f"{report.host or 'none'} {report.version} (checked versions: {', '.join(CHECKED_VERSIONS)})".strip()
+    tested = was_checked(report, *where) or not report.supported
+    hint = "" if tested else "not tested with it: compare its answers with plain vLLM's"
+    return Finding("host", found, tuple(report.problems), hint=hint)
 
 
 def _platform() -> Finding:

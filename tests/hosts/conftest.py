@@ -112,7 +112,7 @@ def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def cost_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Cost models of the tests are not kept beside the user's."""
     from vllm_specplug import costs

