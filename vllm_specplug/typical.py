@@ -14,20 +14,15 @@ passes: the walk is then exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from vllm_specplug.config import ConfigError, TreeOptions, check_typical_limits
 from vllm_specplug.tree import valid_rows
 from vllm_specplug.types import PADDING, TokenTree
 
 #: ``log_probs(requests [n], rows [n]) -> float32 [n, vocab]``: the target's distribution behind tree rows.
 RowLogProbs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-#: Keys of a request's ``extra_args`` that replace the server's options.
-EXTRA_ARGS = ("typical_epsilon", "typical_delta")
 
 
 def threshold(log_probs: torch.Tensor, epsilon: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -92,20 +87,3 @@ def path_token_ids(tree: TokenTree, last_rows: torch.Tensor) -> torch.Tensor:
         tokens[requests, tree.depths[requests, rows]] = tree.token_ids[requests, rows]
         rows = tree.parents[requests, rows].clamp(min=0)
     return tokens[:, 1:]
-
-
-def request_limits(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> tuple[float, float]:
-    """Epsilon and delta of a request: its own (``extra_args``), else the server's.
-
-    Raises:
-        ConfigError: a value out of range, or a server that verifies exactly.
-    """
-    given = {key: extra_args[key] for key in EXTRA_ARGS if key in extra_args} if extra_args else {}
-    if given and options.verification != "typical":
-        raise ConfigError(
-            f"{', '.join(given)}: this server verifies drafts exactly; start it with "
-            '"verification": "typical", or leave the argument out'
-        )
-    values = {"typical_epsilon": options.typical_epsilon, "typical_delta": options.typical_delta} | given
-    check_typical_limits(**values)
-    return float(values["typical_epsilon"]), float(values["typical_delta"])

@@ -1,5 +1,8 @@
 """What a request may say about its own speculation."""
 
+import subprocess
+import sys
+
 import pytest
 
 from vllm_specplug.config import ConfigError
@@ -24,3 +27,16 @@ def test_speculation(extra_args, wants):
 def test_not_a_truth_value(value):
     with pytest.raises(ConfigError, match="speculation must be true or false"):
         wants_speculation({"speculation": value})
+
+
+def test_nothing_that_drafts_is_loaded():
+    """The front end checks requests and never drafts: numba and LLVM would take some 80 MiB of it."""
+    program = """
+import sys
+from vllm_specplug.config import TreeOptions
+from vllm_specplug.request_args import check_request
+check_request({"typical_delta": 0.3}, TreeOptions(verification="typical"))
+print(sorted({"numba", "llvmlite", "vllm_specplug.tree"} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "[]", found

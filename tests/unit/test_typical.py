@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from vllm_specplug.config import ConfigError, TreeOptions
+from vllm_specplug.request_args import request_limits
 from vllm_specplug.tree import from_flat
-from vllm_specplug.typical import accept_typical, path_token_ids, request_limits, threshold
+from vllm_specplug.typical import accept_typical, path_token_ids, threshold
 
 VOCAB = 7
 

@@ -9,8 +9,9 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_specplug.config import TreeOptions
 from vllm_specplug.hosts.settled import SettledWalk, is_plainly_sampled
+from vllm_specplug.request_args import request_limits
 from vllm_specplug.types import TokenTree
-from vllm_specplug.typical import accept_typical, path_token_ids, request_limits
+from vllm_specplug.typical import accept_typical, path_token_ids
 
 
 def limits_of(params: SamplingParams | None, options: TreeOptions) -> tuple[float, float] | None:
