@@ -109,7 +109,11 @@ def git_commit() -> str | None:
 
 def command_line() -> str:
     """This process's command line, folders of absolute paths left out: they say nothing about the measurement."""
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    program = Path(sys.argv[0]).name
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    by_module = program == "__main__.py" and spec is not None  # ``python -m package``
+    words = ["python", "-m", spec.name.removesuffix(".__main__")] if by_module else [program]
+    words += sys.argv[1:]
     return shlex.join(re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", word) for word in words)
 
 

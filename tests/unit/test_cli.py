@@ -193,6 +193,15 @@ def test_provenance_is_complete(monkeypatch):
     assert record["command"] == "specplug bench --questions q.jsonl"
 
 
+def test_a_package_that_runs_is_named(tmp_path):
+    (tmp_path / "package").mkdir()
+    program = "from vllm_specplug.environment import command_line; print(command_line())"
+    (tmp_path / "package" / "__main__.py").write_text(program)
+    command = [sys.executable, "-m", "package", "--out=/somewhere/x.json"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "python -m package --out=x.json", found
+
+
 # Tables
 
 
