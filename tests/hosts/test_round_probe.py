@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny
-from vllm_specplug.hosts import round_probe
+from tests.hosts.conftest import ENGINE
+from vllm_specplug.hosts import bench_worker, round_probe
 from vllm_specplug.hosts.served_threads import use_served_threads
 
 
@@ -30,6 +31,22 @@ def probed(engine):
     for owner, names in named.items():
         for name in names:
             delattr(owner, name)  # the class's own again: other tests use this engine
+
+
+def test_an_engine_to_be_measured_in_one_process(engine, checkpoints, monkeypatch):
+    engine()  # makes room
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    monkeypatch.setattr(bench_worker, "answer", lambda llm, texts: llm)
+    before = torch.get_num_threads()
+    try:
+        torch._C.set_num_threads(7)
+        _, ask = bench_worker.start({"model": str(checkpoints["target"]), **ENGINE, "in_process": True})
+        assert torch.get_num_threads() != 7
+    finally:
+        torch._C.set_num_threads(before)
+    core = ask({"texts": [], "unknown": 0}).llm_engine.engine_core.engine_core  # it has no process of its own
+    assert type(core.model_executor).__name__ == "UniProcExecutor"
+    core.shutdown()
 
 
 @pytest.mark.parametrize("cpu_lists, threads", [([[5]], 1), ([[0, 1]], 2), ([], 3), (None, None)])

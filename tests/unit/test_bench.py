@@ -283,7 +283,8 @@ def test_bench_of_servers(server, tmp_path, capsys):
     assert list(ours["concurrency"]) == ["1", "2"] and len(ours["overall"]["speedup_by_repeat"]) == 2
     assert ours["peak_rss_mib"] is None and "| ours" not in capsys.readouterr().err
     fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
-    fails_with(capsys, [*command, "--server", url, "--look-inside"], "--look-inside")
+    for option in ("--look-inside", "--in-process"):
+        fails_with(capsys, [*command, "--server", url, option], f"{option} needs engines of its own")
     fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
     assert {body["max_tokens"] for body in fake.bodies} == {6}
     fake.bodies.clear()

@@ -103,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then start each engine once more, in one process: time by stage, trees, calibration, step costs",
     )
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="engines without processes of their own for scheduler and worker: no messages between them, so less noise",
+    )
     parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of each engine")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
@@ -135,8 +140,9 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     labels = [label for label, _ in args.server]
     if labels and (BASELINE not in labels or len(set(labels)) != len(labels)):
         raise ValueError("--server: one must be labelled 'plain' (the baseline), and every label be given once")
-    if labels and args.look_inside:
-        raise ValueError("--look-inside needs engines of its own: leave out --server")
+    for name in ("look_inside", "in_process"):
+        if labels and getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs engines of its own: leave out --server")
     methods = [] if labels else parse_methods(args.methods, args.method_config)
     questions = read_questions(args.questions, args.limit)
     if args.spread:
@@ -165,8 +171,8 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "disable_log_stats": False,
     }
     settings |= {key: engine[key] for key in ("dtype", "max_model_len", "max_num_seqs", "enable_prefix_caching")}
-    settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name}
-    with started(methods, engine, args.kv_gib) as workers:
+    settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name, "in_process": args.in_process}
+    with started(methods, engine | {"in_process": args.in_process}, args.kv_gib) as workers:
         results, peaks = measure(workers, parts, args.max_tokens, args.temperature)
     report = build_report(methods, results, peaks, settings)
     if args.look_inside:

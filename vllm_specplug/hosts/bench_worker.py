@@ -1,12 +1,14 @@
 """One engine of ``specplug bench``, served by ``bench.serving``.
 
-It is started with the arguments of ``LLM``.  ``{"texts", "max_tokens"}`` asks for greedy answers (``max_tokens`` is one
-number, or one for each text), or for sampled ones with ``"sampling"`` (arguments of ``SamplingParams``), as many under
-way at once as ``"at_once"`` says (default: all).
+It is started with the arguments of ``LLM`` and ``"in_process"`` (true: neither its scheduler nor its worker has a
+process of its own; as many threads as a served worker has).  ``{"texts", "max_tokens"}`` asks for greedy answers
+(``max_tokens`` is one number, or one for each text), or for sampled ones with ``"sampling"`` (arguments of
+``SamplingParams``), as many under way at once as ``"at_once"`` says (default: all).
 """
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -99,9 +101,15 @@ def _generate(engine: Any, prompts: list[dict[str, Any]], params: list[Any], at_
 
 def start(arguments: Message) -> Engine:
     """The engine, for ``bench.serving``."""
+    if in_process := arguments.pop("in_process", False):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     llm = LLM(**arguments)
+    if in_process:
+        from vllm_specplug.hosts.served_threads import use_served_threads
+
+        use_served_threads(llm.llm_engine.vllm_config)
     return {"ready": True}, lambda request: answer(llm, **{k: request[k] for k in _ARGUMENTS if k in request})
 
 
