@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -20,6 +21,15 @@ TEMPLATES = (
     "List four facts about {}.",
     "Write a short paragraph on {} and end it with a question.",
 )
+
+
+@pytest.fixture(scope="package", autouse=True)
+def users_environment() -> Iterator[None]:
+    """Servers run as users run them: the tests of hosts, in the same process, set these for engines of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_CI_ENV", "VLLM_LOGGING_LEVEL"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

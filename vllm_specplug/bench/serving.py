@@ -42,19 +42,24 @@ def serve(start: Callable[[Message], Engine], requests: TextIO, replies: TextIO)
         reply(answer(request))
 
 
-def peak_rss_mib(pid: int) -> int:
-    """Peak resident memory of a process and its living descendants (shared pages count in each)."""
+def family_status(pid: int) -> list[dict[str, str]]:
+    """``/proc/PID/status`` of a process and its living descendants, each by its keys."""
     parents: dict[int, int] = {}
-    peaks: dict[int, int] = {}
+    statuses: dict[int, dict[str, str]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
+            lines = (folder / "status").read_text().splitlines()
         except OSError:  # ended meanwhile
             continue
-        parents[int(folder.name)] = int(fields["PPid"])
-        peaks[int(folder.name)] = int(fields.get("VmHWM", "0 kB").split()[0])
+        fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        parents[int(folder.name)], statuses[int(folder.name)] = int(fields["PPid"]), fields
     family, grown = {pid}, True
     while grown:
         more = {child for child, parent in parents.items() if parent in family} - family
         family, grown = family | more, bool(more)
-    return sum(peaks.get(member, 0) for member in family) // 1024
+    return [statuses[member] for member in family if member in statuses]
+
+
+def peak_rss_mib(pid: int) -> int:
+    """Peak resident memory of a process and its living descendants (shared pages count in each)."""
+    return sum(int(status.get("VmHWM", "0 kB").split()[0]) for status in family_status(pid)) // 1024

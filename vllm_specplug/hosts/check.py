@@ -136,6 +136,7 @@ MANIFEST = (
     *_V1,
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
+    HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory", ("self",)),
     HostSymbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner.__init__", ("self", "vllm_config", "device")),
     HostSymbol(f"{_CPU_ATTENTION}:CPUAttentionBackend.forward_includes_kv_cache_update"),
     HostSymbol(f"{_CPU_ATTENTION}:CPUAttentionMetadata"),
