@@ -34,7 +34,6 @@ def probed(engine):
 
 
 def test_an_engine_to_be_measured_in_one_process(engine, checkpoints, monkeypatch):
-    engine()  # makes room
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.setattr(bench_worker, "answer", lambda llm, texts: llm)
     before = torch.get_num_threads()
@@ -44,9 +43,10 @@ def test_an_engine_to_be_measured_in_one_process(engine, checkpoints, monkeypatc
         assert torch.get_num_threads() != 7
     finally:
         torch._C.set_num_threads(before)
-    core = ask({"texts": [], "unknown": 0}).llm_engine.engine_core.engine_core  # it has no process of its own
+    llm = ask({"texts": [], "unknown": 0})
+    engine.kept.append(llm)
+    core = llm.llm_engine.engine_core.engine_core  # it has no process of its own
     assert type(core.model_executor).__name__ == "UniProcExecutor"
-    core.shutdown()
 
 
 @pytest.mark.parametrize("cpu_lists, threads", [([[5]], 1), ([[0, 1]], 2), ([], 3), (None, None)])
