@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests import tiny
 from tests.hosts.conftest import ENGINE
-from vllm_specplug.hosts import bench_worker, round_probe
+from vllm_specplug.hosts import bench_worker, round_probe, served_threads
 from vllm_specplug.hosts.served_threads import use_served_threads
 
 
@@ -36,17 +36,14 @@ def probed(engine):
 def test_an_engine_to_be_measured_in_one_process(engine, checkpoints, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.setattr(bench_worker, "answer", lambda llm, texts: llm)
-    before = torch.get_num_threads()
-    try:
-        torch._C.set_num_threads(7)
-        _, ask = bench_worker.start({"model": str(checkpoints["target"]), **ENGINE, "in_process": True})
-        assert torch.get_num_threads() != 7
-    finally:
-        torch._C.set_num_threads(before)
+    told = []
+    monkeypatch.setattr(served_threads, "use_served_threads", told.append)
+    _, ask = bench_worker.start({"model": str(checkpoints["target"]), **ENGINE, "in_process": True})
     llm = ask({"texts": [], "unknown": 0})
     engine.kept.append(llm)
     core = llm.llm_engine.engine_core.engine_core  # it has no process of its own
     assert type(core.model_executor).__name__ == "UniProcExecutor"
+    assert len(told) == 1 and told[0] is llm.llm_engine.vllm_config
 
 
 @pytest.mark.parametrize("cpu_lists, threads", [([[5]], 1), ([[0, 1]], 2), ([], 3), (None, None)])
