@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+PRELOADED = os.environ.get("LD_PRELOAD")  # at collection: engines in this process add libgomp to it later
 
 TOPICS = (
     "the water cycle", "binary search", "photosynthesis", "prime numbers", "a good night's sleep", "volcanoes",
@@ -25,10 +26,14 @@ TEMPLATES = (
 
 @pytest.fixture(scope="package", autouse=True)
 def users_environment() -> Iterator[None]:
-    """Servers run as users run them: the tests of hosts, in the same process, set these for engines of theirs."""
+    """Servers run as users run them: the tests of hosts, in the same process, and their engines change these."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_CI_ENV", "VLLM_LOGGING_LEVEL"):
             patch.delenv(name, raising=False)
+        if PRELOADED is None:
+            patch.delenv("LD_PRELOAD", raising=False)
+        else:
+            patch.setenv("LD_PRELOAD", PRELOADED)
         yield
 
 
