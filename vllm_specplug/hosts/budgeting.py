@@ -162,7 +162,11 @@ class ServingBudget:
         runner.model.compute_logits((hidden[0] if isinstance(hidden, tuple) else hidden)[:rows])
 
     def _run_drafter(self, rows: int, score: bool) -> None:
+        """A drafter forward of a level, or without ``score`` a round's first, of one request."""
         drafter = self._runner.drafter
+        if not score and drafter.writes(rows, 1):
+            drafter.context.key_value(drafter.input_ids[:rows], drafter.positions[:rows], drafter.hidden_states[:rows])
+            rows = 1
         with set_forward_context(None, drafter.vllm_config, num_tokens=rows):
             hidden, _ = drafter.model(
                 input_ids=drafter.input_ids[:rows],

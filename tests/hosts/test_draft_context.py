@@ -1,0 +1,61 @@
+"""Prompts are read by a drafter as key/value only; what it drafts is what it drafts after whole forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from .conftest import make_prompts, runner_of, token_ids
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """One is longer than a step's 64 tokens: it is read in parts."""
+    return make_prompts(5, seed=3, longest=60) + make_prompts(1, seed=4, longest=180)
+
+
+def drafted(llm, prompts, monkeypatch, context):
+    """Answers, the draft of every round, and how many rows were written."""
+    drafter, drafts, written = runner_of(llm).drafter, [], []
+    honest = type(drafter).propose
+
+    def recorded(self, **kwargs):
+        drafts.append(honest(self, **kwargs))
+        return drafts[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(drafter), "propose", recorded)
+        patch.setattr(drafter, "context", context)
+        if context is not None:
+            write = context.write
+            patch.setattr(context, "write", lambda ids, *rest: written.append(len(ids)) or write(ids, *rest))
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return token_ids(outputs), drafts, sum(written)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "reduced", "eagle3"])
+def test_drafts_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafter):
+    llm = engine(drafter, enable_prefix_caching=False, max_num_batched_tokens=64)
+    context = runner_of(llm).drafter.context
+    answers, drafts, written = drafted(llm, prompts, monkeypatch, context)
+    expected, whole, none = drafted(llm, prompts, monkeypatch, None)
+    assert answers == expected and none == 0
+    assert written > sum(len(prompt["prompt_token_ids"]) for prompt in prompts) / 2
+    assert len(drafts) == len(whole)
+    for ours, theirs in zip(drafts, whole, strict=True):
+        torch.testing.assert_close(ours.log_values, theirs.log_values, rtol=1e-3, atol=1e-4)
+        assert torch.equal(ours.tree.token_ids, theirs.tree.token_ids)
+
+
+def test_what_is_not_written_is_missed(engine, prompts, monkeypatch):
+    """The control."""
+    llm = engine("eagle", enable_prefix_caching=False, max_num_batched_tokens=64)
+    context = runner_of(llm).drafter.context
+    _, drafts, _ = drafted(llm, prompts, monkeypatch, context)
+    monkeypatch.setattr(context, "write", lambda *_: None)
+    _, blind, _ = drafted(llm, prompts, monkeypatch, context)
+    pairs = list(zip(drafts, blind, strict=False))
+    assert not all(torch.equal(ours.tree.token_ids, theirs.tree.token_ids) for ours, theirs in pairs)
