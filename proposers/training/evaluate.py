@@ -21,10 +21,12 @@ from .loop import make_batch
 
 @dataclass(frozen=True)
 class Acceptance:
-    """alphas[j]: share of accepted tokens at draft level j, given that all levels before were accepted."""
+    """alphas[j]: share of accepted tokens at draft level j, given that all levels before were accepted; tau over
+    `cycles` verifications."""
 
     alphas: list[float]
     tau: float
+    cycles: int = 0
 
     def __str__(self) -> str:
         return f"tau {self.tau:.3f}, alpha " + " ".join(f"{alpha:.3f}" for alpha in self.alphas)
@@ -88,7 +90,7 @@ def chain_acceptance(
             tokens += run + 1
             cycles += 1
             position += run + 1
-    return Acceptance((accepted / tried.clamp(min=1)).tolist(), tokens / max(cycles, 1))
+    return Acceptance((accepted / tried.clamp(min=1)).tolist(), tokens / max(cycles, 1), cycles)
 
 
 @torch.no_grad()

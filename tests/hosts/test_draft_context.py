@@ -59,3 +59,17 @@ def test_what_is_not_written_is_missed(engine, prompts, monkeypatch):
     _, blind, _ = drafted(llm, prompts, monkeypatch, context)
     pairs = list(zip(drafts, blind, strict=False))
     assert not all(torch.equal(ours.tree.token_ids, theirs.tree.token_ids) for ours, theirs in pairs)
+
+
+def test_own_tokens_are_drafted_beside_a_reduced_vocabulary(engine, prompts, monkeypatch):
+    llm = engine("reduced", enable_prefix_caching=False, max_num_batched_tokens=64)
+    drafter = runner_of(llm).drafter
+    _, drafts, _ = drafted(llm, prompts, monkeypatch, drafter.context)
+    known = set(drafter._draft_to_target.tolist())
+    texts = {token_id for prompt in prompts for token_id in prompt["prompt_token_ids"]}
+    tokens = {token_id for draft in drafts for token_id in draft.tree.token_ids[:, 1:].flatten().tolist()} - {-1}
+    assert tokens & known and tokens - known
+    answered = {
+        token_id for output in llm.generate(prompts, GREEDY, use_tqdm=False) for token_id in output.outputs[0].token_ids
+    }
+    assert tokens - known <= texts | answered

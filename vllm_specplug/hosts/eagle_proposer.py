@@ -23,6 +23,7 @@ from vllm_specplug.hosts.draft_head import DraftHead
 from vllm_specplug.hosts.drafter import RoundHooks
 from vllm_specplug.kv import DraftScratch, KvScratch
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
+from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.tree import prune
 from vllm_specplug.types import Draft
@@ -52,6 +53,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         self._head: DraftHead | None = None
         self._has_own_head = False
         self._draft_to_target: torch.Tensor | None = None
+        self._vocabulary: ContextVocabulary | None = None
         self._first_pass: tuple[Any, ...] | None = None
         #: What the drafter has not seen of the requests, see ``catch_up``.
         self.missed = MissedRows(self.max_num_tokens)
@@ -62,6 +64,8 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
 
     def finish(self, request_ids: Collection[str]) -> None:
         self.missed.finish(request_ids)
+        if self._vocabulary is not None:
+            self._vocabulary.finish(request_ids)
 
     # ---- loading
 
@@ -91,7 +95,10 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         self._draft_to_target = target_ids(d2t).to(self.device)
         if get_tensor_model_parallel_world_size() > 1:
             return  # no rank has all rows of the head
-        self._head = DraftHead(target_language_model.lm_head.weight.data[self._draft_to_target].contiguous())
+        lm_head = target_language_model.lm_head.weight.data
+        self._head = DraftHead(lm_head[self._draft_to_target].contiguous())
+        if self.device.type == "cpu":
+            self._vocabulary = ContextVocabulary(lm_head, self._draft_to_target)
 
     # ---- drafting paused
 
@@ -182,11 +189,14 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         score, feed = self._last_output
         positions = self.positions[rows]
         level = _Levels(self, positions, metadata.block_table_tensor)
+        if self._vocabulary is not None:
+            batch = self.runner.input_batch
+            self._vocabulary.look(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
         growth = _Growth(self.options.level_floor, self.budget)
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
         def score_level(number: int, hidden: torch.Tensor, top_k: int) -> Children:
-            children = self._score(hidden, top_k, number, sampling)
+            children = self._score(hidden, top_k, number, sampling, self._vocabulary)
             growth.scored(number)
             return children
 
@@ -235,10 +245,18 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         }
 
     def _score(
-        self, hidden: torch.Tensor, top_k: int, level: int = 0, sampling: DraftSampling | None = None
+        self,
+        hidden: torch.Tensor,
+        top_k: int,
+        level: int = 0,
+        sampling: DraftSampling | None = None,
+        vocabulary: ContextVocabulary | None = None,
     ) -> Children:
+        draft_ids = self._draft_to_target
         if self._head is not None:
             logits = self._head(hidden)
+            if vocabulary is not None:
+                logits, draft_ids = vocabulary.extend(logits, hidden), vocabulary.ids
         elif self._has_own_head:
             logits = self.model.logits_processor(self.model.lm_head, hidden)
         else:
@@ -246,8 +264,8 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
             if self._draft_to_target is not None:
                 logits = logits[:, self._draft_to_target]
         if sampling is None:
-            return likeliest(logits, top_k, self._draft_to_target)
-        return sampling.children(logits, level, top_k, self._draft_to_target)
+            return likeliest(logits, top_k, draft_ids)
+        return sampling.children(logits, level, top_k, draft_ids)
 
     def scratch(self, num_reqs: int, level: int) -> dict[str, KvScratch]:
         """Scratch of every draft layer for the nodes fed at ``level``, allocated on first use."""
