@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 #: From so many rows on, besides those from which drafts grow, the drafter's context is written without the rest of its
-#: forward (on two cores of an AMD EPYC, SmolLM2: 1.8 for 3.0 ms at 256 rows, 5 for 12 at 1024, nothing won below 30).
+#: forward: with less to save, the calls for that may take as long (benchmarks/test_draft_context.py).
 WRITTEN_ROWS = 32
 
 
