@@ -47,7 +47,8 @@ def engine_environment(kv_gib: int = 1, plugins: bool = True) -> dict[str, str]:
     # minute.  Without that, inductor's own cache serves.
     env.setdefault("VLLM_USE_AOT_COMPILE", "0")
     preload, library = env.get("LD_PRELOAD", ""), find_libiomp5()
-    if library is not None and not any(name in preload for name in ("libiomp", "libomp", "libgomp")):  # one, or it ends
+    # The host refuses to start with two OpenMP runtimes.
+    if library is not None and not any(name in preload for name in ("libiomp", "libomp", "libgomp")):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), preload]))
     if not plugins:
         env["VLLM_PLUGINS"] = ""  # an empty allow-list

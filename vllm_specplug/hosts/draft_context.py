@@ -1,7 +1,7 @@
 """What a drafter keeps of its context, without the rest of its forward.
 
 Of a head with one layer, rows from which no draft grows are needed as key/value only: not their attention, its output
-projection and the MLP, three quarters of the work.  So it reads prompts, and what it missed while drafting paused.
+projection and the MLP, most of the work.  So it reads prompts, and what it missed while drafting paused.
 """
 
 from __future__ import annotations
