@@ -1,6 +1,6 @@
 """Which versions of the host have our seams?  Their wheels are read, never imported.
 
-python -m vllm_specplug.hosts.wheels WHEEL...       # prints the compatibility table of docs/support.md
+python -m vllm_specplug.hosts.wheels WHEEL...       # prints the compatibility table of the README
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def check_wheel(wheel: Path) -> WheelReport:
 
 
 def compatibility_table(reports: Iterable[WheelReport]) -> str:
-    """The table of docs/support.md, in Markdown."""
+    """The table of the README, in Markdown."""
 
     def cell(problems: list[str], symbols: tuple[HostSymbol, ...]) -> str:
         return "all seams" if not problems else f"{len(problems)} of {len(symbols)} seams differ"
