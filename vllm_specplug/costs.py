@@ -34,8 +34,10 @@ PARTS = {
 #: must make all rows dearer.
 TERMS = {"verify": {"requests": 0.02, "nodes": 0.02, "trees": 0.05}}
 
-#: A part that runs is observed about once in so many steps; one that was not for so many does not run at present.
+#: A part that runs is learned from about once in so many steps; one that was not for so many does not run at present.
 USUAL, SELDOM = 16, 100
+#: Of times that are learned from together, one so far above the others' median was disturbed.
+DISTURBED = 2.0
 
 
 class CostTable:
@@ -54,8 +56,9 @@ class CostTable:
         per_term: seconds that one adds; 0 where nothing is known.
     """
 
-    #: Relative error of one observation, and what the certainty gained loses per observation.
-    NOISE, FORGETTING = 0.15, 2e-3
+    #: Relative error of one observation, that of the mean of ever so many (what slows the machine down lasts for more
+    #: than one), and what the certainty gained loses per observation.
+    NOISE, SHARED_NOISE, FORGETTING = 0.15, 0.03, 2e-3
     #: Of a part that was never measured so many observations come first, of which the least counts: what disturbs, or
     #: is done for the first time, only adds.
     FIRST_TIMES = 4
@@ -125,13 +128,14 @@ class CostTable:
         self._state *= factor
         self._refresh()
 
-    def observe(self, count: float, seconds: float, elapsed: float = 1.0, **terms: float) -> None:
+    def observe(self, count: float, seconds: float, elapsed: float = 1.0, num_times: int = 1, **terms: float) -> None:
         """Take in that ``count`` took ``seconds``; one far off (the machine was busy elsewhere) is pulled nearer.
 
         Args:
             count: rows or requests.
             seconds: what they took.
             elapsed: how much longer than usual nothing was observed; what was known is less certain by as much.
+            num_times: all of these are means over so many times.
             terms: how many there were of each term.
         """
         if count < 1 or seconds <= 0:
@@ -151,7 +155,8 @@ class CostTable:
             self.observations += 1
             return
         spread = self._uncertainty @ hat
-        variance = float(hat @ spread) + (self.NOISE * expected) ** 2
+        noise = max(self.NOISE / num_times**0.5, self.SHARED_NOISE)
+        variance = float(hat @ spread) + (noise * expected) ** 2
         error = float(np.clip(seconds - expected, -2.0 * variance**0.5, 2.0 * variance**0.5))
         gain = spread / variance
         self._state += gain * error
@@ -192,6 +197,8 @@ class CostModel:
         self._verification: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         #: By part: when it was observed last, and what the target's step over one row took then.
         self._last = {part: (0, self.pace) for part in self.tables}
+        #: By part and kind: times that are learned from together, and when the last of them was.
+        self._gathered: dict[tuple[str, Any], tuple[int, list[tuple[float, ...]]]] = {}
 
     def __getitem__(self, part: str) -> CostTable:
         return self.tables[part]
@@ -201,7 +208,29 @@ class CostModel:
         """Seconds of the target's forward over one row, which every step tells something of."""
         return self.tables["verify"].at(1)
 
-    def observe(self, part: str, count: float, seconds: float, now: int, **terms: float) -> None:
+    def gather(self, part: str, count: float, seconds: float, now: int, kind: Any, **terms: float) -> None:
+        """Keep what a part took until there are ``USUAL`` times of its kind, then take in their mean.
+
+        All of them together tell more than one in so many, and learning costs as much as from one.
+
+        Args:
+            part, count, seconds, now, terms: of ``observe``.
+            kind: of steps that may be averaged.
+        """
+        before, times = self._gathered.get((part, kind), (now, []))
+        if now - before > SELDOM:
+            times = []
+        times.append((count, seconds, *terms.values()))
+        self._gathered[part, kind] = (now, times)
+        if len(times) < USUAL:
+            return
+        del self._gathered[part, kind]
+        values = np.array(times)
+        values = values[values[:, 1] <= DISTURBED * np.median(values[:, 1])]
+        count, seconds, *of_terms = values.mean(axis=0).tolist()
+        self.observe(part, count, seconds, now, num_times=len(values), **dict(zip(terms, of_terms, strict=True)))
+
+    def observe(self, part: str, count: float, seconds: float, now: int, num_times: int = 1, **terms: float) -> None:
         """Take in what a part took.
 
         Args:
@@ -209,10 +238,11 @@ class CostModel:
             count: its rows or requests.
             seconds: what they took.
             now: number of the step.
+            num_times: all of these are means over so many times.
             terms: how many there were of each of its ``TERMS``.
         """
         before, _ = self._last[part]
-        self.tables[part].observe(count, seconds, max((now - before) / USUAL, 1.0), **terms)
+        self.tables[part].observe(count, seconds, max((now - before) / USUAL, 1.0), num_times, **terms)
         self._last[part] = (now, self.pace)
         if part == "verify":
             self._follow(now)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_specplug import costs
-from vllm_specplug.costs import PARTS, CostModel, CostTable, fastest, knots_up_to, non_decreasing
+from vllm_specplug.costs import PARTS, USUAL, CostModel, CostTable, fastest, knots_up_to, non_decreasing
 
 LIMITS = {"rows": 64, "requests": 8}
 
@@ -169,6 +169,38 @@ def test_after_a_pause_an_observation_counts_more():
         return model["host"].at(1)
 
     assert moved(5000) > moved(1000) > moved(0)
+
+
+def test_means_of_many_times_tell_more_than_one_in_many():
+    """Rows were dearer where they were measured than they are in steps, which also do what no row adds to."""
+    by_rows = {1: 0.013, 8: 0.0145, 16: 0.018, 32: 0.026}
+    errors = np.zeros(2)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        together, one_in_many = CostModel({"verify": by_rows}, LIMITS), CostModel({"verify": by_rows}, LIMITS)
+        for step in range(300):
+            nodes = int(rng.integers(8, 20)) if step % 2 else 0
+            seconds = (0.0177 + 0.00015 * nodes) * rng.uniform(0.8, 1.2) + 0.1 * (rng.random() < 0.02)
+            terms = {"requests": 7, "nodes": nodes, "trees": nodes > 0}
+            together.gather("verify", 8 + nodes, seconds, step, nodes > 0, **terms)
+            if step % (2 * USUAL) < 2:
+                one_in_many.observe("verify", 8 + nodes, seconds, step, **terms)
+        assert abs(together["verify"].observations - one_in_many["verify"].observations) <= 2
+        for number, model in enumerate((together, one_in_many)):
+            seconds = model.verification(8)
+            errors[number] += abs(seconds[0] - 0.0177) + abs(seconds[14] - 0.0198)
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_times_of_long_ago_are_not_averaged_with_new_ones():
+    model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
+    for step in range(USUAL - 1):
+        model.gather("verify", 1, 0.05, step, None)
+    for step in range(USUAL - 1):
+        model.gather("verify", 1, 0.01, 1000 + step, None)
+    assert model["verify"].observations == 0
+    model.gather("verify", 1, 0.01, 1000 + USUAL, None)
+    assert model["verify"].observations == 1 and model["verify"].at(1) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_contexts_and_trees_do_not_make_rows_dearer():

@@ -29,9 +29,9 @@ logger = logging.getLogger("vllm_specplug")
 WARM_ROWS = 64
 #: Rows up to which steps are timed at start-up, seconds that each part of them may take, and sweeps over the rows.
 MOST_ROWS, MOST_SECONDS, SWEEPS = 256, 3.0, 3
-#: The first observations of a part and the first steps of batches of about one size are all taken in; then one step in
-#: so many is, since learning has its own price.
-EAGER, FIRST_STEPS, STRIDE = 40, 24, 16
+#: The first observations of a part and the first steps of batches of about one size are taken in at once; then several
+#: are together, since learning has its own price.
+EAGER, FIRST_STEPS = 40, 24
 SAVE_EVERY = 2000
 
 
@@ -236,9 +236,11 @@ class ServingBudget:
         """A part took so long; ``rare``: it seldom runs at present (by default: the round is a trial)."""
         costs = self.budget.costs
         rare = self.budget.tries if rare is None else rare
-        known = costs[part].observations >= EAGER and self._steps_of[self._clock.num_reqs.bit_length()] >= FIRST_STEPS
-        if rare or not known or self._steps % STRIDE == 0:
+        size = self._clock.num_reqs.bit_length()
+        if rare or costs[part].observations < EAGER or self._steps_of[size] < FIRST_STEPS:
             costs.observe(part, count, seconds, self._steps, **terms)
+        else:
+            costs.gather(part, count, seconds, self._steps, (size, bool(terms.get("trees"))), **terms)
 
     # ---- every round
 
