@@ -197,8 +197,8 @@ class CostModel:
         self._verification: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         #: By part: when it was observed last, and what the target's step over one row took then.
         self._last = {part: (0, self.pace) for part in self.tables}
-        #: By part and kind: times that are learned from together, and when the last of them was.
-        self._gathered: dict[tuple[str, Any], tuple[int, list[tuple[float, ...]]]] = {}
+        #: By part, kind and doubling of the count: when it was seen last, and times that are learned from together.
+        self._gathered: dict[tuple[str, Any, int], tuple[int, list[tuple[float, ...]]]] = {}
 
     def __getitem__(self, part: str) -> CostTable:
         return self.tables[part]
@@ -211,20 +211,24 @@ class CostModel:
     def gather(self, part: str, count: float, seconds: float, now: int, kind: Any, **terms: float) -> None:
         """Keep what a part took until there are ``USUAL`` times of its kind, then take in their mean.
 
-        All of them together tell more than one in so many, and learning costs as much as from one.
+        All of them together tell more than one in so many, and learning costs as much as from one.  What is seldom seen
+        is taken in at once.
 
         Args:
             part, count, seconds, now, terms: of ``observe``.
             kind: of steps that may be averaged.
         """
-        before, times = self._gathered.get((part, kind), (now, []))
+        key = (part, kind, int(count).bit_length())  # a mean over few and many rows would lie beside the curve
+        before, times = self._gathered.get(key, (now, []))
         if now - before > SELDOM:
-            times = []
+            self._gathered[key] = (now, [])
+            self.observe(part, count, seconds, now, **terms)
+            return
         times.append((count, seconds, *terms.values()))
-        self._gathered[part, kind] = (now, times)
+        self._gathered[key] = (now, times)
         if len(times) < USUAL:
             return
-        del self._gathered[part, kind]
+        self._gathered[key] = (now, [])
         values = np.array(times)
         values = values[values[:, 1] <= DISTURBED * np.median(values[:, 1])]
         count, seconds, *of_terms = values.mean(axis=0).tolist()

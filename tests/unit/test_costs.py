@@ -192,15 +192,26 @@ def test_means_of_many_times_tell_more_than_one_in_many():
     assert errors[0] < 0.6 * errors[1]
 
 
-def test_times_of_long_ago_are_not_averaged_with_new_ones():
+def test_what_is_seldom_seen_is_learned_from_at_once():
+    """And times of long ago are not averaged with new ones."""
     model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
     for step in range(USUAL - 1):
         model.gather("verify", 1, 0.05, step, None)
-    for step in range(USUAL - 1):
-        model.gather("verify", 1, 0.01, 1000 + step, None)
     assert model["verify"].observations == 0
-    model.gather("verify", 1, 0.01, 1000 + USUAL, None)
-    assert model["verify"].observations == 1 and model["verify"].at(1) == pytest.approx(0.01, rel=1e-3)
+    for step in range(USUAL + 1):
+        model.gather("verify", 1, 0.01, 1000 + step, None)
+        assert model["verify"].observations == (1 if step < USUAL else 2)
+    assert model["verify"].at(1) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_few_and_many_rows_are_not_averaged():
+    """A drafter reads a prompt now and then: neither is that a disturbance, nor does it make single rows dearer."""
+    model = CostModel({"host": {1: 0.001, 8: 0.001, 64: 0.008}}, LIMITS)
+    for step in range(200 * USUAL):
+        many = step % 8 == 0
+        model.gather("host", 64 if many else 4, 0.012 if many else 0.001, step, None)
+    assert model["host"].at(4) == pytest.approx(0.001, rel=0.03)
+    assert model["host"].at(64) == pytest.approx(0.012, rel=0.1)
 
 
 def test_contexts_and_trees_do_not_make_rows_dearer():
