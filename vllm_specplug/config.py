@@ -111,6 +111,7 @@ class Eagle2Options(TreeOptions):
             tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
             trees are those of the paper.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
+        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI); by default where the weights are bfloat16.
     """
 
     method: ClassVar[str] = "eagle2"
@@ -124,10 +125,12 @@ class Eagle2Options(TreeOptions):
     min_node_value: float | None = None
     min_level_value: float | None = None
     coupled: bool = True
+    draft_int8: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
+        require_optional_bool("draft_int8", self.draft_int8)
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
         require_bool("coupled", self.coupled)
@@ -285,6 +288,12 @@ def require_bool(name: str, value: Any) -> None:
     """Raise ``ConfigError`` unless ``value`` is true or false."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, not {value!r}")
+
+
+def require_optional_bool(name: str, value: Any) -> None:
+    """Raise ``ConfigError`` unless ``value`` is true, false or None."""
+    if value is not None:
+        require_bool(name, value)
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:

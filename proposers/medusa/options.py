@@ -14,6 +14,7 @@ from vllm_specplug.config import (
     require_bool,
     require_int,
     require_number,
+    require_optional_bool,
     require_string,
     resolve_drafter,
 )
@@ -42,6 +43,8 @@ class MedusaOptions(TreeOptions):
         draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
         min_node_value: with ``dynamic``: nodes of a lower value are not verified; by default 0.06 with a fixed budget.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
+        draft_int8: compute the logits of drafts in 8 bits (V1 runner on a CPU with VNNI); by default where the weights
+            are bfloat16.
     """
 
     method: ClassVar[str] = "medusa"
@@ -55,12 +58,14 @@ class MedusaOptions(TreeOptions):
     draft_top_k: int | None = None
     min_node_value: float | None = None
     coupled: bool = True
+    draft_int8: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
         require_bool("dynamic", self.dynamic)
         require_bool("coupled", self.coupled)
+        require_optional_bool("draft_int8", self.draft_int8)
         if self.draft_depth is not None:
             require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         if self.draft_top_k is not None:

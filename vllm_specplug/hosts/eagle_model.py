@@ -9,6 +9,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 
+from vllm_specplug.config import host_drafter
+from vllm_specplug.hosts.int8_linear import round_layers
+
 
 class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
     """The host's EAGLE head; ``d2t`` is read here, and the LM head's rows come from the target."""
@@ -32,6 +35,9 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
             )
             # A checkpoint may say `bias` (or nothing, which means true) and carry none.
             self.model.fc.bias.data.zero_()
+        if host_drafter(vllm_config.speculative_config.specplug).draft_int8:
+            # fc reads embeddings beside features of another size: what rounds to the larger loses the smaller
+            round_layers(self, besides=("fc",))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]):
         def taken(pairs):

@@ -96,7 +96,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         if get_tensor_model_parallel_world_size() > 1:
             return  # no rank has all rows of the head
         lm_head = target_language_model.lm_head.weight.data
-        self._head = DraftHead(lm_head[self._draft_to_target].contiguous())
+        self._head = DraftHead(lm_head[self._draft_to_target].contiguous(), bool(self.options.draft_int8))
         if self.device.type == "cpu":
             self._vocabulary = ContextVocabulary(lm_head, self._draft_to_target)
 

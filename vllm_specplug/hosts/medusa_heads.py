@@ -48,10 +48,11 @@ class HostMedusaHeads:
         heads = heads_from_state(state, self.num_heads, info.num_layers, self._dtype)
         self._heads = heads.to(lm_head.device).eval()
         self._draft_ids = target_ids(state["d2t"]).to(lm_head.device) if info.has_d2t else None
+        in_int8 = bool(options.draft_int8)
         if info.has_lm_heads:
-            self._lm_heads = [DraftHead(weight) for weight in self._heads.lm_heads.detach()]
+            self._lm_heads = [DraftHead(weight, in_int8) for weight in self._heads.lm_heads.detach()]
         elif self._draft_ids is not None and get_tensor_model_parallel_world_size() == 1:
-            self._lm_heads = [DraftHead(lm_head[self._draft_ids].contiguous())]
+            self._lm_heads = [DraftHead(lm_head[self._draft_ids].contiguous(), in_int8)]
         else:
             self._target_model = target_model
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
@@ -21,6 +22,7 @@ from vllm_specplug.hosts.features import (
     check_tree_attention,
     uses_v2_runner,
 )
+from vllm_specplug.hosts.int8_linear import can_round
 from vllm_specplug.metrics import publish
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
@@ -74,7 +76,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: no engine without our methods may take it from a cache.
-        return f"specplug-{super().compute_hash()}"
+        rounded = getattr(host_drafter(self.specplug), "draft_int8", False)
+        return f"specplug-{'int8-' if rounded else ''}{super().compute_hash()}"
 
     def __post_init__(self):
         result = super().__post_init__()
@@ -150,6 +153,12 @@ def build(
         host_method, model = info.kind, str(path)
     else:
         host_method, model = "custom_class", NO_DRAFTER
+    if drafter is not None and hasattr(drafter, "draft_int8"):
+        parallel = target_parallel_config.tensor_parallel_size > 1
+        knows = on_cpu and not v2 and not parallel and host_method != "eagle3"
+        current = host_drafter(options)
+        rounded = _in_int8(current.draft_int8, knows, target_model_config.dtype)
+        options = _with_drafter(options, current, replace(current, draft_int8=rounded))
     if v2 and host_method == "custom_class":
         host_method, model = V2_WITHOUT_DRAFTER, None
     if target_parallel_config.worker_cls == "auto":
@@ -174,6 +183,16 @@ def build(
         v2_runner=v2,
         metrics_file=publish(),
     )
+
+
+def _in_int8(asked: bool | None, knows: bool, dtype: torch.dtype) -> bool:
+    """Whether drafts are computed in 8 bits; ``knows``: whether that is written for this drafter and runner."""
+    if asked and not (knows and can_round()):
+        raise ConfigError(
+            "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI), one process, and an "
+            "EAGLE-1/2, HASS or Medusa drafter: leave it out"
+        )
+    return bool(asked) if asked is not None else knows and can_round() and dtype == torch.bfloat16
 
 
 def _with_drafter(options: TreeOptions, drafter: TreeOptions, resolved: TreeOptions) -> TreeOptions:

@@ -1,0 +1,135 @@
+"""Drafts computed in 8 bits: the products themselves, what is rounded, and what never changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_specplug.hosts import speculative_config
+from vllm_specplug.hosts.int8_linear import Int8Linear, RoundedLinearMethod, can_round
+
+from .conftest import ENGINE, TREE, acceptance_length, counters, make_prompts, runner_of, token_ids
+
+needs_vnni = pytest.mark.skipif(not can_round(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
+INT8 = {**TREE, "draft_int8": True}
+
+
+def rounded_linear(num_outputs=48, num_inputs=64, num_rows=7, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    return Int8Linear(weight), weight, torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+
+
+def rounding(x):
+    """The nearest of 255 steps of each row, in float64."""
+    step = x.double().abs().amax(dim=1, keepdim=True) / 127
+    return (x.double() / step).round() * step
+
+
+@needs_vnni
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_those_of_rounded_numbers(dtype):
+    linear, weight, x = rounded_linear(dtype=dtype)
+    bias = torch.linspace(-1, 1, len(weight)).to(dtype)
+    expected = rounding(x) @ rounding(weight).T
+    # A number between two steps may go either way: half a step of an input is within 1% of a product of this size.
+    torch.testing.assert_close(linear(x).double(), expected, rtol=0.01, atol=0.05)
+    torch.testing.assert_close(linear(x, bias).double(), expected + bias.double(), rtol=0.01, atol=0.05)
+
+
+@needs_vnni
+def test_a_row_does_not_depend_on_others():
+    linear, _, x = rounded_linear(num_rows=40)
+    x[3] *= 1000
+    whole = linear(x)
+    assert all(torch.equal(whole[row : row + 1], linear(x[row : row + 1])) for row in range(len(x)))
+
+
+@needs_vnni
+def test_only_the_drafter_is_rounded(engine):
+    llm = engine("reduced", INT8)
+    runner = runner_of(llm)
+
+    def rounded(model):
+        methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
+        return {name for name, method in methods.items() if isinstance(method, RoundedLinearMethod)}
+
+    layer = "model.layers.0"
+    names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+    assert rounded(runner.drafter.model) == {f"{layer}.{name}" for name in names}
+    assert runner.drafter._head._rounded is not None
+    assert not rounded(runner.model)
+
+
+@needs_vnni
+@pytest.mark.parametrize("drafter", ["eagle", "reduced"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_those_of_plain_decoding(engine, drafter, temperature):
+    prompts = make_prompts(6, seed=11)
+    sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+    expected = token_ids(engine().generate(prompts, sampling, use_tqdm=False))
+    llm = engine(drafter, INT8)
+    before = counters(llm)
+    assert token_ids(llm.generate(prompts, sampling, use_tqdm=False)) == expected
+    counted = counters(llm)
+    counted.subtract(before)
+    assert counted["draft_tokens"] > 0
+
+
+@needs_vnni
+def test_drafts_are_nearly_those_of_whole_numbers(engine):
+    """Of this drafter, which was not trained, few are accepted either way: whole drafts and rounded ones as many."""
+    prompts, sampling = make_prompts(16, seed=12), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    lengths = []
+    for tree in (INT8, TREE):
+        llm = engine("eagle", tree)
+        before = counters(llm)
+        llm.generate(prompts, sampling, use_tqdm=False)
+        lengths.append(acceptance_length(llm, before))
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.1)
+
+
+def config_of(checkpoints, drafter="eagle", dtype="bfloat16", **options):
+    speculative = {**TREE, "model": str(checkpoints[drafter]), **options}
+    settings = {**ENGINE, "dtype": dtype, "model": str(checkpoints["target"])}
+    return EngineArgs(speculative_config=speculative, **settings).create_engine_config().speculative_config
+
+
+@pytest.mark.parametrize(
+    ("has_vnni", "dtype", "asked", "rounded"),
+    [
+        (True, "bfloat16", {}, True),
+        (True, "float32", {}, False),
+        (True, "float32", {"draft_int8": True}, True),
+        (True, "bfloat16", {"draft_int8": False}, False),
+        (False, "bfloat16", {}, False),
+    ],
+)
+def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, dtype, asked, rounded):
+    monkeypatch.setattr(speculative_config, "can_round", lambda: has_vnni)
+    assert config_of(checkpoints, dtype=dtype, **asked).specplug.draft_int8 is rounded
+
+
+def test_a_source_is_rounded_too(checkpoints, monkeypatch):
+    monkeypatch.setattr(speculative_config, "can_round", lambda: True)
+    sources = [{"method": "eagle2", "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
+    settings = {**ENGINE, "dtype": "bfloat16", "model": str(checkpoints["target"])}
+    union = {"method": "union", "sources": sources}
+    config = EngineArgs(speculative_config=union, **settings).create_engine_config().speculative_config
+    assert config.specplug.sources[0].draft_int8 is True
+
+
+def test_compiled_drafters_are_not_mixed_up(checkpoints, monkeypatch):
+    monkeypatch.setattr(speculative_config, "can_round", lambda: True)
+    hashes = {config_of(checkpoints, draft_int8=rounded).compute_hash() for rounded in (True, False)}
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(("has_vnni", "drafter"), [(False, "eagle"), (True, "eagle3")])
+def test_refused_where_it_cannot_be(checkpoints, monkeypatch, has_vnni, drafter):
+    monkeypatch.setattr(speculative_config, "can_round", lambda: has_vnni)
+    with pytest.raises(ValueError, match="draft_int8=true needs .*leave it out"):
+        config_of(checkpoints, drafter, draft_int8=True)
+    assert config_of(checkpoints, drafter).specplug.draft_int8 is False
