@@ -1,7 +1,7 @@
 """Linear layers of drafters in 8 bits, on CPUs that multiply such numbers (VNNI), with the host's own oneDNN kernels.
 
-A draft decides how far a step gets and never which token is picked, so a drafter need not be exact.  Weights are rounded
-once per output channel, inputs per row at each call; sums are exact.
+A draft decides how far a step gets and never which token is picked, so a drafter need not be exact.  Weights are
+rounded once per output channel, inputs per row at each call; sums are exact.
 """
 
 from __future__ import annotations
