@@ -10,11 +10,10 @@ from vllm.forward_context import set_forward_context
 
 from tests import tiny
 from vllm_specplug.hosts import speculative_config
-from vllm_specplug.hosts.int8_linear import Int8Linear, RoundedLinearMethod, can_round
+from vllm_specplug.hosts.int8_linear import Int8Linear, RoundedLinearMethod
 
-from .conftest import ENGINE, TREE, counters, make_prompts, runner_of, token_ids
+from .conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, runner_of, token_ids
 
-needs_vnni = pytest.mark.skipif(not can_round(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
 INT8 = {**TREE, "draft_int8": True}
 
 

@@ -19,6 +19,8 @@ from tests.hosts.conftest import (
     check_prefix_cache_hits,
     counters,
     make_prompts,
+    needs_vnni,
+    runner_of,
     token_ids,
 )
 from vllm_specplug.proposers.medusa import steps
@@ -112,14 +114,16 @@ def test_a_tree_accepts_more_than_its_chain(engine, prompts, plain, tau):
     assert 1.2 < acceptance_length(chain) < tau
 
 
-def test_own_lm_heads_equal_to_the_targets_draft_the_same(engine, checkpoints, prompts, plain, heads, tau):
+@pytest.mark.parametrize("draft_int8", [False, pytest.param(True, marks=needs_vnni)])
+def test_own_lm_heads_equal_to_the_targets_draft_the_same(engine, checkpoints, prompts, plain, heads, tau, draft_int8):
     def add_heads(tensors):
         lm_head = load_file(checkpoints["target"] / "model.safetensors")["lm_head.weight"]
         for head in range(HEADS):
             tensors[f"{head}.{TRAINING.num_layers}.weight"] = lm_head.clone()
 
     variant(checkpoints, heads, "full", add_heads)
-    llm = engine("full", MEDUSA)
+    llm = engine("full", {**MEDUSA, "draft_int8": draft_int8})
+    assert all((head._rounded is not None) == draft_int8 for head in runner_of(llm).drafter.heads._lm_heads)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) == pytest.approx(tau, rel=0.02)
 
