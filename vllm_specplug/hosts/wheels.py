@@ -31,6 +31,7 @@ V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
 #: What names and parameters do not show.
 NOTES = {
     "0.26.0": "attention writes keys itself; a seed counts only where the whole batch has seeds",
+    "0.29.0": "the host mixes up `allowed_token_ids` of requests",
     "0.33.0": "no CPU wheel to run the tests on",
 }
 
