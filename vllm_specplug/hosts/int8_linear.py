@@ -24,7 +24,7 @@ class Int8Linear:
     """``x @ weight.T``, both rounded to 8 bits.
 
     Args:
-        weight: bfloat16 ``[num_outputs, num_inputs]``; not kept.
+        weight: bfloat16 or float32 ``[num_outputs, num_inputs]``; not kept.
     """
 
     def __init__(self, weight: torch.Tensor):
