@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 .DELETE_ON_ERROR:
 
 demo: install
-	$(RUN) -m vllm_specplug.cli demo
+	$(RUN) -m vllm_specplug.tools.cli demo
 
 test: install
 	$(RUN) -m pytest -q tests/unit tests/hosts tests/e2e
@@ -22,7 +22,7 @@ test: install
 bench: install
 	@test -f "$(SPECPLUG_QUESTIONS)" || { echo "set SPECPLUG_QUESTIONS to a file of questions (Spec-Bench, HumanEval or GSM8K)"; exit 1; }
 	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout 1800 $(RUN) -m pytest -q -s benchmarks/test_end_to_end.py benchmarks/test_stages.py
-	$(RUN) -m vllm_specplug.bench --table .benchmarks/end_to_end.json --into README.md
+	$(RUN) -m vllm_specplug.tools.bench --table .benchmarks/end_to_end.json --into README.md
 
 install: $(VENV)/.plugin
 

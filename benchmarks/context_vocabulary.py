@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.environment import provenance
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, target_ids
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
 from vllm_specplug.proposers.training.features import FeatureSet, load_features, target_head
+from vllm_specplug.utils.environment import provenance
 
 DRAFTER = "smollm2-135m-instruct"
 

@@ -47,8 +47,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.environment import first_error, provenance
-from vllm_specplug.tables import format_table
+from vllm_specplug.utils.environment import first_error, provenance
+from vllm_specplug.utils.tables import format_table
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 def main() -> None:
     question = json.loads(sys.argv[1])
     if question["interpret"]:
-        from vllm_specplug.interpreter import use_interpreter
+        from vllm_specplug.kernels.interpreter import use_interpreter
 
         use_interpreter()
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -121,7 +121,7 @@ def attention_path(name: str, head_size: int, on_gpu: bool) -> Any:
         return tree_attention
     makers: dict[str, Any] = {"flash": ReferenceContext, "xformers": functools.partial(XformersContext, head_size)}
     if on_gpu:
-        from vllm_specplug.hosts.flash_context import FlashContext
+        from vllm_specplug.hosts.attention.flash_context import FlashContext
 
         makers["flash"] = functools.partial(FlashContext, head_size)
     try:
@@ -134,8 +134,8 @@ def time_attention(question: Row) -> Iterator[Row]:
     """Of the path ``name``; ``chain``: the host's own."""
     import torch
 
+    from vllm_specplug.core.layout import ancestor_bits
     from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs, tree_attention_reference
-    from vllm_specplug.layout import ancestor_bits
 
     on_gpu, name = torch.cuda.is_available(), question["name"]
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
@@ -246,7 +246,7 @@ def time_growth(grow: Callable[..., Any], inputs: Row, known: Row, reference: Ca
     """A round as it is and, on a GPU, recorded; both against a round on the CPU."""
     import torch
 
-    from vllm_specplug.hosts.v2_growth import Growth
+    from vllm_specplug.hosts.v2.growth import Growth
 
     given = known["slots"], known["token_ids"][known["slots"].long(), known["lens"].long() - 1].long()
     batch = len(given[0])
@@ -274,7 +274,7 @@ def write_models(folder: Path, tiny_ones: bool) -> dict[str, Path]:
     import torch
     from safetensors.torch import save_file
 
-    from tests import tiny
+    from tests.doubles import tiny
 
     paths = {name: folder / name for name in ("target", "eagle", "medusa")}
     shape = tiny.llama_config(**({} if tiny_ones else SHAPE_8B))
@@ -354,7 +354,7 @@ def check_identity(question: Row) -> Iterator[Row]:
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     from vllm import LLM
 
-    from tests import tiny
+    from tests.doubles import tiny
 
     draw = random.Random(0)
     texts = [[draw.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (7, 40, 19)]

@@ -16,12 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests import tiny
-from vllm_specplug.bench.methods import Method
-from vllm_specplug.bench.questions import Question
-from vllm_specplug.bench.workers import Worker, started
-from vllm_specplug.environment import provenance
-from vllm_specplug.tables import format_table
+from tests.doubles import tiny
+from vllm_specplug.tools.bench.methods import Method
+from vllm_specplug.tools.bench.questions import Question
+from vllm_specplug.tools.bench.workers import Worker, started
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.tables import format_table
 
 CLEAN, INSTALLED = "plain", "installed"  # the first is run without plugins
 BATCH, TOKENS = 4, 128

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_specplug.bench.reproductions import Cycles, gain_text, summary, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.evaluate import Drafted, TreePolicy, eagle2_policy
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
+from vllm_specplug.tools.bench.reproductions import Cycles, gain_text, summary, tau, verdict_on, write
 
 
 class Size(NamedTuple):

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from vllm_specplug.bench.reproductions import Cycles, gain_text, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.data import ANSWERS_NAME, FEATURES_NAME
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
+from vllm_specplug.tools.bench.reproductions import Cycles, gain_text, tau, verdict_on, write
 
 NODES, DEPTH, BEAM = 60, 6, 10
 SWEEP_NODES, SWEEP_DEPTH, SWEEP_BEAM = 16, 4, 4
@@ -49,7 +49,7 @@ SWEEP = {
 def train(args: argparse.Namespace, data: Path, out: Path, *options: str) -> Path:
     """The head in ``out``, trained if it is not there."""
     if not (out / "model.safetensors").is_file():
-        command = [sys.executable, "-m", "vllm_specplug.cli", "train", "hass", "--target", args.target]
+        command = [sys.executable, "-m", "vllm_specplug.tools.cli", "train", "hass", "--target", args.target]
         command += ["--data", str(data), "--out", str(out), *options]
         subprocess.run(command + (["--threads", str(args.threads)] if args.threads else []), check=True)
     return out

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from vllm_specplug.bench.reproductions import write
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import best_dense
 from vllm_specplug.proposers.medusa.ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_tau
@@ -30,6 +29,7 @@ from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, dense_p
 from vllm_specplug.proposers.medusa.steps import read_steps
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
+from vllm_specplug.tools.bench.reproductions import write
 
 SOURCE = "Medusa (arXiv 2401.10774, {})"
 #: Largest sizes of dense trees, and how many shapes of each are drawn by chance.

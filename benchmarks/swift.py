@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from vllm_specplug.bench.questions import read_questions
-from vllm_specplug.environment import provenance
-from vllm_specplug.hosts.bench_worker import prompts_of
+from vllm_specplug.hosts.probes.bench_worker import prompts_of
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
 from vllm_specplug.proposers.swift.report import acceptance_of, expected_speedup, phases_of
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
 from vllm_specplug.proposers.swift.state import SwiftState
-from vllm_specplug.smollm2 import prepare
+from vllm_specplug.tools.bench.questions import read_questions
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.smollm2 import prepare
 
 TASKS = ("summarization", "math_reasoning", "qa", "translation", "rag")  # the paper's five kinds, in its order
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.bench import METHODS, Method, read_questions
-from vllm_specplug.bench.workers import PROBE_MODULE, started
-from vllm_specplug.budget import Arm, Budget
-from vllm_specplug.costs import CostModel
-from vllm_specplug.environment import provenance
-from vllm_specplug.smollm2 import prepare
-from vllm_specplug.tree import from_flat
+from vllm_specplug.budget.budget import Arm, Budget
+from vllm_specplug.budget.costs import CostModel
+from vllm_specplug.core.tree import from_flat
+from vllm_specplug.tools.bench import METHODS, Method, read_questions
+from vllm_specplug.tools.bench.workers import PROBE_MODULE, started
 from vllm_specplug.types import Draft
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.smollm2 import prepare
 
 NUM_NODES, PROMPT = 8, 100
 SIZES, MAX_TOKENS = (1, 8, 32), 64

@@ -11,8 +11,8 @@ import os
 import pytest
 import torch
 
-from vllm_specplug.environment import provenance
-from vllm_specplug.smollm2 import prepare
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.smollm2 import prepare
 
 DRAFTER = "smollm2-135m-instruct"
 
@@ -22,7 +22,7 @@ def drafter():
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM
 
-    from vllm_specplug.hosts.served_threads import use_served_threads
+    from vllm_specplug.hosts.probes.served_threads import use_served_threads
 
     speculative = {"method": "eagle2", "model": DRAFTER}
     llm = LLM(str(prepare()), dtype="bfloat16", max_model_len=2048, speculative_config=speculative)

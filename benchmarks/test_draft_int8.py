@@ -11,8 +11,8 @@ import os
 import pytest
 import torch
 
-from vllm_specplug.environment import provenance
-from vllm_specplug.smollm2 import prepare
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.smollm2 import prepare
 
 DRAFTER = "smollm2-135m-instruct"
 
@@ -22,8 +22,8 @@ def drafters():
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM
 
-    from vllm_specplug.hosts.int8_linear import can_round
-    from vllm_specplug.hosts.served_threads import use_served_threads
+    from vllm_specplug.hosts.drafters.int8_linear import can_round
+    from vllm_specplug.hosts.probes.served_threads import use_served_threads
 
     if not can_round():
         pytest.skip("this CPU does not multiply 8-bit numbers (VNNI)")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specplug import bench
+from vllm_specplug.tools import bench
 
 NUM_QUESTIONS, MAX_TOKENS = 40, 96
 CHAIN_LENGTHS = (1, 2, 3)

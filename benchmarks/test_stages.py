@@ -12,12 +12,12 @@ import time
 import pytest
 import torch
 
-from tests.unit import oracle
-from tests.unit.oracle_tensors import to_tree  # also sets one thread
-from vllm_specplug.kv import apply_moves, plan_moves
-from vllm_specplug.layout import lay_out
-from vllm_specplug.tree import DraftPool, from_flat, rerank_draft
-from vllm_specplug.walk import walk_tokens
+from tests.doubles import oracle
+from tests.doubles.oracle_tensors import to_tree  # also sets one thread
+from vllm_specplug.core.kv import apply_moves, plan_moves
+from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.tree import DraftPool, from_flat, rerank_draft
+from vllm_specplug.core.walk import walk_tokens
 
 ROUNDS, VOCAB, CONTEXT = 60, 64, 100
 

@@ -17,11 +17,11 @@ import time
 import pytest
 import torch
 
-from vllm_specplug.environment import provenance
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
 from vllm_specplug.proposers.hass.train import HassTrainOptions
 from vllm_specplug.proposers.training.eagle import Objective
 from vllm_specplug.proposers.training.loop import Batch
+from vllm_specplug.utils.environment import provenance
 
 HIDDEN, VOCAB, DRAFT = 576, 49152, 8192
 SEQUENCES, ROWS = 8, 512

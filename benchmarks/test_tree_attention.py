@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.unit.test_tree_attention import host_chain_attention
+from tests.unit.kernels.test_tree_attention import host_chain_attention
 from vllm_specplug.kernels.tree_attention import make_inputs, select_backend, tree_attention
 
 ROUNDS = 200

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_specplug.bench import METHODS, Method, Worker, read_questions
-from vllm_specplug.environment import provenance
-from vllm_specplug.smollm2 import prepare
-from vllm_specplug.tables import format_table
+from vllm_specplug.tools.bench import METHODS, Method, Worker, read_questions
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.smollm2 import prepare
+from vllm_specplug.utils.tables import format_table
 
 TEMPERATURES = (0.7, 1.0)
 EPSILONS = (None, 0.3, 0.09, 0.03, 0.01)

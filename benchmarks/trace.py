@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.bench import METHODS, Measurement, Method, Question, read_questions
-from vllm_specplug.bench.workers import started
-from vllm_specplug.environment import provenance
-from vllm_specplug.smollm2 import prepare
-from vllm_specplug.tables import format_table
+from vllm_specplug.tools.bench import METHODS, Measurement, Method, Question, read_questions
+from vllm_specplug.tools.bench.workers import started
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.smollm2 import prepare
+from vllm_specplug.utils.tables import format_table
 
 ADAPTIVE = "union, measured"
 BLOCK, WARM_UPS = 10, 3

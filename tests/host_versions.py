@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from vllm_specplug.hosts.check import REFERENCE_VERSION, find_host
+from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, find_host
 
 VERSION = Version(find_host()[1])
 IS_REFERENCE = Version(REFERENCE_VERSION) == VERSION

@@ -22,7 +22,7 @@ def register() -> None:
     Nothing of the host's behaviour changes until one of our methods is configured.
     """
     try:
-        from vllm_specplug.hosts.install import install
+        from vllm_specplug.hosts.compat.install import install
 
         problems = install()
     except Exception as error:  # an exception here would stop a server that does not even use us

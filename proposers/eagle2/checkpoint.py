@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from vllm_specplug.files import replacing
+from vllm_specplug.utils.files import replacing
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"

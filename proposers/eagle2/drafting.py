@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_specplug.draft_sampling import Children, stack_candidates
-from vllm_specplug.tree import grow_level, new_pool, rerank_draft
+from vllm_specplug.core.draft_sampling import Children, stack_candidates
+from vllm_specplug.core.tree import grow_level, new_pool, rerank_draft
 from vllm_specplug.types import Draft, Proposal
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
-from vllm_specplug.compiled import compiled
+from vllm_specplug.budget.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
+from vllm_specplug.core.tree import NEVER, DraftPool, rerank_draft
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 from vllm_specplug.proposers.lookup.options import LookupOptions
-from vllm_specplug.tree import NEVER, DraftPool, rerank_draft
 from vllm_specplug.types import PADDING, Draft
+from vllm_specplug.utils.compiled import compiled
 
 logger = logging.getLogger("vllm_specplug")
 

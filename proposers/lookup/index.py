@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_specplug.compiled import compiled
+from vllm_specplug.utils.compiled import compiled
 
 #: Stands between token sequences; equal to no token.
 BREAK = -1

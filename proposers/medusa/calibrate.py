@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, resolve_drafter
-from vllm_specplug.files import replacing
-from vllm_specplug.tables import format_table
+from vllm_specplug.utils.files import replacing
+from vllm_specplug.utils.tables import format_table
 
 from ..eagle2.checkpoint import CONFIG_NAME, read_config
 from ..training import command

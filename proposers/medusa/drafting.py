@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.draft_sampling import Children, DraftSampling, likeliest, stack_candidates
-from vllm_specplug.tree import expand, new_pool, next_beam, rerank_draft, static_tree
+from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest, stack_candidates
+from vllm_specplug.core.tree import expand, new_pool, next_beam, rerank_draft, static_tree
 from vllm_specplug.types import PADDING, Draft, Proposal
 
 from .sparse_tree import Paths, in_draw_order, parents_of

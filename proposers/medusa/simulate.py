@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.environment import provenance
-from vllm_specplug.tables import format_table
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.tables import format_table
 
 from .calibrate import write_json
 from .steps import interpolate, read_steps

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, resolve_drafter
-from vllm_specplug.environment import provenance
-from vllm_specplug.steps import StepProbe
-from vllm_specplug.tables import format_table
+from vllm_specplug.tools.step_command import StepProbe
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.tables import format_table
 
 from ..eagle2.checkpoint import read_config
 
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
         batches = [0]
     if batches[0] < 1 or args.turns < 1:
         raise ValueError("--batches holds numbers from 1, like 1,4,16, and --turns is at least 1")
-    from vllm_specplug.smollm2 import prepare
+    from vllm_specplug.utils.smollm2 import prepare
 
     nodes = [n for n in NODES if n <= args.max_nodes]
     found = measure(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.files import replacing
+from vllm_specplug.utils.files import replacing
 
 from .search import LayerSearch, SearchOptions
 

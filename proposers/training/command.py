@@ -121,7 +121,7 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     if args.prompts and args.data:
         raise ValueError("--data has its answers already: give either --data or --prompts")
     if args.prompts:
-        from vllm_specplug.hosts.offline import answer_prompts
+        from vllm_specplug.hosts.probes.offline import answer_prompts
 
         answer_prompts(args.target, read_prompts(args.prompts), answers_file, max_tokens=args.max_tokens)
     if not answers_file.exists():

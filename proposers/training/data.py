@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_specplug.files import replacing
+from vllm_specplug.utils.files import replacing
 
 from .answers import Conversation, content_hash, read_answers, read_conversations, without_duplicates
 from .features import extract, read_target_config
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     _claim_folder(out / FACTS_NAME, _facts(args, rows, template))
 
-    from vllm_specplug.hosts.offline import answer_prompts
+    from vllm_specplug.hosts.probes.offline import answer_prompts
 
     answer_prompts(
         args.target,

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from vllm_specplug.files import replacing
+from vllm_specplug.utils.files import replacing
 
 from .answers import Answer, content_hash
 

@@ -11,7 +11,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_specplug.files import replacing
+from vllm_specplug.utils.files import replacing
 
 LOG_NAME = "training_log.jsonl"
 PLOT_NAME = "training.png"

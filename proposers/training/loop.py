@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_specplug.files import replacing
+from vllm_specplug.utils.files import replacing
 
 from .features import FeatureSet
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import logsigmoid
 
-from vllm_specplug.calibration import LOGIT_LIMIT
+from vllm_specplug.budget.calibration import LOGIT_LIMIT
+from vllm_specplug.core.tree import NEVER, DraftPool, rerank_draft
 from vllm_specplug.proposers.union.drafting import start_weights
 from vllm_specplug.proposers.union.merge import DRAFTED, SILENT
-from vllm_specplug.tree import NEVER, DraftPool, rerank_draft
 from vllm_specplug.types import PADDING, Draft
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_specplug.calibration import OnlineLogistic, Reliability, sigmoid
-from vllm_specplug.compiled import compiled
-from vllm_specplug.guard import Guard
+from vllm_specplug.budget.calibration import OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.core.guard import Guard
+from vllm_specplug.core.tree import DraftPool, rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
 from vllm_specplug.proposers.union.merge import DRAFTED, SILENT, Merged, merge
 from vllm_specplug.proposers.union.options import UnionOptions
-from vllm_specplug.tree import DraftPool, rerank_draft
 from vllm_specplug.types import PADDING, Draft
+from vllm_specplug.utils.compiled import compiled
 
 MAX_RECORDS = 4096
 

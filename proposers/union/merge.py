@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.calibration import LOGIT_LIMIT
-from vllm_specplug.compiled import compiled
+from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.types import Draft
+from vllm_specplug.utils.compiled import compiled
 
 #: What a source says of a node: nothing, since it drafted no child of the node's parent; it drafted others; it itself.
 ABSENT, SILENT, DRAFTED = 0, 1, 2

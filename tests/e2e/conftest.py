@@ -39,7 +39,7 @@ def users_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
-    from vllm_specplug.smollm2 import prepare
+    from vllm_specplug.utils.smollm2 import prepare
 
     return str(prepare())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.doubles import tiny
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 #: Answers of a plain engine and of one with the host's own speculation; then where every function of the host comes

@@ -3,9 +3,9 @@
 Of pages that the system cannot drop: those of a library's file, like LLVM's 80 MiB, can be read again.
 """
 
-from vllm_specplug.bench import METHODS, Method, Question, Worker
-from vllm_specplug.bench.serving import family_status
 from vllm_specplug.config import resolve_drafter
+from vllm_specplug.tools.bench import METHODS, Method, Question, Worker
+from vllm_specplug.tools.bench.serving import family_status
 
 KV_GIB = 1
 

@@ -22,8 +22,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from tests import tiny
-from vllm_specplug.hosts.int8_linear import can_round
+from tests.doubles import tiny
+from vllm_specplug.hosts.drafters.int8_linear import can_round
 
 needs_vnni = pytest.mark.skipif(not can_round(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
 
@@ -101,7 +101,7 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
 
 def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every third draft of an EAGLE drafter raises from now on; the list grows by one with each."""
-    from vllm_specplug.hosts import eagle_proposer
+    from vllm_specplug.hosts.drafters import eagle_v1 as eagle_proposer
 
     honest, calls = eagle_proposer.grow_tree, []
 
@@ -118,7 +118,7 @@ def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(scope="package", autouse=True)
 def cost_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Cost models of the tests are not kept beside the user's."""
-    from vllm_specplug import costs
+    from vllm_specplug.budget import costs
 
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("costs")
@@ -179,7 +179,7 @@ def runner_of(llm: Any) -> Any:
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every walk of a tree in this test."""
-    from vllm_specplug.hosts.sampling import SampledWalk
+    from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
 
     counts: list[int] = []
     honest = SampledWalk.__call__

@@ -11,12 +11,13 @@ import torch
 from vllm import LLM, SamplingParams
 
 from tests.hosts.conftest import ENGINE, counters, make_prompts, runner_of, token_ids
-from vllm_specplug import costs
-from vllm_specplug.budget import PLAIN
-from vllm_specplug.hosts import budgeting, v1_runner
-from vllm_specplug.hosts.catch_up import MissedRows
-from vllm_specplug.hosts.eagle_proposer import TreeEagleProposer
-from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
+from vllm_specplug.budget import costs
+from vllm_specplug.budget.budget import PLAIN
+from vllm_specplug.hosts.drafters.catch_up import MissedRows
+from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
+from vllm_specplug.hosts.v1 import budgeting
+from vllm_specplug.hosts.v1 import runner as v1_runner
+from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

@@ -16,10 +16,10 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
 def test_unknown_host_version_is_left_alone():
     """In a process of its own: the plugin says once why it is not active, and patches nothing."""
     code = """
-import vllm_specplug.hosts.check as check
+import vllm_specplug.hosts.compat.check as check
 check.CHECKED_VERSIONS = ("0.0.1",)
 from vllm_specplug.plugin import register
 register(); register()
@@ -169,8 +169,8 @@ assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__"
 
 
 def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints, monkeypatch, caplog):
-    from vllm_specplug import doctor
-    from vllm_specplug.hosts import check
+    from vllm_specplug.hosts.compat import check
+    from vllm_specplug.tools import doctor
 
     for name, value in (("CHECKED_VERSIONS", ("98.0.0",)), ("REFERENCE_VERSION", "98.0.0")):
         monkeypatch.setattr(check, name, value)
@@ -187,8 +187,8 @@ def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints,
 def test_changed_host_signature_applies_no_patch(monkeypatch):
     from dataclasses import replace
 
-    from vllm_specplug.hosts.install import PATCHES
-    from vllm_specplug.hosts.patches import apply_all, undo_all
+    from vllm_specplug.hosts.compat.install import PATCHES
+    from vllm_specplug.hosts.compat.patches import apply_all, undo_all
 
     undo_all(PATCHES)
     try:
@@ -201,6 +201,6 @@ def test_changed_host_signature_applies_no_patch(monkeypatch):
 
 
 def test_manifest_matches_this_host():
-    from vllm_specplug.hosts.check import check_host
+    from vllm_specplug.hosts.compat.check import check_host
 
     assert check_host().problems == []

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from tests.host_versions import IS_REFERENCE
-from vllm_specplug import doctor
+from vllm_specplug.tools import doctor
 
 
 def test_the_plugin_is_active_here():
-    command = [sys.executable, "-m", "vllm_specplug.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "vllm_specplug.tools.cli", "doctor", "--json"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     findings = {finding["name"]: finding for finding in json.loads(process.stdout)}
     assert [finding["blocks"] for finding in findings.values() if finding["blocks"]] == []
@@ -24,7 +24,7 @@ def test_the_plugin_is_active_here():
     ("kind", "runner", "active"), [("cuda", "V2", True), ("cuda", "V1", True), ("other", "V1", False)]
 )
 def test_other_platforms(monkeypatch, kind, runner, active):
-    from vllm_specplug.hosts import probe
+    from vllm_specplug.hosts.probes import platform_probe as probe
 
     monkeypatch.setattr(probe, "find_platform", lambda: ("SomePlatform", kind))
     monkeypatch.setattr(probe, "find_runner", lambda: (runner, "for a test"))

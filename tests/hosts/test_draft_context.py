@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests import tiny
+from tests.doubles import tiny
 
 from .conftest import make_prompts, runner_of, token_ids
 

@@ -8,9 +8,9 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 
-from tests import tiny
-from vllm_specplug.hosts import speculative_config
-from vllm_specplug.hosts.int8_linear import Int8Linear, RoundedLinearMethod
+from tests.doubles import tiny
+from vllm_specplug.hosts.compat import speculative_config
+from vllm_specplug.hosts.drafters.int8_linear import Int8Linear, RoundedLinearMethod
 
 from .conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, runner_of, token_ids
 

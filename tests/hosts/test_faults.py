@@ -8,10 +8,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import TREE, make_prompts, token_ids
-from vllm_specplug.guard import Guard
-from vllm_specplug.hosts import eagle_proposer, medusa_heads
+from vllm_specplug.core.guard import Guard
+from vllm_specplug.hosts.drafters import eagle_v1 as eagle_proposer
+from vllm_specplug.hosts.drafters import medusa as medusa_heads
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.types import Draft, TokenTree

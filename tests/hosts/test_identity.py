@@ -99,7 +99,7 @@ def test_torch_compile(engine, prompts, plain):
 
 def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
     """The host need not ask for them; where they are lost, it does."""
-    from vllm_specplug.hosts import v1_runner
+    from vllm_specplug.hosts.v1 import runner as v1_runner
 
     llm = engine("eagle")
     executor, asked, sent = llm.llm_engine.engine_core.engine_core.model_executor, [], []
@@ -138,7 +138,7 @@ def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
 
     import torch
 
-    from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
+    from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 
     honest = TreeCPUModelRunner._commit
 
@@ -153,7 +153,7 @@ def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
 
 def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
     """The second control: tree rows at their flat positions."""
-    from vllm_specplug.hosts import v1_runner
+    from vllm_specplug.hosts.v1 import runner as v1_runner
     from vllm_specplug.types import TreeLayout
 
     honest = v1_runner.lay_out

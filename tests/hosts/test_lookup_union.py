@@ -18,7 +18,7 @@ from tests.hosts.conftest import (
     unlucky_drafter,
 )
 from vllm_specplug import proposer
-from vllm_specplug.hosts.trace import source_shares
+from vllm_specplug.hosts.v1.trace import source_shares
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -126,11 +126,12 @@ def test_running_into_max_model_len(engine, start, prompts, checkpoints):
 
 @pytest.fixture
 def hostile(monkeypatch):
-    """Register ``tests.hosts.hostile``'s methods, as another distribution would."""
+    """Register ``tests.doubles.hostile``'s methods, as another distribution would."""
     ours = proposer._registered()
     names = ("wrong", "twice", "nothing", "raising", "garbage", "misshapen")
     entries = {
-        name: EntryPoint(name=name, value=f"tests.hosts.hostile:{name.upper()}", group=proposer.GROUP) for name in names
+        name: EntryPoint(name=name, value=f"tests.doubles.hostile:{name.upper()}", group=proposer.GROUP)
+        for name in names
     }
     monkeypatch.setattr(proposer, "_registered", lambda: {**ours, **entries})
     proposer.find_method.cache_clear()

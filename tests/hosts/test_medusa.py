@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import (
     ENGINE,
     acceptance_length,
@@ -174,7 +174,7 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, heads):
 
 def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypatch):
     """The heads must see the last accepted row: with the root's instead, less is accepted and nothing else changes."""
-    from vllm_specplug.hosts import v1_runner
+    from vllm_specplug.hosts.v1 import runner as v1_runner
 
     monkeypatch.setattr(v1_runner, "last_rows", lambda walk, row_start: row_start)
     llm = engine("medusa", {**MEDUSA, "num_speculative_tokens": 19})

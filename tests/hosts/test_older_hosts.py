@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.unit.test_grammars import VERSIONS, request
-from vllm_specplug.hosts import scheduler
-from vllm_specplug.hosts.scheduler import TreeScheduler, TreeSchedulerOutput
-from vllm_specplug.hosts.v1_runner import TreeModelRunner
+from tests.unit.hosts.test_grammars import VERSIONS, request
+from vllm_specplug.hosts.v1 import scheduler
+from vllm_specplug.hosts.v1.runner import TreeModelRunner
+from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 
 
 def test_a_step_without_drafts_has_no_metadata():

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE
-from vllm_specplug.hosts import bench_worker, round_probe, served_threads
-from vllm_specplug.hosts.served_threads import use_served_threads
+from vllm_specplug.hosts.probes import bench_worker, round_probe, served_threads
+from vllm_specplug.hosts.probes.served_threads import use_served_threads
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from tests.unit import oracle
-from tests.unit.oracle_tensors import emitted, to_tree
-from vllm_specplug.hosts.sampling import SampledWalk, is_argmax
+from tests.doubles import oracle
+from tests.doubles.oracle_tensors import emitted, to_tree
+from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 
 
 def metadata(processors=(), **changes):
@@ -84,7 +84,7 @@ def never(logits, sampling_metadata):
 
 
 def test_the_hosts_sampler_takes_the_first_largest_too():
-    """What ``greedy_walk`` takes for it (tests/unit/test_greedy_walk.py compares that with torch.argmax)."""
+    """What ``greedy_walk`` takes for it (tests/unit/core/test_greedy_walk.py compares that with torch.argmax)."""
     nan, inf = float("nan"), float("inf")
     rows = [[1, 3, 3, 2], [-1, -0.0, 0.0, -2], [1, nan, 2, nan], [-inf] * 4, [0, inf, inf, 1]]
     logits = torch.tensor(rows)

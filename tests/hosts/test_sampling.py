@@ -11,11 +11,11 @@ from scipy.stats import chi2
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.host_versions import comparable
 from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
-from vllm_specplug.hosts.sampling import SampledWalk
-from vllm_specplug.hosts.v1_cpu_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
 from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
@@ -59,7 +59,7 @@ PARAMETERS = {
 OPTIONS = {
     "skip_tokenizer_init": False,
     "max_logprobs": 200,
-    "logits_processors": ["tests.hosts.processors:Avoid"],
+    "logits_processors": ["tests.doubles.processors:Avoid"],
     "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
 }
 

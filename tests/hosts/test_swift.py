@@ -12,10 +12,10 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, SWIFT, check_prefix_cache_hits, make_prompts, runner_of, token_ids
-from vllm_specplug.hosts import attention as hosts_attention
-from vllm_specplug.hosts.layer_skipping import LayerSkipping
+from vllm_specplug.hosts.attention import cpu as hosts_attention
+from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.kernels.tree_attention import tree_attention_reference, unpack_pages
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.report import acceptance_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads

@@ -14,7 +14,7 @@ from vllm_specplug import proposer
 @pytest.fixture
 def parrot(monkeypatch):
     ours = proposer._registered()
-    entry = EntryPoint(name="parrot", value="tests.hosts.parrot:PARROT", group=proposer.GROUP)
+    entry = EntryPoint(name="parrot", value="tests.doubles.parrot:PARROT", group=proposer.GROUP)
     monkeypatch.setattr(proposer, "_registered", lambda: {**ours, "parrot": entry})
     proposer.find_method.cache_clear()
     yield
@@ -36,7 +36,7 @@ def test_greedy_and_seeded_identity(engine, checkpoints, parrot):
 
 
 def test_wrong_object_behind_the_entry_point(monkeypatch):
-    entry = EntryPoint(name="odd", value="tests.hosts.parrot:PARROT", group=proposer.GROUP)
+    entry = EntryPoint(name="odd", value="tests.doubles.parrot:PARROT", group=proposer.GROUP)
     monkeypatch.setattr(proposer, "_registered", lambda: {"odd": entry})
     proposer.find_method.cache_clear()
     with pytest.raises(TypeError, match="must be a Method named 'odd'"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids

@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
-from tests.unit.test_typical import expected_path
+from tests.unit.core.test_typical import expected_path
 
 TYPICAL = {"method": "eagle2", "num_speculative_tokens": 16, "verification": "typical", **WHOLE}
 #: Limits that no probability exceeds.
@@ -69,7 +69,7 @@ def test_what_else_shapes_the_distribution_is_verified_exactly(engine, prompts):
 
 
 def test_custom_logits_processors_are_verified_exactly(engine, prompts):
-    options = {"logits_processors": ["tests.hosts.processors:Avoid"]}
+    options = {"logits_processors": ["tests.doubles.processors:Avoid"]}
     params = sampled(8, extra_args={"avoid": 9})
     expected = token_ids(engine(**options).generate(prompts[:8], params, use_tqdm=False))
     assert token_ids(engine("eagle", TYPICAL, **options).generate(prompts[:8], params, use_tqdm=False)) == expected

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests import tiny
+from tests.doubles import tiny
 from vllm_specplug.config import ConfigError, TreeOptions, parse_options
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_checkpoint
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa

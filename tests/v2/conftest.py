@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     # The host's Triton attention would round float32 to TF32, ours does not.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
 else:
-    from vllm_specplug.interpreter import use_interpreter
+    from vllm_specplug.kernels.interpreter import use_interpreter
 
     use_interpreter()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks triton's driver, of which there is only the name
@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
-from vllm_specplug import host_trees
+from vllm_specplug.core import tree_loops as host_trees
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

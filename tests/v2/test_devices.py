@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_specplug import tree
-from vllm_specplug.draft_sampling import likeliest
-from vllm_specplug.hosts import v1_gpu_runner
-from vllm_specplug.hosts.v1_gpu_attention import device_scratch_metadata, upload_rows
-from vllm_specplug.hosts.v2_trees import DeviceTrees
-from vllm_specplug.kv import KvScratch, plan_moves
+from vllm_specplug.core import tree
+from vllm_specplug.core.draft_sampling import likeliest
+from vllm_specplug.core.kv import KvScratch, plan_moves
+from vllm_specplug.hosts.attention.paged_v1 import device_scratch_metadata, upload_rows
+from vllm_specplug.hosts.v1 import gpu_runner as v1_gpu_runner
+from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.lookup.device import draft_matches
@@ -93,7 +93,7 @@ def test_lookup_and_unions():
 def test_verification_of_the_v1_runner(monkeypatch):
     """Host values go up at named places."""
     context, start, lens = (torch.zeros(3, dtype=torch.int32) for _ in range(3))
-    monkeypatch.setattr("vllm_specplug.hosts.v1_gpu_attention.int", lambda _: 0, raising=False)  # of a host value
+    monkeypatch.setattr("vllm_specplug.hosts.attention.paged_v1.int", lambda _: 0, raising=False)  # of a host value
     rows = upload_rows(context, start, lens, torch.zeros(3, 5, 5, dtype=torch.bool), [0, 2], False, DEVICE)
     uploaded = (rows.context_lens, rows.query_start, rows.query_lens, rows.tree_start, rows.tree_lens, rows.bits)
     assert {values.device for values in uploaded} == {DEVICE}

@@ -12,7 +12,7 @@ import torch
 from benchmarks import gpu, gpu_worker
 from tests.v2.conftest import ENGINE, PLAIN
 from tests.v2.test_lookup import LOOKUP
-from vllm_specplug.hosts.v2_trees import DeviceTrees
+from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.kernels import triton_lookup
 
 SIZES = {"nodes": [3, 6], "contexts": [0, 40], "batches": [1, 2]}

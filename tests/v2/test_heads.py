@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import WHOLE, acceptance_length
 from tests.v2.conftest import ENGINE, answers, same
 from vllm_specplug.proposers.eagle3.train import Eagle3Options, train_eagle3

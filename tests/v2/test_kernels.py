@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from tests.unit.test_tree_attention import TOLERANCE, exact
+from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
+from vllm_specplug.core.kv import apply_moves, plan_moves
+from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
+from vllm_specplug.core.tree import depths_from_parents, from_flat
+from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
-from vllm_specplug.kv import apply_moves, plan_moves
-from vllm_specplug.layout import ancestor_bits, ancestor_mask, lay_out
 from vllm_specplug.proposers.lookup.device import make_inputs as make_keys_inputs
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
-from vllm_specplug.tree import depths_from_parents, from_flat
 from vllm_specplug.types import PADDING
-from vllm_specplug.walk import walk_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

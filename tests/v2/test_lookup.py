@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.doubles.contexts import context
+from tests.doubles.oracle_tensors import to_rows
 from tests.hosts.conftest import acceptance_length, runner_of
-from tests.unit.contexts import context
-from tests.unit.oracle_tensors import to_rows
 from tests.v2.conftest import (
     ENGINE,
     SAMPLED,
@@ -20,10 +20,10 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
-from vllm_specplug.hosts.v2_lookup import TreeLookupSpeculator
-from vllm_specplug.hosts.v2_scheduler import AsyncTreeScheduler
+from vllm_specplug.core.tree import from_flat
+from vllm_specplug.hosts.drafters.lookup_v2 import TreeLookupSpeculator
+from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
-from vllm_specplug.tree import from_flat
 
 #: Candidates enough for all matches of these contexts: of more, the host keeps the newest, the device the longest.
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6, "max_candidates": 32}

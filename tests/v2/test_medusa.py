@@ -17,8 +17,8 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
-from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
-from vllm_specplug.hosts.v2_trees import DeviceTrees
+from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
+from vllm_specplug.hosts.v2.trees import DeviceTrees
 
 #: Siblings before the best path: accepted rows are no flat prefix.
 TREE = {"method": "medusa", "num_speculative_tokens": 8, "budget": "fixed"}

@@ -10,11 +10,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-from tests import tiny
+from tests.doubles import tiny
 from tests.hosts.conftest import TREE, runner_of
 from tests.hosts.test_sampling import check_same
 from tests.v2.conftest import ENGINE, PLAIN
-from vllm_specplug.hosts import v2_scheduler
+from vllm_specplug.hosts.v2 import scheduler as v2_scheduler
 
 #: With a tokenizer, which grammars need.
 OPTIONS = {"skip_tokenizer_init": False}

@@ -12,12 +12,12 @@ from tests.hosts.conftest import ENGINE
 from tests.hosts.test_third_party import parrot  # noqa: F401
 from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.hosts import features, speculative_config
-from vllm_specplug.hosts.check import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL, check_host
-from vllm_specplug.hosts.features import V1_CUDA, V2, check_options
-from vllm_specplug.hosts.install import PATCHES as ALL_HOSTS
-from vllm_specplug.hosts.speculative_config import GPU_WORKER, GPU_WORKER_V2, TreeSpeculativeConfig
-from vllm_specplug.hosts.v2_runner import PATCHES
+from vllm_specplug.hosts.compat import features, speculative_config
+from vllm_specplug.hosts.compat.check import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL, check_host
+from vllm_specplug.hosts.compat.features import V1_CUDA, V2, check_options
+from vllm_specplug.hosts.compat.install import PATCHES as ALL_HOSTS
+from vllm_specplug.hosts.compat.speculative_config import GPU_WORKER, GPU_WORKER_V2, TreeSpeculativeConfig
+from vllm_specplug.hosts.v2.runner import PATCHES
 from vllm_specplug.plugin import register
 
 

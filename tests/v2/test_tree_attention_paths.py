@@ -8,23 +8,24 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from tests.doubles.stand_ins import install_flash, install_xformers
 from tests.hosts.conftest import runner_of
-from tests.unit.test_tree_attention import TOLERANCE, exact
+from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
 from tests.v2.conftest import ENGINE, NoLookAtTheDevice, answers, same, watch_rounds
-from tests.v2.stand_ins import install_flash, install_xformers
 from tests.v2.test_identity import TREE
 from tests.v2.test_kernels import DEVICE, on_device
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.hosts import features, flash_context
-from vllm_specplug.hosts.check import MANIFEST_FLASH, HostReport, check_host
-from vllm_specplug.hosts.features import Setting, check_tree_attention
-from vllm_specplug.hosts.v2_attention import check_caches, use_tree_attention
+from vllm_specplug.core.layout import ancestor_bits
+from vllm_specplug.hosts.attention import flash_context
+from vllm_specplug.hosts.attention.paged import check_caches, use_tree_attention
+from vllm_specplug.hosts.compat import features
+from vllm_specplug.hosts.compat.check import MANIFEST_FLASH, HostReport, check_host
+from vllm_specplug.hosts.compat.features import Setting, check_tree_attention
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.kernels.context_attention import ContextAttention, ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
 from vllm_specplug.kernels.xformers_context import XformersContext
-from vllm_specplug.layout import ancestor_bits
 
 HERE_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without a GPU")
 

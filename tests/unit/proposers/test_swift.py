@@ -1,0 +1,404 @@
+"""SWIFT without a host: options, layer sets, siblings by confidence, the search, the ledger, the saved state."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.core.request_args import check_request
+from vllm_specplug.proposers.swift.drafting import DraftedLevel, chain_with_siblings, num_siblings
+from vllm_specplug.proposers.swift.layer_set import LayerSet, num_choices
+from vllm_specplug.proposers.swift.ledger import MOST_CREDIT, Ledger
+from vllm_specplug.proposers.swift.options import check_target
+from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
+from vllm_specplug.proposers.swift.state import SwiftState, load_state
+from vllm_specplug.types import PADDING
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"skip_ratio": 0}, "leaves out nothing"),
+        ({"skip_ratio": -0.1}, "out of range"),
+        ({"skip_ratio": 0.81}, "0.8"),
+        ({"skip_ratio": "half"}, "must be a number"),
+        ({"min_confidence": 1.5}, "out of range"),
+        ({"context_window": 2}, "out of range"),
+        ({"streams": "yes"}, "true or false"),
+        ({"swift_state": "no/such/folder/state.json"}, "create its folder"),
+        ({"skip": 0.5}, "unknown key 'skip'"),
+        ({"model": "x"}, "unknown key 'model'"),
+    ],
+)
+def test_bad_options(given, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_options({"method": "swift", **given})
+
+
+def test_the_limits_are_allowed():
+    assert parse_options({"method": "swift", "skip_ratio": 0.8}).skip_ratio == 0.8
+    assert parse_options({"method": "swift"}).budget == "measured"
+
+
+def test_targets_without_layers_to_leave_out():
+    options = parse_options({"method": "swift", "skip_ratio": 0.2})
+    for layers in (1, 2, 3):
+        with pytest.raises(ConfigError, match="raise skip_ratio"):
+            check_target(options, layers)
+    check_target(options, 8)
+
+
+def test_stream_of_a_request():
+    options = parse_options({"method": "swift", "streams": True})
+    check_request({"swift_stream": "code"}, options)
+    for wrong in (3, "x" * 65):
+        with pytest.raises(ConfigError, match="swift_stream"):
+            check_request({"swift_stream": wrong}, options)
+
+
+# ---- layer sets
+
+
+@pytest.mark.parametrize("num_layers", [4, 7, 30])
+@pytest.mark.parametrize("ratio", [0.25, 0.45, 0.5, 0.8])
+def test_uniform(num_layers, ratio):
+    found = LayerSet.uniform(num_layers, ratio)
+    assert found.num_skipped == num_choices(num_layers, ratio) == found.vector().sum()
+    assert LayerSet.from_vector(found.vector()) == found
+    gaps = np.diff(found.attention)
+    assert gaps.size == 0 or gaps.max() - gaps.min() <= 1
+
+
+def test_uniform_at_one_half_is_every_second_layer():
+    found = LayerSet.uniform(10, 0.5)
+    assert len(found.attention) == 4 and found.attention == found.mlp and set(np.diff(found.attention)) == {2}
+
+
+@pytest.mark.parametrize("layers", [(0,), (5,), (2, 1), (1, 1), (-1,)])
+def test_first_and_last_layer_always_run(layers):
+    with pytest.raises(ValueError, match="always run"):
+        LayerSet(6, layers)
+    with pytest.raises(ValueError, match="always run"):
+        LayerSet(6, (), layers)
+
+
+# ---- drafting
+
+
+def test_bands():
+    confidence = torch.tensor([0.01, 0.5, 0.51, 0.8, 0.81, 0.95, 0.951, 1.0])
+    assert num_siblings(confidence).tolist() == [10, 10, 5, 5, 3, 3, 1, 1]
+
+
+def level(requests, *tops):
+    probs = torch.zeros(len(requests), 10)
+    for row, top in enumerate(tops):
+        probs[row] = torch.tensor([top, *((1 - top) * 0.5**i / 2 for i in range(9))])
+    ids = torch.arange(10).repeat(len(requests), 1) + 10 * torch.tensor(requests).unsqueeze(1)
+    return DraftedLevel(torch.tensor(requests), ids, probs)
+
+
+def test_tree_by_confidence():
+    """Request 0 is sure, then hesitates; request 1 stops at once; request 2 drafts nothing."""
+    draft = chain_with_siblings(torch.tensor([7, 8, 9]), [[level([0, 1], 0.97, 0.9), level([0], 0.6)]], 20)
+    tree = draft.tree
+    assert tree.num_rows.tolist() == [1 + 1 + 5, 1 + 3, 1]
+    assert tree.token_ids[0, :7].tolist() == [7, 0, 0, 1, 2, 3, 4]
+    assert tree.parents[0, :7].tolist() == [PADDING, 0, 1, 1, 1, 1, 1]
+    assert tree.depths[1, :4].tolist() == [0, 1, 1, 1]
+    assert draft.log_values[0, 2].exp().item() == pytest.approx(0.97 * 0.6)
+    assert tree.token_ids[2, 0] == 9
+
+
+def test_tree_keeps_the_most_probable():
+    draft = chain_with_siblings(torch.tensor([7]), [[level([0], 0.9), level([0], 0.4)]], 2)
+    assert draft.tree.token_ids[0].tolist() == [7, 0, 0] and draft.tree.parents[0].tolist() == [PADDING, 0, 1]
+
+
+def test_tree_without_any_level():
+    assert chain_with_siblings(torch.tensor([7, 8]), [], 4).tree.num_rows.tolist() == [1, 1]
+
+
+def test_groups_of_requests_have_depths_of_their_own():
+    draft = chain_with_siblings(torch.tensor([7, 8]), [[level([1], 0.99)], [level([0], 0.99), level([0], 0.99)]], 4)
+    assert draft.tree.num_rows.tolist() == [3, 2]
+
+
+# ---- the search
+
+
+class Planted:
+    """Windows on which some sub-layers matter little: leaving out the others costs matchness."""
+
+    def __init__(self, num_layers=12, noise=0.0, seed=0):
+        draw = np.random.default_rng(seed)
+        count = 2 * (num_layers - 2)
+        self.free = np.zeros(count, dtype=bool)
+        self.free[draw.choice(count, count // 2, replace=False)] = True
+        self.cost = np.where(self.free, 0.0, draw.uniform(0.03, 0.08, count))
+        self.noise, self.draw = noise, draw
+        self.ease = 0.0
+
+    def __call__(self, layer_set, window):
+        difficulty = self.noise * np.random.default_rng(window).normal()
+        own = 0.3 * self.noise * self.draw.normal()
+        score = 1 - (layer_set.vector() * self.cost).sum() + difficulty + own + self.ease
+        return float(np.clip(score, 0, 1))
+
+
+def run(search, problem, steps, uses=8, first=0):
+    """Score sets, some on each window, until ``steps`` candidates or the end of the search."""
+    window = first
+    while search.all_steps < steps and not search.stopped:
+        for _ in range(uses):
+            layer_set = search.next_set(window)
+            search.tell(layer_set, problem(layer_set, window))
+            if search.stopped:
+                break
+        window += 1
+    return window
+
+
+def test_planted_layers_are_found():
+    problem = Planted()
+    search = LayerSearch(SearchOptions(12, 0.5, max_steps=2000, patience=2000))
+    before = problem(search.best, 0)
+    run(search, problem, 2000)
+    assert "matchness above" in search.stopped and before < 0.8
+    assert (search.best.vector().astype(bool) & ~problem.free).sum() <= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_better_than_uniform_and_than_pure_chance(seed):
+    """At equal steps, under windows of different difficulty."""
+    results = {}
+    for name, changes in {"ours": {}, "chance": {"bayes_every": 0, "fresh": 1.0}}.items():
+        problem = Planted(30, noise=0.05, seed=seed)
+        options = SearchOptions(30, 0.45, max_steps=400, patience=400, goal=1.0, **changes)
+        search = LayerSearch(options, seed)
+        run(search, problem, 400)
+        results[name] = (search.best.vector() * problem.cost).sum()
+        uniform = (LayerSet.uniform(30, 0.45).vector() * problem.cost).sum()
+    assert results["ours"] < results["chance"] - 0.05 and results["ours"] < uniform - 0.1
+
+
+def test_one_lucky_window_is_not_enough():
+    search = LayerSearch(SearchOptions(12, 0.5))
+    start = search.best
+    lucky = None
+    for window in range(12):
+        assert search.next_set(window) == start
+        search.tell(start, 0.5)
+        candidate = search.next_set(window)
+        if lucky is None:
+            lucky = candidate
+            search.tell(candidate, 0.9)
+        else:
+            search.tell(candidate, 0.1)
+    assert search.best == start
+
+
+def test_set_in_use_is_looked_at_first_on_every_window_and_then_the_contender():
+    search = LayerSearch(SearchOptions(12, 0.5))
+    search.tell(search.next_set("a"), 0.5)
+    candidate = search.next_set("a")
+    search.tell(candidate, 0.8)
+    assert search.next_set("a") != candidate  # the same window would say the same
+    for window in "bc":
+        assert search.next_set(window) == search.best != candidate
+        search.tell(search.best, 0.5)
+        assert search.next_set(window) == candidate
+        changed = search.tell(candidate, 0.7)
+    assert changed and search.best == candidate
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "reason"),
+    [
+        ({"max_steps": 20, "patience": 500}, 0.5, "20 steps"),
+        ({"patience": 15}, 0.5, "15 steps without gain"),
+        ({}, 0.97, "matchness above"),
+    ],
+)
+def test_stops(changes, score, reason):
+    search = LayerSearch(SearchOptions(12, 0.5, **changes))
+    run(search, lambda *_: score, 1000)
+    assert reason in search.stopped
+    # Behind the end, each window is good for one look at the set in use.
+    assert search.next_set("new") == search.best
+    search.tell(search.best, score)
+    assert search.next_set("new") is None
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_drift(adapt):
+    """The traffic changes: other layers matter now."""
+    search = LayerSearch(SearchOptions(12, 0.5, patience=400, max_steps=4000, adapt=adapt))
+    first = Planted(seed=1)
+    start = run(search, first, 4000)
+    assert search.stopped
+    found, second = search.best, Planted(seed=2)
+    for window in range(start, start + 30):
+        layer_set = search.next_set(window)
+        search.tell(layer_set, second(layer_set, window))
+        if not search.stopped:
+            break
+    run(search, second, 8000, first=window + 1)
+    assert (search.restarts == 1) is adapt
+    assert (second(search.best, 0) > second(found, 0) + 0.1) is adapt
+
+
+@pytest.mark.parametrize(
+    ("level", "fallen", "restarts"), [(0.9, 0.75, 1), (0.9, 0.85, 0), (0.2, 0.12, 1), (0.2, 0.15, 0)]
+)
+def test_what_a_fall_is_depends_on_the_level(level, fallen, restarts):
+    search = LayerSearch(SearchOptions(12, 0.5, patience=15))
+    run(search, lambda *_: level, 1000)
+    assert search.stopped
+    for window in range(2000, 2060):
+        if not search.stopped:
+            break
+        search.tell(search.next_set(window), fallen)
+    assert search.restarts == restarts
+
+
+def test_gaussian_process_waits_where_there_is_no_time():
+    search = LayerSearch(SearchOptions(12, 0.5, bayes_every=5))
+    problem = Planted()
+    for window in range(4):
+        for _ in range(4):
+            layer_set = search.next_set(window, bayesian=False)
+            search.tell(layer_set, problem(layer_set, window))
+    assert search.wants_bayesian and search.next_set(3) is not None and not search.wants_bayesian
+
+
+# ---- the ledger
+
+
+def test_ledger_keeps_both_shares():
+    ledger, draw = Ledger(0.02, 0.1), np.random.default_rng(0)
+    trials = 0
+    for step in range(5000):
+        requests = [f"r{step // 40}", f"s{step // 60}"]
+        ledger.serve(requests, 0.02)
+        cost = float(draw.uniform(0.01, 0.03))
+        if ledger.allows(requests, cost):
+            ledger.charge(requests, cost)
+            trials += 1
+            for request in requests:
+                assert ledger._delayed[request] <= 0.1 * ledger._served[request] + 1e-9
+    assert trials > 50 and ledger.spent <= 0.02 * ledger.served + 1e-9
+
+
+def test_ledger_never_delays_a_new_request():
+    ledger = Ledger(1.0, 0.1)
+    ledger.serve(["old"], 100.0)
+    assert ledger.allows(["old"], MOST_CREDIT) and not ledger.allows(["old", "new"], 0.001)
+    ledger.charge(["old"], 10.0)
+    ledger.finish(["old"])
+    assert not ledger.allows([], 0.001)  # the credit is spent
+
+
+# ---- the state
+
+
+def test_state_goes_on_where_it_was(tmp_path):
+    options, problem = SearchOptions(12, 0.5), Planted(noise=0.03)
+    state = SwiftState(options)
+    run(state.search(), problem, 90)
+    run(state.search("code"), problem, 30)
+    state.acceptance["code"].accepted = 5
+    state.seconds["draft"] = 1.5
+    path = str(tmp_path / "state.json")
+    state.save(path)
+    again = load_state(path, options)
+    assert (
+        again.search().to_json() == state.search().to_json() and again.search("code").best == state.search("code").best
+    )
+    assert again.acceptance == state.acceptance and again.seconds == state.seconds
+    run(again.search(), problem, 200)
+    assert again.search().all_steps == 200 or again.search().stopped
+
+
+def test_a_new_stream_starts_from_the_common_set_and_streams_are_limited():
+    state = SwiftState(SearchOptions(12, 0.5))
+    state.search().best = LayerSet(12, (3, 4), (5, 6))
+    assert state.search("code").best == LayerSet(12, (3, 4), (5, 6))
+    for number in range(100):
+        state.search(f"stream {number}")
+    assert len(state.streams) <= 32 and "" in state.streams and state.acceptance.keys() == state.streams.keys()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: c.update(num_layers=13), "num_layers=13"),
+        (lambda c: c.update(skip_ratio=0.3), "skip_ratio=0.3"),
+        (lambda c: c.update(swift_state=99), "this version"),
+        (lambda c: c["streams"][""].pop("best"), "damaged"),
+        (lambda c: c["streams"][""].update(best=[[0], []]), "damaged"),
+        (lambda c: c.update(streams=[]), "damaged"),
+    ],
+)
+def test_states_that_do_not_fit(tmp_path, damage, message):
+    path, options = tmp_path / "state.json", SearchOptions(12, 0.5)
+    state = SwiftState(options)
+    state.search()
+    state.save(str(path))
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        load_state(str(path), options)
+
+
+def test_state_that_is_no_json(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_target(parse_options({"method": "swift", "swift_state": str(path)}), 12)
+
+
+def test_expected_speedup_of_the_paper():
+    from vllm_specplug.proposers.swift.report import expected_speedup
+
+    assert expected_speedup(5.01, 0.98, 0.45) == pytest.approx(5.01 * 0.98 / (4.01 * 0.55 + 0.98))
+    assert math.isclose(expected_speedup(1.0, 0.5, 0.45), 1.0)
+
+
+def test_report(tmp_path, capsys):
+    from vllm_specplug.tools.cli import main
+
+    options, problem = SearchOptions(12, 0.5, goal=1.0), Planted(noise=0.05)
+    state = SwiftState(options)
+    run(state.search(), problem, 200)
+    state.acceptance[""].__dict__.update(rounds=10, draft_steps=40, accepted=30)
+    state.seconds.update(draft=3.0, optimise=0.5, propose=0.5, served=10.0)
+    state.save(str(tmp_path / "state.json"))
+    out = tmp_path / "page.html"
+    assert main(["swift-report", str(tmp_path / "state.json"), "--out", str(out)]) == 0
+    page = out.read_text()
+    best = state.search().best
+    assert page.count(">layer 3, attention: skipped<") + page.count(">layer 3, attention: runs<") >= 2
+    assert " ".join(map(str, best.attention)) in page and " ".join(map(str, best.mlp)) in page
+    assert "60.00%" in page and "5.00%" in page  # verification, and each half of the search
+    assert "4.00" in page and "0.750" in page  # M, alpha
+    (tmp_path / "other.json").write_text("[]")
+    assert main(["swift-report", str(tmp_path / "other.json")]) == 2
+    assert "was not written" in capsys.readouterr().err
+
+
+def test_report_of_a_new_state(tmp_path):
+    from vllm_specplug.proposers.swift.report import build_page
+
+    state = SwiftState(SearchOptions(12, 0.5))
+    state.search()
+    page = build_page(state, "state.json")
+    assert "No window has been scored" in page and "Nothing was drafted" in page and "Nothing was served" in page

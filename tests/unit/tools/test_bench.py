@@ -1,0 +1,307 @@
+"""The parts of ``specplug bench`` that need no engine."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from tests.unit.tools.test_cli import fails_with
+from vllm_specplug.tools import bench, cli
+from vllm_specplug.tools.bench import hf_worker, workers
+from vllm_specplug.tools.bench.server import Server
+
+
+def test_mixed_batches_are_full():
+    questions = [bench.Question(str(i), "abc"[i % 3], "?") for i in range(7)]
+    batches = bench.make_batches(questions, 4, mixed=True)
+    assert [len(batch) for batch in batches] == [4, 3]
+    assert sorted(question.name for batch in batches for question in batch) == [str(i) for i in range(7)]
+
+
+def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
+    questions = [bench.Question(str(i), "c", "?") for i in range(40)]
+    lengths = [q.max_tokens for q in bench.spread_lengths(questions, 40, 0.5)]
+    assert len(set(lengths)) > 30
+    assert min(lengths) in range(20, 23) and max(lengths) in range(58, 61) and abs(sum(lengths) / 40 - 40) < 1
+    assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) > 10
+    assert [q.max_tokens for q in bench.spread_lengths(questions[:3], 1, 0.9)] == [1, 1, 1]
+
+
+class FakeEngine:
+    """Answers at once; remembers the order of calls over all engines."""
+
+    calls: list[str] = []
+
+    def __init__(self, label):
+        self.method = bench.Method(label, None)
+
+    def generate(self, questions, max_tokens, temperature=0.0, at_once=None):
+        self.calls.append(self.method.label)
+        names = [question.name for question in questions]
+        return bench.Measurement(names, questions[0].category, 1.0, [[1]] * len(names), 0, 0)
+
+    def close(self):
+        return 7
+
+
+def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "calls", [])
+    questions = [bench.Question(str(i), "ab"[i % 2], "?") for i in range(4)]
+    parts = [workers.Part(1, repeat, bench.make_batches(questions, 1)) for repeat in range(2)]
+    parts.append(workers.Part(4, 0, bench.make_batches(questions, 4, mixed=True)))
+    results, peaks = workers.measure([FakeEngine("x"), FakeEngine("y")], parts, 8)
+    assert peaks == {"x": 7, "y": 7}
+    warm_ups, calls = FakeEngine.calls[:6], FakeEngine.calls[6:]
+    assert sorted(warm_ups) == ["x"] * 3 + ["y"] * 3
+    assert [calls[i : i + 2] for i in range(0, len(calls), 2)] == [["x", "y"], ["y", "x"]] * 4 + [["x", "y"]]
+    assert [m.questions for m in results["x"]] == [m.questions for m in results["y"]]
+    assert [(m.concurrency, m.repeat) for m in results["x"]] == [(1, 0)] * 4 + [(1, 1)] * 4 + [(4, 0)]
+    assert results["x"][-1].category == "mixed"
+
+
+CHATTY = """
+from vllm_specplug.tools.bench.serving import run_worker
+
+def start(arguments):
+    print("loading")
+    seen = []
+
+    def answer(request):
+        print("thinking")
+        seen.append(request["texts"])
+        return {"seconds": 1.0, "token_ids": [[len(seen)]], "drafts": 0, "accepted": 0}
+
+    return {"model": arguments["model"]}, answer
+
+run_worker(start)
+"""
+
+
+def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch):
+    (tmp_path / "chatty.py").write_text(CHATTY)
+    root = Path(__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
+    worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, tmp_path / "log", "chatty")
+    try:
+        assert worker.receive() == {"model": "m"}
+        asked = [worker.generate([bench.Question("q", "c", "?")], 8) for _ in range(2)]
+        assert [found.token_ids for found in asked] == [[[1]], [[2]]]
+        assert 1 < worker.close() < 2000
+        assert worker.process.returncode == 0
+    finally:
+        worker.kill()
+    assert (tmp_path / "log").read_text().split() == ["loading", "thinking", "thinking"]
+
+
+PARENT = """
+import subprocess, sys
+from pathlib import Path
+from vllm_specplug.tools import bench
+
+worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, Path(sys.argv[1]), "family")
+print(worker.process.pid, worker.receive()["child"], flush=True)
+sys.stdin.read()
+"""
+FAMILY = """
+import subprocess, sys
+from vllm_specplug.tools.bench.serving import run_worker
+
+def start(arguments):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    return {"child": child.pid}, lambda request: {}
+
+run_worker(start)
+"""
+
+
+def states_of(pids):
+    """Letters of ``/proc/PID/stat``; none for one that has ended."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return [state for state in found if state != "Z"]
+
+
+def wait_for_states(pids, wanted):
+    for _ in range(300):
+        if states_of(pids) == wanted:
+            return
+        time.sleep(0.1)
+    assert states_of(pids) == wanted
+
+
+def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "family.py").write_text(FAMILY)
+    root = Path(__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    parent = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Under nohup it would be ignored; a worker then goes on, and ends at the end of its requests.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
+    pids = []
+    try:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        wait_for_states(pids, ["T", "T"])
+        parent.kill()
+        parent.wait()
+        wait_for_states(pids, [])
+    finally:
+        parent.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
+    model_config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(model_config).eval()
+    tokenizer = SimpleNamespace(
+        eos_token_id=1, apply_chat_template=lambda chat, **_: [len(chat[0]["content"]), 3, 4] * 9
+    )
+    request = {"texts": ["a", "bb"], "max_tokens": [6, 6]}  # as ``Worker.generate`` sends it
+    sampling = {"sampling": {"temperature": temperature, "seed": 0} if temperature else {}}
+    greedy, plain, lookup = (
+        hf_worker.answer(model, tokenizer, request | more, {"max_length": 30} | options)
+        for more, options in (({}, {}), (sampling, {}), (sampling, {"prompt_lookup_num_tokens": 2}))
+    )
+    assert [len(ids) for ids in plain["token_ids"]] == [6, 6] and len(plain["first_token_s"]) == 2
+    assert min(plain["first_token_s"]) > 0 and min(plain["inter_token_s"]) > 0
+    assert (plain["token_ids"] == greedy["token_ids"]) == (temperature == 0)
+    if not temperature:
+        assert plain["token_ids"] == lookup["token_ids"]
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    """Two tokens a chunk; every answer moves the counters by 5 drafts, of which 3 and 1 reach depths 1 and 2."""
+
+    protocol_version = "HTTP/1.0"
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, text, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            return self.reply(json.dumps({"data": [{"id": "tiny"}]}))
+        n, at = self.server.answers, 'engine="0",model_name="tiny"'
+        prefix = "vllm:spec_decode_num_"
+        lines = [f"# TYPE {prefix}drafts counter", f"{prefix}drafts_total{{{at}}} {5.0 * n}"]
+        for position, count in ((1, 1.0), (0, 3.0)):
+            lines.append(f'{prefix}accepted_tokens_per_pos_total{{{at},position="{position}"}} {count * n}')
+        return self.reply("\n".join(lines) + "\n")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        self.server.bodies.append(body)
+        if text == "wait" and not self.server.two_at_once():
+            return self.reply('{"error": "alone"}', 400)
+        if text == "bad":
+            return self.reply('{"error": "too long"}', 400)
+        self.server.answers += 1
+        chunks = [{"choices": [{"delta": {"role": "assistant"}}]}]
+        chunks += [{"choices": [{"token_ids": [i, len(text)]}]} for i in range(3 if text != "mute" else 0)]
+        self.reply("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n")
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm) as fake:
+        fake.answers, fake.bodies = 4, []
+        pair = threading.Barrier(2, timeout=1)
+
+        def two_at_once():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                pair.wait()
+            return not pair.broken
+
+        fake.two_at_once = two_at_once
+        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        yield fake, f"http://127.0.0.1:{fake.server_port}"
+        fake.shutdown()
+
+
+def test_a_server_is_measured(server):
+    fake, url = server
+    found = Server("plain", url + "/v1/").generate([bench.Question(str(i), "c", "?" * i) for i in (1, 2)], 6, 0.5)
+    assert found.token_ids == [[0, 1, 1, 1, 2, 1], [0, 2, 1, 2, 2, 2]]
+    assert (found.drafts, found.accepted, found.accepted_by_depth) == (10, 8, [6, 2])
+    assert len(found.first_token_s) == len(found.inter_token_s) == 2 and min(found.first_token_s) > 0
+    assert {body["temperature"] for body in fake.bodies} == {0.5} and all("seed" in body for body in fake.bodies)
+
+
+def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):
+    waiting = [bench.Question(str(i), "c", "wait") for i in range(4)]
+    assert len(Server("plain", server[1]).generate(waiting, 6, at_once=2).token_ids) == 4
+    with pytest.raises(RuntimeError, match="alone"):
+        Server("plain", server[1]).generate(waiting, 6, at_once=1)
+
+
+@pytest.mark.parametrize(("text", "said"), [("bad", "too long"), ("mute", "no token ids")])
+def test_a_server_that_refuses_is_quoted(server, text, said):
+    with pytest.raises(RuntimeError, match=said):
+        Server("plain", server[1]).generate([bench.Question("7", "c", text)], 6)
+
+
+def test_bench_of_servers(server, tmp_path, capsys):
+    fake, url = server
+    questions, out = tmp_path / "q.jsonl", tmp_path / "out.json"
+    questions.write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
+    command = ["bench", "--questions", str(questions), "--max-tokens", "6", "--concurrency", "1,2", "--repeats", "2"]
+    assert cli.main([*command, "--server", url, "--server", f"ours={url}", "--output", str(out)]) == 0
+    report = json.loads(out.read_text())
+    ours = report["methods"]["ours"]
+    assert ours["overall"]["agree"] == 4 and ours["overall"]["tau"] == 1.8
+    assert ours["overall"]["acceptance_by_depth"] == [0.6, 0.2]
+    assert list(ours["concurrency"]) == ["1", "2"] and len(ours["overall"]["speedup_by_repeat"]) == 2
+    assert ours["peak_rss_mib"] is None and "| ours" not in capsys.readouterr().err
+    fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
+    for option in ("--look-inside", "--in-process"):
+        fails_with(capsys, [*command, "--server", url, option], f"{option} needs engines of its own")
+    fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
+    assert {body["max_tokens"] for body in fake.bodies} == {6}
+    fake.bodies.clear()
+    spread = ["--max-tokens", "8", "--spread", "0.5", "--server", url, "--output", str(out)]
+    assert cli.main([*command, *spread]) == 0
+    assert {body["max_tokens"] for body in fake.bodies} == {4, 9}
+    assert json.loads(out.read_text())["settings"]["spread"] == 0.5
+    assert cli.main(["bench", "--table", str(out)]) == 0
+    assert "at most 4 to 12 tokens;" in capsys.readouterr().out
+    fails_with(capsys, [*command, "--temperature", "3"], "--temperature")
+    fails_with(capsys, [*command, "--spread", "1"], "--spread")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--concurrency", "0"], ["--concurrency", "1,1"], ["--concurrency", "a"], ["--server", "ours=host:1"]]
+)
+def test_bad_numbers_and_addresses(argv, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", *argv])
+    assert "expected" in capsys.readouterr().err

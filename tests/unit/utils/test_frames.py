@@ -1,0 +1,35 @@
+"""Python's frames: room for them, wherever the stack stands."""
+
+import resource
+import sys
+
+import pytest
+
+from vllm_specplug.utils.frames import with_room
+
+
+def test_a_call_is_passed_on():
+    assert with_room(lambda *args, **kwargs: (args, kwargs), 1, call=2) == ((1,), {"call": 2})
+    with pytest.raises(ZeroDivisionError):
+        with_room(lambda: 1 / 0)
+
+
+def _leaf() -> None:
+    pass
+
+
+def _loop_at(depth: int) -> int:
+    """Page faults of a loop of calls, so many frames further down."""
+    if depth:
+        return _loop_at(depth - 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(200):
+        _leaf()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython" or sys.version_info < (3, 11), reason="frames are elsewhere")
+def test_no_depth_maps_memory_at_every_call():
+    depths = range(400)  # three chunks
+    assert any(_loop_at(depth) >= 200 for depth in depths)  # the fault is there to be avoided
+    assert not any(with_room(_loop_at, depth) >= 200 for depth in depths)

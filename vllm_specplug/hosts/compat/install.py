@@ -1,0 +1,69 @@
+"""Install the two patches of the host; everything else is reached through its seams."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_specplug.config import is_our_method
+from vllm_specplug.hosts.compat.check import check_version
+from vllm_specplug.hosts.compat.patches import Patch, apply_all
+
+
+def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_speculative_config(self, target_model_config, target_parallel_config):
+        given = dict(self.speculative_config or {})
+        for key, value in (
+            ("method", self.spec_method),
+            ("model", self.spec_model),
+            ("num_speculative_tokens", self.spec_tokens),
+        ):
+            if value is not None:
+                given.setdefault(key, value)
+        if not is_our_method(given.get("method")):
+            return original(self, target_model_config, target_parallel_config)
+        from vllm_specplug.hosts.compat.speculative_config import build
+
+        return build(given, target_model_config, target_parallel_config, self)
+
+    return create_speculative_config
+
+
+def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _validate_spec_decode(self, speculative_config):
+        # Our walk runs the host's whole sampler pipeline at every node, so min_p and
+        # logit_bias mean what they mean in plain decoding.
+        options = getattr(speculative_config, "specplug", None)
+        if options is not None:
+            from vllm_specplug.core.request_args import check_request
+
+            return check_request(self.extra_args, options)
+        return original(self, speculative_config)
+
+    return _validate_spec_decode
+
+
+PATCHES = (
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs",
+        attribute="create_speculative_config",
+        parameters=("self", "target_model_config", "target_parallel_config"),
+        reason="the host's list of methods is closed, and it builds its own class",
+        wrap=_wrap_create_speculative_config,
+    ),
+    Patch(
+        target="vllm.sampling_params:SamplingParams",
+        attribute="_validate_spec_decode",
+        parameters=("self", "speculative_config"),
+        reason="min_p and logit_bias are refused whenever a speculative config is set",
+        wrap=_wrap_validate_spec_decode,
+    ),
+)
+
+
+def install() -> list[str]:
+    """Apply the patches if the host is known; returns the problems otherwise."""
+    return check_version().problems or apply_all(PATCHES)

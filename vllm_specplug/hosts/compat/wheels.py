@@ -1,0 +1,189 @@
+"""Which versions of the host have our seams?  Their wheels are read, never imported.
+
+python -m vllm_specplug.hosts.compat.wheels WHEEL...       # prints the compatibility table of the README
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import parse_wheel_filename
+
+from vllm_specplug.hosts.compat.check import (
+    CHECKED_VERSIONS,
+    MANIFEST,
+    MANIFEST_FLASH,
+    MANIFEST_V1_CUDA,
+    MANIFEST_V2,
+    OPTIONAL,
+    REFERENCE_VERSION,
+    HostSymbol,
+)
+from vllm_specplug.utils.tables import format_table
+
+#: All seams of the V2 runner, whatever is configured.
+V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
+#: What names and parameters do not show.
+NOTES = {
+    "0.26.0": "attention writes keys itself; a seed counts only where the whole batch has seeds",
+    "0.29.0": "the host mixes up `allowed_token_ids` of requests",
+    "0.33.0": "no CPU wheel to run the tests on",
+}
+
+
+class Sources:
+    """The modules of a wheel, parsed on demand."""
+
+    def __init__(self, wheel: Path):
+        self._archive = zipfile.ZipFile(wheel)
+        self._names = set(self._archive.namelist())
+        self._modules: dict[str, ast.Module | None] = {}
+
+    def module(self, name: str) -> ast.Module | None:
+        """The syntax tree of a module; None where there is none."""
+        if name not in self._modules:
+            stem = name.replace(".", "/")
+            found = next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if path in self._names), None)
+            self._modules[name] = None if found is None else ast.parse(self._archive.read(found))
+        return self._modules[name]
+
+    def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
+        """Where a name of a module is defined, imports followed: the module and the definition."""
+        tree = self.module(module)
+        for node in ast.walk(tree) if tree is not None else ():
+            if _defines(node, name):
+                return module, node
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self.find(node.module, alias.name)
+        return None
+
+    def find_member(self, module: str, owner: ast.AST, name: str) -> tuple[str, ast.AST] | None:
+        """A member of a class, inherited ones included."""
+        for node in getattr(owner, "body", ()):
+            if _defines(node, name):
+                return module, node
+        for base in getattr(owner, "bases", ()):
+            base = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(base, ast.Name) and (found := self.find(module, base.id)) is not None:
+                member = self.find_member(found[0], found[1], name)
+                if member is not None:
+                    return member
+        return None
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    """Whether a statement is the definition of a name."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+    return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+
+
+def problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
+    """What of a symbol differs in these sources, or None: as ``HostSymbol.problem``, without importing."""
+    return symbol.problem(lambda one: _problem_in(one, sources))
+
+
+def _problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
+    module, _, qualified = symbol.path.partition(":")
+    first, *rest = qualified.split(".")
+    found = sources.find(module, first)
+    for name in rest:
+        found = sources.find_member(*found, name) if found is not None else None
+    if found is None:
+        return f"{symbol.path} is missing"
+    node = found[1]
+    return symbol.difference(_fields(node) if isinstance(node, ast.ClassDef) else _parameters(node))
+
+
+def _parameters(node: ast.AST) -> tuple[str, ...]:
+    arguments = getattr(node, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return ()
+    names = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    decorators = (decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name))
+    return names[1:] if "classmethod" in decorators else names  # as a call through the class takes them
+
+
+def _fields(node: ast.ClassDef) -> tuple[str, ...]:
+    """Parameters of a class: those of its ``__init__`` without self, or a dataclass's fields."""
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef) and member.name == "__init__":
+            return _parameters(member)[1:]
+    return tuple(m.target.id for m in node.body if isinstance(m, ast.AnnAssign) and isinstance(m.target, ast.Name))
+
+
+@dataclass(frozen=True)
+class WheelReport:
+    """What a wheel has of the seams.
+
+    Attributes:
+        host, version: of the wheel.
+        v1, v1_cuda, v2: problems of the V1 runner's seams, on a CPU and on CUDA, and of the V2 runner's.
+        slower: what differs of the symbols that nothing depends on but speed.
+    """
+
+    host: str
+    version: str
+    v1: list[str]
+    v1_cuda: list[str]
+    v2: list[str]
+    slower: list[str]
+
+
+def check_wheel(wheel: Path) -> WheelReport:
+    """Compare a wheel with all manifests."""
+    name, version, *_ = parse_wheel_filename(wheel.name)
+    sources = Sources(wheel)
+
+    def problems(symbols: Iterable[HostSymbol]) -> list[str]:
+        return [problem for symbol in symbols if (problem := problem_in(symbol, sources))]
+
+    found = [problems(manifest) for manifest in (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS, OPTIONAL)]
+    return WheelReport(str(name), str(version).split("+")[0], *found)
+
+
+def compatibility_table(reports: Iterable[WheelReport]) -> str:
+    """The table of the README, in Markdown."""
+
+    def cell(problems: list[str], symbols: tuple[HostSymbol, ...]) -> str:
+        return "all seams" if not problems else f"{len(problems)} of {len(symbols)} seams differ"
+
+    rows = []
+    for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
+        used = "accepted on V1, CPU" if report.version in CHECKED_VERSIONS else "refused at start"
+        used = "accepted" if report.version == REFERENCE_VERSION else used
+        cells = (
+            cell(report.v1, MANIFEST),
+            cell(report.v1_cuda, MANIFEST_V1_CUDA),
+            cell(report.v2, V2_SYMBOLS),
+        )
+        untested = "" if report.v1 or report.version in CHECKED_VERSIONS else "not all tests have passed on it"
+        rows.append([f"{report.host} {report.version}", used, *cells, NOTES.get(report.version, untested)])
+    columns = ["host", "plugin", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
+    return format_table(columns, rows, markdown=True)
+
+
+def main() -> int:
+    reports = [check_wheel(Path(argument)) for argument in sys.argv[1:]]
+    if not reports:
+        print(__doc__)
+        return 2
+    print(compatibility_table(reports))
+    for report in reports:
+        for problem in dict.fromkeys((*report.v1, *report.v1_cuda, *report.v2)):
+            print(f"{report.host} {report.version}: {problem}", file=sys.stderr)
+        for problem in report.slower:
+            print(f"{report.host} {report.version} (works, slower): {problem}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Medusa heads beside a target of the host, for both of its model runners: loading, logits, drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+
+from vllm_specplug.config import host_drafter
+from vllm_specplug.core.draft_sampling import DraftSampling
+from vllm_specplug.hosts.drafters.draft_head import DraftHead
+from vllm_specplug.proposers.eagle2.checkpoint import target_ids
+from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
+from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
+from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
+from vllm_specplug.types import Draft
+
+
+class HostMedusaHeads:
+    """Drafts from the hidden states that enter the target's LM head.
+
+    The heads keep no state between steps: preemption, prefix caching and chunked prefill need no care.
+
+    Args:
+        vllm_config: the host's.
+    """
+
+    def __init__(self, vllm_config: Any):
+        self.options = host_drafter(vllm_config.speculative_config.specplug)
+        self._dtype = vllm_config.model_config.dtype
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._heads: MedusaHeads | None = None
+        self._lm_heads: list[DraftHead] = []
+        self._target_model: torch.nn.Module | None = None
+        self._draft_ids: torch.Tensor | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """Heads in use, which is the depth of the deepest tree."""
+        return self.options.draft_depth
+
+    def load(self, target_model: torch.nn.Module) -> None:
+        """Read the checkpoint; the target's LM head serves heads that have none of their own."""
+        options, lm_head = self.options, target_model.lm_head.weight.data
+        info = validate_medusa(options.model, lm_head.shape[1], self._vocab_size)
+        state = load_medusa(options.model)
+        heads = heads_from_state(state, self.num_heads, info.num_layers, self._dtype)
+        self._heads = heads.to(lm_head.device).eval()
+        self._draft_ids = target_ids(state["d2t"]).to(lm_head.device) if info.has_d2t else None
+        in_int8 = bool(options.draft_int8)
+        if info.has_lm_heads:
+            self._lm_heads = [DraftHead(weight, in_int8) for weight in self._heads.lm_heads.detach()]
+        elif self._draft_ids is not None and get_tensor_model_parallel_world_size() == 1:
+            self._lm_heads = [DraftHead(lm_head[self._draft_ids].contiguous(), in_int8)]
+        else:
+            self._target_model = target_model
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        root_token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        sampling: DraftSampling | None = None,
+        min_node_value: float = 0.0,
+    ) -> Draft:
+        """Draft one tree per request, without a look at the values.
+
+        Args:
+            root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
+            hidden: ``[num_reqs, hidden_size]``; the target's at the row that each was sampled from.
+            sampling: how to sample; by default the likeliest tokens are taken.
+            min_node_value: of dynamic trees, which are of a fixed size without it.
+        """
+        options, logits = self.options, self._logits(hidden)
+        if options.dynamic:
+            return choose_tree(
+                root_token_ids,
+                logits,
+                self._draft_ids,
+                num_nodes=options.num_speculative_tokens,
+                draft_top_k=options.draft_top_k,
+                min_node_value=min_node_value,
+                sampling=sampling,
+            )
+        return fill_tree(root_token_ids, logits, self._draft_ids, options.tree, sampling)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[num_reqs, hidden_size]`` -> ``[num_reqs, num_heads, draft_vocab]``."""
+        assert self._heads is not None
+        features = self._heads(hidden)
+        if len(self._lm_heads) > 1:
+            return torch.stack([head(features[:, i]) for i, head in enumerate(self._lm_heads)], dim=1)
+        flat = features.flatten(0, 1)
+        if self._lm_heads:
+            logits = self._lm_heads[0](flat)
+        else:
+            assert self._target_model is not None
+            logits = self._target_model.compute_logits(flat)
+            if self._draft_ids is not None:  # of a head whose rows are spread over ranks
+                logits = logits[:, self._draft_ids]
+        return logits.view(*features.shape[:2], -1)

@@ -1,0 +1,292 @@
+"""SWIFT in the host: the target drafts over its own pages, with some of its sub-layers left out.
+
+Key/value of drafted tokens lives in a scratch outside the pages, so that drafting cannot touch what is committed, and
+the verification writes the pages of what it accepts, as for every other method.  Candidate sets are scored the same
+way, between the steps, as often as the ledger allows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_specplug.config import host_drafter
+from vllm_specplug.core.kv import DraftScratch
+from vllm_specplug.core.request_args import stream_of
+from vllm_specplug.hosts.attention.cpu import scratch_metadata
+from vllm_specplug.hosts.drafters.base import CustomDrafter
+from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
+from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
+from vllm_specplug.proposers.swift.layer_set import LayerSet
+from vllm_specplug.proposers.swift.ledger import Ledger
+from vllm_specplug.proposers.swift.options import SwiftOptions
+from vllm_specplug.proposers.swift.search import LayerSearch
+from vllm_specplug.proposers.swift.state import DEFAULT_STREAM, SwiftState, load_state
+from vllm_specplug.types import Draft
+
+logger = logging.getLogger("vllm_specplug")
+
+#: Candidates scored on one window while there is another, and steps between two looks at a set whose search has ended.
+WINDOW_USES, CHECK_EVERY = 8, 50
+#: What the Gaussian process is believed to take before it was timed.
+FIRST_GUESS_SECONDS = 0.1
+
+
+class _Window(NamedTuple):
+    """Tokens ``start`` to ``start + context_window`` of a request, whose successors are known."""
+
+    request_id: str
+    start: int
+
+
+class _Open(NamedTuple):
+    """A draft of which it is not known yet what the target chose."""
+
+    num_tokens: int
+    draft_steps: int
+    stream: str
+
+
+class HostSwiftProposer(CustomDrafter):
+    """The target itself, with layers left out; it looks for better layer sets at the end of a round."""
+
+    def __init__(self, vllm_config: Any):
+        super().__init__(vllm_config)
+        self.vllm_config = vllm_config
+        self.options: SwiftOptions = host_drafter(vllm_config.speculative_config.specplug)
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
+        self._wanted = np.zeros(0, dtype=bool)
+        #: Rows of the scratch that belong to each place in the batch.
+        self._capacity = max(self.options.draft_depth, self.options.context_window)
+        self._open: dict[str, _Open] = {}
+        #: By request: the end of its last window.
+        self._looked_at: dict[str, int] = {}
+        self._window: _Window | None = None
+        self._uses = self._steps_since_look = 0
+        self._trial_seconds, self._bayesian_seconds = 0.0, FIRST_GUESS_SECONDS
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        self._model = target_model
+        self._skipping = LayerSkipping(target_model)
+        names = self._skipping.attention_names()
+        self._layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, names)
+        shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in self._layers.items()}
+        self._scratch = DraftScratch(shapes, self.vllm_config.model_config.dtype)
+        options, path = self.options.search_options(self._skipping.num_layers), self.options.swift_state
+        self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
+        self.state.search()
+
+    # ---- one round
+
+    def begin_round(self, wanted: np.ndarray) -> None:
+        self._wanted = wanted
+        batch = self.runner.input_batch
+        for place, request_id in enumerate(batch.req_ids):
+            drafted = self._open.pop(request_id, None)
+            new = int(batch.num_tokens_no_spec[place]) - drafted.num_tokens if drafted else 0
+            if new > 0:
+                acceptance = self.state.acceptance[drafted.stream]
+                acceptance.rounds += 1
+                acceptance.draft_steps += drafted.draft_steps
+                acceptance.accepted += new - 1
+
+    def end_round(self, step_began: float) -> None:
+        """Look for better layer sets, if there is time."""
+        request_ids, seconds = self.runner.input_batch.req_ids, time.perf_counter() - step_began
+        self.ledger.serve(request_ids, seconds)
+        begin = time.perf_counter()
+        if self.options.optimise_share:
+            self._optimise(request_ids, seconds)
+        self.state.seconds["served"] += seconds + time.perf_counter() - begin
+        if self.options.swift_state is not None:
+            self.state.save_now_and_then(self.options.swift_state)
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        self.ledger.finish(request_ids)
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+            self._looked_at.pop(request_id, None)
+
+    def _stream(self, request_id: str) -> str:
+        params = self.runner.requests[request_id].sampling_params
+        if not self.options.streams or params is None:
+            return DEFAULT_STREAM
+        return stream_of(params.extra_args)
+
+    # ---- drafting
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        **_: Any,
+    ) -> Draft:
+        """Draft one tree per request."""
+        begin = time.perf_counter()
+        num_reqs = len(sampled_token_ids)
+        last = np.maximum(num_tokens_no_spec[:num_reqs] - 1, 0).astype(np.int64)
+        roots = torch.from_numpy(token_ids_cpu[np.arange(num_reqs), last]).long()
+        # Behind the last position of the model nothing can be emitted.
+        drafted = np.flatnonzero(self._wanted & (last < self.max_model_len - 1))
+        groups: dict[str, list[int]] = {}
+        for place in drafted.tolist():
+            groups.setdefault(self._stream(self.runner.input_batch.req_ids[place]), []).append(place)
+        levels: list[list[DraftedLevel]] = []
+        for stream, places in groups.items():
+            chains = self._draft(self.state.search(stream).best, torch.tensor(places), roots, torch.from_numpy(last))
+            steps = Counter(place for level in chains for place in level.requests.tolist())
+            for place in places:
+                request_id = self.runner.input_batch.req_ids[place]
+                self._open[request_id] = _Open(int(last[place]) + 1, steps[place], stream)
+            levels.append(chains)
+        draft = chain_with_siblings(roots, levels, self.options.num_speculative_tokens)
+        self.state.seconds["draft"] += time.perf_counter() - begin
+        return draft
+
+    def _draft(
+        self, layer_set: LayerSet, requests: torch.Tensor, roots: torch.Tensor, last: torch.Tensor
+    ) -> list[DraftedLevel]:
+        levels: list[DraftedLevel] = []
+        token_ids = roots[requests]
+        for depth in range(min(self.options.draft_depth, self.options.num_speculative_tokens)):
+            if not len(requests):
+                break
+            mask = torch.ones(len(requests), 1, depth + 1, dtype=torch.bool)
+            logits = self._forward(layer_set, requests, last[requests], token_ids.unsqueeze(1), depth, mask)
+            probs, best = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(min(MAX_SIBLINGS, logits.shape[-1]))
+            levels.append(DraftedLevel(requests, best, probs))
+            goes_on = (probs[:, 0] >= self.options.min_confidence) & (last[requests] + depth + 2 < self.max_model_len)
+            requests, token_ids = requests[goes_on], best[goes_on, 0]
+        return levels
+
+    # ---- optimisation
+
+    @torch.inference_mode()
+    def _optimise(self, request_ids: list[str], step_seconds: float) -> None:
+        """Score one set on one window, if the ledger allows."""
+        self._steps_since_look += 1
+        if not self.ledger.allows(request_ids, self._trial_seconds or step_seconds):
+            return
+        window = self._choose_window(request_ids)
+        if window is None:
+            return
+        stream = self._stream(window.request_id)
+        search, begin = self.state.search(stream), time.perf_counter()
+        thinks = search.wants_bayesian
+        affordable = self.ledger.allows(request_ids, self._trial_seconds + self._bayesian_seconds)
+        layer_set = search.next_set((window, stream), bayesian=affordable)
+        chosen = time.perf_counter()
+        if thinks and not search.wants_bayesian:
+            self._bayesian_seconds = chosen - begin
+        self.state.seconds["propose"] += chosen - begin
+        if layer_set is None:
+            return
+        changed = search.tell(layer_set, self._matchness(layer_set, request_ids.index(window.request_id), window.start))
+        end = time.perf_counter()
+        self._uses += 1
+        self._steps_since_look = 0
+        self._trial_seconds = 0.8 * (self._trial_seconds or end - chosen) + 0.2 * (end - chosen)
+        self.state.seconds["optimise"] += end - chosen
+        self.ledger.charge(request_ids, end - begin)
+        if changed:
+            logger.debug("vllm-specplug: swift: step %d, matchness %.3f", search.all_steps, search.matchness)
+
+    def _choose_window(self, request_ids: list[str]) -> _Window | None:
+        """The window in use while it is fresh, or there is no other; else the newest tokens of an answer."""
+        batch, gamma = self.runner.input_batch, self.options.context_window
+        if self._window is not None and self._window.request_id not in request_ids:
+            self._window = None
+        if self._window is not None and self._uses < WINDOW_USES and not self._search(self._window).stopped:
+            return self._window
+        for place in np.flatnonzero(self._wanted).tolist():
+            request_id = request_ids[place]
+            start = int(batch.num_tokens_no_spec[place]) - 1 - gamma
+            found = _Window(request_id, start)
+            # The first token of an answer is chosen behind the last one of the prompt.
+            if start < max(int(batch.num_prompt_tokens[place]) - 1, self._looked_at.get(request_id, 0)):
+                continue
+            if self._search(found).stopped and (not self.options.adapt or self._steps_since_look < CHECK_EVERY):
+                continue
+            self._looked_at[request_id] = start + gamma
+            self._window, self._uses = found, 0
+            return found
+        return None if self._window is None or self._search(self._window).stopped else self._window
+
+    def _search(self, window: _Window) -> LayerSearch:
+        return self.state.search(self._stream(window.request_id))
+
+    def _matchness(self, layer_set: LayerSet, place: int, start: int) -> float:
+        """Share of the window's tokens that the drafting model picks behind those before (SWIFT, section 4.1.2)."""
+        gamma = self.options.context_window
+        tokens = torch.from_numpy(self.runner.input_batch.token_ids_cpu[place, start : start + gamma + 1]).long()
+        mask = torch.ones(1, gamma, gamma, dtype=torch.bool).tril()
+        logits = self._forward(layer_set, torch.tensor([place]), torch.tensor([start]), tokens[None, :-1], 0, mask)
+        return float((logits.argmax(dim=-1) == tokens[1:]).float().mean())
+
+    # ---- the target with layers left out
+
+    def _forward(
+        self,
+        layer_set: LayerSet,
+        requests: torch.Tensor,
+        context_lens: torch.Tensor,
+        token_ids: torch.Tensor,
+        first: int,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the target without ``layer_set``.
+
+        Args:
+            layer_set: sub-layers left out.
+            requests: int64 ``[n]``; places in the batch.
+            context_lens: int64 ``[n]``; tokens whose pages are read.
+            token_ids: int64 ``[n, width]``; fed behind them and behind the ``first`` tokens of earlier forwards.
+            first: tokens fed since the context.
+            mask: bool ``[n, width, first + width]``; which of the fed tokens each row sees.
+
+        Returns:
+            Logits ``[n * width, vocab_size]``.
+        """
+        count, width = token_ids.shape
+        batch = self.runner.input_batch
+        start = requests * self._capacity
+        rows = (start.unsqueeze(1) + torch.arange(first, first + width)).flatten()
+        positions = (context_lens.unsqueeze(1) + torch.arange(first, first + width)).flatten()
+        metadata = scratch_metadata(
+            batch.block_table[0].get_device_tensor(batch.num_reqs)[requests],
+            context_lens.to(torch.int32),
+            width,
+            start.to(torch.int32),
+            mask,
+            self._scratch.at(rows, batch.num_reqs * self._capacity),
+        )
+        with (
+            self._skipping.left_out(layer_set),
+            set_forward_context(
+                dict.fromkeys(self._layers, metadata),
+                self.vllm_config,
+                num_tokens=count * width,
+                slot_mapping={},
+                skip_compiled=True,
+            ),
+        ):
+            hidden = self._model(
+                input_ids=token_ids.flatten().to(torch.int32),
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        return self._model.compute_logits(hidden)

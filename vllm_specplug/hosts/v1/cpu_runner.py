@@ -1,0 +1,82 @@
+"""The V1 model runner with trees on the host's CPU attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.attention.cpu import TreeRows, scratch_metadata
+from vllm_specplug.hosts.v1.runner import StagedStep, TreeModelRunner
+from vllm_specplug.kernels.tree_attention import write_rows
+from vllm_specplug.types import KvMoves, Walk
+
+
+class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
+    """CPU runner of the host whose drafts are trees."""
+
+    scratch_metadata = staticmethod(scratch_metadata)
+
+    def check_target(self) -> None:
+        """Refuse a target whose layers keep keys and values of different shapes.
+
+        Raises:
+            ConfigError: naming a layer.
+        """
+        shapes = {name: (one.impl.num_kv_heads, one.impl.head_size) for name, one in self._target_layers().items()}
+        first = next(iter(shapes.values()))
+        for name, shape in shapes.items():
+            if shape != first:
+                raise ConfigError(
+                    f"tree speculation needs layers with equal KV heads on a CPU: {name} has (KV heads, head size) "
+                    f"{shape}, others {first}; serve this model without speculation"
+                )
+
+    def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> TreeRows:
+        block_table = self.input_batch.block_table[0].get_device_tensor(len(lens))
+        if len(masked) < len(lens):
+            index = torch.tensor(masked)
+            context_lens, block_table, mask, start, lens = (
+                t[index] for t in (context_lens, block_table, mask, start, lens)
+            )
+        layers = self._target_layers()
+        impl = next(iter(layers.values())).impl
+        shape = (len(layers), 2, len(flat_rows), impl.num_kv_heads, impl.head_size)
+        kept = torch.empty(shape, dtype=self.model_config.dtype)
+        return TreeRows(
+            block_table=block_table,
+            context_lens=context_lens,
+            query_start=start,
+            query_lens=lens,
+            tree_start=start,
+            tree_lens=lens,
+            mask=mask,
+            all_rows=all_rows,
+            commit_rows=flat_rows,
+            kept=kept,
+            kept_of=dict(zip(layers, kept.unbind(0), strict=True)),
+        )
+
+    def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
+        """Write the accepted rows' key/value behind the context, in all layers.
+
+        In a forward of trees only nothing was written before: rejected rows never reach the pages.
+        """
+        if step.rows is None:
+            return
+        rows = step.rows
+        assert rows.commit_rows is not None
+        if rows.all_rows:
+            # A request that emits nothing (it is in its prefill) has a root all the same.
+            path_rows, num_emitted = walk.path_rows.numpy(), walk.num_emitted.numpy()
+            depths, first = np.arange(path_rows.shape[1]), step.row_start.numpy()[:, None]
+            accepted = depths < np.maximum(num_emitted, 1)[:, None]
+            sources = torch.from_numpy((first + path_rows)[accepted])
+            targets = torch.from_numpy((first + depths)[accepted])
+        else:
+            sources, targets = torch.searchsorted(rows.commit_rows, moves.source_rows), moves.target_rows
+        if targets.numel():
+            slots = self.input_batch.block_table[0].slot_mapping.gpu[targets]
+            layers = self._target_layers().values()
+            write_rows(rows.kept, [layer.kv_cache for layer in layers], next(iter(layers)).isa, sources, slots)

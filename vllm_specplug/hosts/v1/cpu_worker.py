@@ -1,0 +1,70 @@
+"""The host's CPU worker with our model runner."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.attention.cpu import check_layers, tree_backend_selected
+from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1.processors import custom_processors_hidden
+from vllm_specplug.kernels.tree_attention import select_backend
+
+
+class TreeCPUWorker(CPUWorker):
+    """Selected through ``worker_cls`` when one of our methods is configured."""
+
+    def init_device(self) -> None:
+        if self.use_v2_model_runner:
+            raise ConfigError(
+                "tree speculation runs on vLLM's V1 model runner in this release: set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        with custom_processors_hidden(self.model_config):
+            super().init_device()
+        # The host builds its runner inside init_device and takes no class; its buffers are freed here.
+        self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        # What loading and compiling two models has left behind goes back to the system (some 60 MiB here) before the
+        # pages of the KV cache are touched.
+        gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+            trim(0)
+        return available
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.prepare_budget()
+        return times
+
+    # Asked by ``specplug calibrate cost``, through the host's ``collective_rpc``:
+
+    def measure_costs(self) -> dict[str, Any]:
+        """Time the parts of a step anew."""
+        serving = self.model_runner.serving_budget
+        serving.measure()
+        return {"facts": serving.facts}
+
+    def forget_worth(self) -> None:
+        """As if nothing had been drafted yet; costs are kept."""
+        self.model_runner.serving_budget.restart()
+
+    def report_budget(self, batches: list[int]) -> dict[str, Any]:
+        """Costs, reliability, and what would be chosen for batches of these sizes."""
+        budget = self.model_runner.serving_budget.budget
+        choices = [budget.choice(batch) for batch in batches]
+        return {"seconds": budget.costs.to_json(), "reliability": budget.reliability.curve(), "choices": choices}
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        select_backend()  # builds the op, or says that it cannot, before the first request
+        with tree_backend_selected():
+            super().load_model(*args, **kwargs)
+        check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        self.model_runner.check_target()

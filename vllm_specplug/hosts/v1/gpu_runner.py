@@ -1,0 +1,55 @@
+"""The V1 model runner with trees on a device: the Triton kernels of the V2 runner, the host values of V1."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.attention.paged_v1 import device_scratch_metadata, upload_rows
+from vllm_specplug.hosts.v1.runner import StagedStep, TreeModelRunner
+from vllm_specplug.hosts.v2.trees import DeviceTreeRows
+from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
+from vllm_specplug.types import KvMoves, Walk
+
+
+class TreeDeviceModelRunner(TreeModelRunner):
+    """Mixed into a V1 runner of the host whose attention is that of ``v1_gpu_attention``."""
+
+    scratch_metadata = staticmethod(device_scratch_metadata)
+    may_couple = False  # what we know is the noise of the host's CPU sampler
+    _caches: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def load_model(self, *args, **kwargs) -> None:
+        parallel = self.parallel_config
+        for used, what, fix in (
+            (parallel.decode_context_parallel_size > 1, "context parallelism", "use context parallel sizes of 1"),
+            (parallel.use_ubatching, "dual batch overlap", "leave --enable-dbo out"),
+        ):
+            if used:
+                raise ConfigError(f"tree speculation does not support {what}: {fix}")
+        super().load_model(*args, **kwargs)
+
+    def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> DeviceTreeRows:
+        return upload_rows(context_lens, start, lens, mask, masked, all_rows, self.device)
+
+    def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
+        """Move the accepted rows' key/value behind the context, in the pages."""
+        if step.rows is None or not moves.source_rows.numel():
+            return
+        if self._caches is None:
+            caches = [layer.kv_cache for layer in self._target_layers().values()]
+            self._caches = caches[0], cache_pointers(caches)
+        cache, pointers = self._caches
+        move_rows(
+            pointers,
+            cache,
+            self.input_batch.block_table[0].slot_mapping.gpu,
+            step.row_start.to(torch.int32).to(self.device),
+            walk.path_rows.contiguous().to(self.device),
+            walk.num_emitted.to(torch.int32).to(self.device),
+        )
+
+
+class TreeGPUModelRunnerV1(TreeDeviceModelRunner, GPUModelRunner):
+    """Where the host is told, or falls back, to its V1 runner on CUDA."""

@@ -1,0 +1,88 @@
+"""Write the first trees of a server to a file, for looking at them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
+from vllm_specplug.types import TokenTree, Walk
+
+MAX_TREES = 2000
+
+
+@dataclass
+class TreeTrace:
+    """One JSON object per tree: request_id, token_ids, parents (rows, the root first), accepted_rows.
+
+    Where the draft is known, also log_values (per node, the root left out) and, for merged drafts, sources (the names
+    of the proposers of each node, the root left out): see ``FlatDraft``.
+    """
+
+    path: Path
+    written: int = 0
+
+    @classmethod
+    def open(cls, path: str | None) -> TreeTrace | None:
+        """A trace that starts with an empty file, or None without a path."""
+        if path is None:
+            return None
+        Path(path).write_text("")
+        return cls(Path(path))
+
+    def write(self, req_ids: list[str], tree: TokenTree, walk: Walk, drafts: dict[str, FlatDraft]) -> None:
+        """Write the verified trees of one step; ``drafts`` are those proposed, by request."""
+        if self.written >= MAX_TREES:
+            return
+        lines = []
+        for index, req_id in enumerate(req_ids):
+            num_rows, emitted = int(tree.num_rows[index]), int(walk.num_emitted[index])
+            if num_rows > 1 and emitted:
+                line = {
+                    "request_id": req_id,
+                    "token_ids": tree.token_ids[index, :num_rows].tolist(),
+                    "parents": tree.parents[index, :num_rows].tolist(),
+                    "accepted_rows": walk.path_rows[index, :emitted].tolist(),
+                }
+                draft = drafts.get(req_id)
+                if draft is not None and draft.token_ids[: num_rows - 1] == line["token_ids"][1:]:
+                    line["log_values"] = [round(value, 4) for value in draft.log_values[: num_rows - 1]]
+                    if draft.sources:
+                        line["sources"] = draft.sources[: num_rows - 1]
+                lines.append(json.dumps(line))
+        self.written += len(lines)
+        with self.path.open("a") as file:
+            file.writelines(line + "\n" for line in lines)
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What one proposer of merged drafts has earned.
+
+    Attributes:
+        drafted: nodes of it that were verified.
+        accepted: accepted ones.
+        alone: accepted ones that no other proposer drafted: lost without it.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    alone: int = 0
+
+
+def source_shares(path: str | Path) -> tuple[float, dict[str, SourceShare]]:
+    """tau (the bonus token counted) over the traced trees, and what each source earned of it."""
+    steps = emitted = 0
+    counts: dict[str, list[int]] = {}
+    for line in Path(path).read_text().splitlines():
+        tree = json.loads(line)
+        steps, emitted = steps + 1, emitted + len(tree["accepted_rows"])
+        accepted = set(tree["accepted_rows"])
+        for row, names in enumerate(tree.get("sources", ()), start=1):
+            for name in names:
+                count = counts.setdefault(name, [0, 0, 0])
+                count[0] += 1
+                count[1] += row in accepted
+                count[2] += row in accepted and len(names) == 1
+    return emitted / max(steps, 1), {name: SourceShare(*count) for name, count in counts.items()}

@@ -1,0 +1,44 @@
+"""Typical acceptance in the host's walk: the accepted tokens are settled first, the rest is sampled as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+
+from vllm_specplug.config import TreeOptions
+from vllm_specplug.core.request_args import request_limits
+from vllm_specplug.core.typical import accept_typical, path_token_ids
+from vllm_specplug.hosts.v1.settled_walk import SettledWalk, is_plainly_sampled
+from vllm_specplug.types import TokenTree
+
+
+def limits_of(params: SamplingParams | None, options: TreeOptions) -> tuple[float, float] | None:
+    """Epsilon and delta of a request, or None where it is walked exactly.
+
+    That is at temperature 0, where typical acceptance is greedy, and where more shapes the distribution.
+    """
+    if not is_plainly_sampled(params):
+        return None
+    return request_limits(params.extra_args, options)
+
+
+class TypicalWalk(SettledWalk):
+    """Walks each request along the path that typical acceptance settles on, and from its end exactly."""
+
+    def __init__(self, *args: Any, limits: list[tuple[float, float] | None]):
+        super().__init__(*args)
+        self.limits = limits
+
+    def settle(
+        self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
+    ) -> torch.Tensor:
+        typical = torch.tensor([limits is not None for limits in self.limits]) & active
+        epsilon, delta = torch.tensor([limits or (1.0, 1.0) for limits in self.limits]).unbind(1)
+
+        def log_probs(requests: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return self.log_probs(logits[first_rows[requests] + rows], requests)
+
+        last_rows = accept_typical(tree, log_probs, epsilon, delta, typical)
+        return path_token_ids(tree, last_rows)

@@ -1,0 +1,172 @@
+"""The V2 model runner with trees: stage -> (host's forward) -> walk -> commit -> re-seed and draft, all on the device.
+
+Seams, in the order of a step: the model state's ``prepare_attn`` (positions and masks, after slots were derived), the
+attention implementation, the rejection sampler (walk and commit), the speculator (re-seeding and drafting).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_specplug.config import ConfigError, host_drafter
+from vllm_specplug.hosts.attention.paged import check_caches
+from vllm_specplug.hosts.compat.patches import Patch, apply_all
+from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
+from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
+from vllm_specplug.hosts.drafters.lookup_v2 import TreeLookupSpeculator
+from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
+from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
+from vllm_specplug.hosts.v2.trees import DeviceTreeRows, DeviceTrees
+from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
+from vllm_specplug.utils.frames import with_room
+
+
+def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_speculator(vllm_config, device, req_states):
+        options = getattr(vllm_config.speculative_config, "specplug", None)
+        if options is None:
+            return original(vllm_config, device, req_states)
+        drafter = host_drafter(options)
+        kinds = {None: TreeLookupSpeculator, "medusa": TreeMedusaSpeculator}
+        return kinds.get(drafter and drafter.method, TreeEagleSpeculator)(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+PATCHES = (
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner",
+        attribute="init_speculator",
+        parameters=("vllm_config", "device", "req_states"),
+        reason="the host's list of speculators is closed, and the runner takes none",
+        wrap=_wrap_init_speculator,
+    ),
+)
+
+
+def install_v2() -> None:
+    """Apply the patches of the V2 runner.
+
+    Raises:
+        ConfigError: this host's runner differs from what we know.
+    """
+    if problems := apply_all(PATCHES):
+        raise ConfigError("tree speculation cannot run on this host's V2 model runner: " + "; ".join(problems))
+
+
+class TreeModelState:
+    """The host's model state; the attention metadata that it prepares for target layers carries the trees."""
+
+    def __init__(self, inner: Any, trees: DeviceTrees, draft_layers: set[str]):
+        self._inner, self._trees, self._draft_layers = inner, trees, draft_layers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def prepare_attn(
+        self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, for_capture: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        metadata = self._inner.prepare_attn(input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs)
+        rows = self._stage(input_batch, cudagraph_mode, for_capture)
+        if rows is None:
+            return metadata
+        return {
+            name: layer if name in self._draft_layers else replace(layer, tree=rows) for name, layer in metadata.items()
+        }
+
+    def _stage(self, input_batch: Any, cudagraph_mode: CUDAGraphMode, for_capture: bool) -> DeviceTreeRows | None:
+        trees, num_reqs = self._trees, input_batch.num_reqs_after_padding
+        if for_capture:
+            # A uniform batch of that many tokens is one of trees when it is replayed.
+            uniform = input_batch.num_tokens_after_padding == num_reqs * trees.width
+            return trees.stage_for_capture(num_reqs, self._inner.max_model_len) if uniform else None
+        rows = trees.stage(input_batch)
+        if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
+            longest = int(input_batch.num_scheduled_tokens.max())
+            if longest > 1:
+                raise RuntimeError(f"a graph recorded for trees would run rows that are none (query length {longest})")
+        return rows
+
+
+class TreeRunner:
+    """Mixed into a V2 runner of the host."""
+
+    speculator: TreeSpeculator
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        self._check_config()
+        super().load_model(*args, **kwargs)
+        self.speculator.load_heads(self.model)
+        trees = self.speculator.trees
+        self.model_state = TreeModelState(self.model_state, trees, self.speculator.draft_attn_layer_names)
+        self.rejection_sampler = TreeRejectionSampler(
+            self.sampler, self.speculative_config, self.device, trees, self._commit
+        )
+
+    def _check_config(self) -> None:
+        for used, what, fix in (
+            (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
+            (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
+            (self.vllm_config.watermark_config is not None, "watermarks", "leave the watermark config out"),
+            (
+                self.parallel_config.prefill_context_parallel_size > 1
+                or self.parallel_config.decode_context_parallel_size > 1,
+                "context parallelism",
+                "use context parallel sizes of 1",
+            ),
+            (
+                self.compilation_config.cudagraph_mode is not None
+                and self.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
+                "full CUDA graphs of mixed batches",
+                "use cudagraph_mode FULL_AND_PIECEWISE",
+            ),
+        ):
+            if used:
+                raise ConfigError(f"tree speculation does not support {what} on the V2 model runner: {fix}")
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        return with_room(super().execute_model, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return with_room(super().sample_tokens, *args, **kwargs)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        check_caches(
+            get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase),
+            self.speculative_config.specplug.tree_attention,
+        )
+        layers = self.compilation_config.static_forward_context
+        #: By KV cache group: slot mapping, one cache, addresses of all.
+        self._committed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
+            caches = [
+                layers[name].kv_cache for name in spec.layer_names if name not in self.speculator.draft_attn_layer_names
+            ]
+            if caches:
+                mapping = self.block_tables.slot_mappings[group]
+                self._committed.append((mapping, caches[0], cache_pointers(caches)))
+
+    def _commit(self, path_rows: torch.Tensor, num_emitted: torch.Tensor) -> None:
+        """Move the accepted rows' key/value behind the context, in all layers of the target."""
+        for slot_mapping, cache, pointers in self._committed:
+            move_rows(pointers, cache, slot_mapping, self.speculator.trees.tree_start, path_rows, num_emitted)
+
+
+class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
+    pass
+
+
+class TreeCPUModelRunnerV2(TreeRunner, CPUModelRunner):
+    """Under Triton's interpreter: for tests."""

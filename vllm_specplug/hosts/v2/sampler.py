@@ -1,0 +1,207 @@
+"""Verification on the V2 runner: the host's sampler at every tree row, and a walk over what it sampled.
+
+The host keys its noise by (seed, position), and tree rows stand at the positions of plain decoding: whatever is sampled
+at a row of the walked path is what plain decoding would sample there.  So all rows are sampled in parallel, on the
+device, and the walk only looks up.  Where a request's logits depend on its earlier tokens (penalties, bad words, a
+thinking budget, custom processors), the batch is sampled depth by depth, on rows that form a chain to the processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    _iter_request_chunks,
+    get_max_chunk_logits,
+)
+
+from vllm_specplug.core.walk import walk_exact
+from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.kernels.triton_round import walk_rows
+
+
+class TreeRejectionSampler(RejectionSampler):
+    """In the place of the host's rejection sampler.
+
+    Args:
+        sampler, spec_config, device: the host's.
+        trees: the staged trees.
+        commit: told ``path_rows`` int64 ``[num_reqs, num_rows]`` and ``num_emitted`` int32 ``[num_reqs]``.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        spec_config: Any,
+        device: torch.device,
+        trees: DeviceTrees,
+        commit: Callable[[torch.Tensor, torch.Tensor], None],
+    ):
+        super().__init__(sampler, spec_config, device)
+        self.trees, self.commit = trees, commit
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
+        token_ids, pos = self._row_tokens(input_batch)
+        if self._needs_history(input_batch):
+            output, path_rows, num_emitted = self._walk_by_depth(logits, input_batch, token_ids, pos)
+        else:
+            sampled = self._sample_all(logits, input_batch, token_ids, pos)
+            output, path_rows, num_emitted = walk_rows(
+                input_batch.idx_mapping, input_batch.cu_num_logits, token_ids, sampled, self.trees.parents
+            )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_emitted,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        self.trees.set_path(path_rows)
+        self.commit(path_rows, num_sampled)
+        return SamplerOutput(
+            sampled_token_ids=output,
+            logprobs_tensors=self._logprobs(logits, input_batch, token_ids, pos, output, path_rows, num_sampled),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _row_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and positions of the sampled rows; placeholder drafts, before anything was sampled, are -1."""
+        rows, slots, local = (
+            input_batch.logits_indices,
+            input_batch.expanded_idx_mapping,
+            input_batch.expanded_local_pos,
+        )
+        pos = input_batch.positions[rows]
+        root_pos = pos - self.trees.depths[slots, local.long()]
+        placeholder = (local > 0) & (root_pos < self.sampler.req_states.prefill_len.gpu[slots])
+        return input_batch.input_ids[rows].masked_fill(placeholder, -1), pos
+
+    def _needs_history(self, input_batch: InputBatch) -> bool:
+        """Whether what is sampled at a row depends on the tokens before it: host values only."""
+        requests, sampler = input_batch.idx_mapping_np, self.sampler
+        if not sampler.needs_logits_processing[requests].any():
+            return False
+        for processor in sampler.logits_processors:
+            if isinstance(processor, PenaltiesState):
+                used = processor.use_penalty[requests].any()
+            elif isinstance(processor, BadWordsState):
+                used = processor.num_bad_words.np[requests].any()
+            else:
+                used = not isinstance(processor, LogitBiasState)
+            if used:
+                return True
+        thinking = sampler.thinking_budget_state
+        return thinking.enabled and bool(thinking.use_thinking_budget[requests].any())
+
+    def _sample_all(
+        self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
+    ) -> torch.Tensor:
+        """A token for every row, int64 ``[num_logits]``; by chunks of requests, as the host bounds its copies."""
+        offsets = input_batch.cu_num_logits_np
+        sampled = []
+        for first, last in _iter_request_chunks(offsets, get_max_chunk_logits(logits.shape[1])):
+            rows = slice(int(offsets[first]), int(offsets[last]))
+            tokens, _ = self.sampler.sample(
+                logits[rows],
+                input_batch.expanded_idx_mapping[rows],
+                input_batch.idx_mapping[first:last],
+                input_batch.idx_mapping_np[first:last],
+                pos[rows],
+                token_ids[rows],
+                input_batch.expanded_local_pos[rows],
+                input_batch.seq_lens_cpu_upper_bound.numpy()[first:last],
+            )
+            sampled.append(tokens.view(-1))
+        return torch.cat(sampled)
+
+    def _walk_by_depth(
+        self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The walk of ``walk_exact``; at each depth the processors see the path so far, as if drafted as a chain.
+
+        By chunks of requests too: the chains of a deep tree are many rows.
+        """
+        first = input_batch.cu_num_logits[:-1].long()
+        num_reqs, max_rows = first.shape[0], get_max_chunk_logits(logits.shape[1])
+        visited: list[torch.Tensor] = []
+
+        def sample(rows: torch.Tensor, active: torch.Tensor, depth: int) -> torch.Tensor:
+            visited.append(first + rows)
+            chains, length = torch.stack(visited, dim=1), depth + 1
+            local = torch.arange(length, dtype=torch.int32, device=chains.device)
+            at_once = max(1, max_rows // length)
+            sampled = []
+            for begin in range(0, num_reqs, at_once):
+                part = slice(begin, min(begin + at_once, num_reqs))
+                chain = chains[part].flatten()
+                tokens, _ = self.sampler.sample(
+                    logits[chain],
+                    input_batch.idx_mapping[part].repeat_interleave(length),
+                    input_batch.idx_mapping[part],
+                    input_batch.idx_mapping_np[part],
+                    pos[chain],
+                    token_ids[chain],
+                    local.repeat(chains[part].shape[0]),
+                    input_batch.seq_lens_cpu_upper_bound.numpy()[part],
+                )
+                sampled.append(tokens.view(-1, length)[:, -1])
+            return torch.cat(sampled)
+
+        tree = self.trees.batch_tree(input_batch, token_ids)
+        walk = walk_exact(tree, sample, static_depth=self.trees.max_depth)
+        return walk.output_token_ids.long(), walk.path_rows, walk.num_emitted.to(torch.int32)
+
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        token_ids: torch.Tensor,
+        pos: torch.Tensor,
+        output: torch.Tensor,
+        path_rows: torch.Tensor,
+        num_sampled: torch.Tensor,
+    ) -> Any:
+        """The host's, on the logits in path order."""
+        max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
+        if max_num_logprobs == NO_LOGPROBS:
+            return None
+        offsets = input_batch.cu_num_logits
+        row = torch.arange(logits.shape[0], device=logits.device)
+        request = torch.searchsorted(offsets[1:].long(), row, right=True)
+        path = path_rows[request, input_batch.expanded_local_pos.long()]
+        in_path = torch.where(path >= 0, offsets[request].long() + path, row)
+        logits = logits[in_path]
+        if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
+            logits = self.sampler.apply_sampling_params(
+                logits,
+                input_batch.expanded_idx_mapping,
+                input_batch.idx_mapping,
+                input_batch.idx_mapping_np,
+                pos[in_path],
+                token_ids[in_path],
+                input_batch.expanded_local_pos,
+                input_batch.seq_lens_cpu_upper_bound.numpy(),
+            )
+        return self._get_logprobs_tensors(
+            output, num_sampled, logits, offsets, input_batch.cu_num_logits_np, max_num_logprobs
+        )

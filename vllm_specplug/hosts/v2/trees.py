@@ -1,0 +1,192 @@
+"""Trees on the device, by request slot: what the V2 runner keeps between proposal and verification.
+
+Nothing here is read back.  The buffers live as long as the runner, so that CUDA graphs may hold their addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.core.kv import KvScratch
+from vllm_specplug.core.layout import WORD_BITS, ancestor_bits, ancestor_mask
+from vllm_specplug.core.tree import depths_from_parents, valid_rows
+from vllm_specplug.kernels.triton_round import stage_rows, store_trees
+from vllm_specplug.types import PADDING, TokenTree
+
+
+@dataclass(frozen=True)
+class DeviceTreeRows:
+    """Rows of a forward that attend by a tree mask.
+
+    Attributes:
+        context_lens: int32 ``[num_trees]``; cached tokens that every row sees.
+        query_start, query_lens: int32 ``[num_trees]``; the tree's rows in the flat batch; 0 rows: no tree.
+        tree_start, tree_lens: int32 ``[num_trees]``; its rows among the tree keys.
+        bits: int64 ``[num_trees, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
+        max_query_len: host value.
+        max_context_len: host value; None: not known.
+        all_rows: whether the forward has no other rows, so that the host's kernel is not needed.
+        uniform: whether, besides, every tree has ``max_query_len`` rows; host value.
+        scratch: by layer, where tree keys live; None: they are this forward's own key/value.
+    """
+
+    context_lens: torch.Tensor
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    tree_start: torch.Tensor
+    tree_lens: torch.Tensor
+    bits: torch.Tensor
+    max_query_len: int
+    max_context_len: int | None
+    all_rows: bool
+    uniform: bool
+    scratch: dict[str, KvScratch] | None = None
+
+
+class DeviceTrees:
+    """The trees of all request slots, and those of the forward in flight.
+
+    Args:
+        max_num_reqs: request slots.
+        num_nodes: drafted nodes of a tree.
+        max_depth: no tree is deeper.
+        max_num_tokens: rows of a forward.
+        device: where.
+    """
+
+    def __init__(self, max_num_reqs: int, num_nodes: int, max_depth: int, max_num_tokens: int, device: torch.device):
+        self.width, self.max_depth = num_nodes + 1, max_depth
+        num_words = -(-self.width // WORD_BITS)
+        # Until something is drafted: children of the root.  Placeholder drafts then stand somewhere valid.
+        parents = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
+        parents[:, 0] = PADDING
+        full = torch.full((max_num_reqs,), self.width, device=device)
+        self.parents, self.depths = parents, depths_from_parents(parents)
+        self.slot_bits = ancestor_bits(ancestor_mask(TokenTree(parents, parents, self.depths, full), 1)).contiguous()
+        self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.tree_start, self.tree_lens = torch.zeros_like(self.context_lens), torch.zeros_like(self.context_lens)
+        self.bits = torch.zeros(max_num_reqs, self.width, num_words, dtype=torch.int64, device=device)
+        self._rows = torch.arange(max_num_tokens + 1, device=device)
+        #: int64 ``[max_num_tokens + 1]``: which row of the last forward holds each flat row's accepted token.
+        self.path_index = self._rows.clone()
+        self._flat_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        #: Whether the forward in flight has trees: host value.
+        self.staged = False
+
+    def keep(self, tree_parents: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep what was drafted: int64 ``[num_reqs, num_rows]`` parents for int ``[num_reqs]`` slots."""
+        store_trees(tree_parents.contiguous(), slots, self.parents, self.depths, self.slot_bits, self.max_depth)
+
+    # ---- before the forward
+
+    def stage(self, input_batch: Any) -> DeviceTreeRows | None:
+        """Rewrite the positions of tree rows, whose slots were derived from the flat ones, and lay out the masks.
+
+        Args:
+            input_batch: the host's; its ``positions`` are changed in place.
+        """
+        self.staged = input_batch.num_draft_tokens > 0
+        if not self.staged:
+            return None
+        num_drafts = np.asarray(input_batch.num_draft_tokens_per_req)
+        self._flat_positions[: input_batch.num_tokens].copy_(input_batch.positions[: input_batch.num_tokens])
+        stage_rows(
+            input_batch.idx_mapping,
+            input_batch.query_start_loc,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            self.depths,
+            self.slot_bits,
+            input_batch.positions,
+            self.context_lens,
+            self.tree_start,
+            self.tree_lens,
+            self.bits,
+            input_batch.num_reqs_after_padding,
+        )
+        all_rows = bool(np.all((num_drafts > 0) & (input_batch.num_scheduled_tokens == num_drafts + 1)))
+        return self._device_rows(
+            input_batch.num_reqs_after_padding,
+            int(num_drafts.max()) + 1,
+            int(input_batch.seq_lens_cpu_upper_bound.max()),
+            all_rows,
+            all_rows and bool(np.all(num_drafts == num_drafts.max())),
+        )
+
+    def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
+        """Full trees without a context, for recording a CUDA graph of ``num_reqs`` of them."""
+        self.context_lens.zero_()
+        self.tree_start[:num_reqs].copy_(self._rows[:num_reqs] * self.width)
+        self.tree_lens.fill_(self.width)
+        return self._device_rows(num_reqs, self.width, max_model_len, True, True)
+
+    def _device_rows(
+        self, num_reqs: int, max_query_len: int, max_context_len: int | None, all_rows: bool, uniform: bool
+    ) -> DeviceTreeRows:
+        start, lens = self.tree_start[:num_reqs], self.tree_lens[:num_reqs]
+        return DeviceTreeRows(
+            context_lens=self.context_lens[:num_reqs],
+            query_start=start,
+            query_lens=lens,
+            tree_start=start,
+            tree_lens=lens,
+            bits=self.bits[:num_reqs],
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+            all_rows=all_rows,
+            uniform=uniform,
+        )
+
+    # ---- after the forward
+
+    def batch_tree(self, input_batch: Any, token_ids: torch.Tensor) -> TokenTree:
+        """The trees of the forward, for walks in plain torch.
+
+        Args:
+            input_batch: the host's.
+            token_ids: int ``[num_logits]``; the tokens of the sampled rows.
+        """
+        offsets = input_batch.cu_num_logits.long()
+        num_rows = offsets[1:] - offsets[:-1]
+        rows = (offsets[:-1].unsqueeze(1) + self._rows[: self.width]).clamp(max=token_ids.shape[0] - 1)
+        valid = valid_rows(num_rows, self.width)
+        return TokenTree(
+            token_ids=token_ids[rows].long().masked_fill(~valid, PADDING),
+            parents=self.parents[input_batch.idx_mapping].masked_fill(~valid, PADDING),
+            depths=self.depths[input_batch.idx_mapping].masked_fill(~valid, 0),
+            num_rows=num_rows,
+        )
+
+    def set_path(self, path_rows: torch.Tensor) -> None:
+        """Note the walked rows, int64 ``[num_reqs, num_rows]``, see ``Walk.path_rows``."""
+        start = self.tree_start[: path_rows.shape[0]].long().unsqueeze(1)
+        nowhere = self._rows.shape[0] - 1
+        walked = path_rows >= 0
+        targets = torch.where(walked, start + self._rows[: self.width], nowhere)
+        sources = torch.where(walked, start + path_rows, nowhere)
+        self.path_index.copy_(self._rows)
+        self.path_index.scatter_(0, targets.flatten(), sources.flatten())
+
+    def linearise(self, input_batch: Any) -> None:
+        """Make the batch what it would be had the accepted path been drafted as a chain: ids and positions, in place.
+
+        What the host does next (its drafter's first forward over the accepted rows) then needs no change.
+        """
+        if not self.staged:
+            return
+        num_tokens = input_batch.num_tokens
+        ids = input_batch.input_ids[:num_tokens]
+        ids.copy_(ids[self.path_index[:num_tokens]])
+        input_batch.positions[:num_tokens].copy_(self._flat_positions[:num_tokens])
+
+    def accepted_rows(self, flat_rows: torch.Tensor) -> torch.Tensor:
+        """Which rows of the last forward hold the accepted tokens at flat rows (int64 ``[n]``)."""
+        return self.path_index[flat_rows] if self.staged else flat_rows
+
+    def in_path_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows ``[num_tokens, ...]`` of the last forward, the accepted ones first in each tree."""
+        return rows[self.path_index[: rows.shape[0]]] if self.staged else rows

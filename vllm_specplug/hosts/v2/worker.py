@@ -1,0 +1,51 @@
+"""Workers of the host with our V2 runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends, use_tree_attention
+from vllm_specplug.hosts.v2.runner import TreeCPUModelRunnerV2, TreeGPUModelRunner, install_v2
+
+
+class _TreeWorker:
+    """What both workers have."""
+
+    def init_device(self) -> None:
+        if not self.use_v2_model_runner:
+            raise ConfigError(
+                "vLLM fell back to its V1 model runner, which was not foreseen: set VLLM_USE_V2_MODEL_RUNNER=0 to have "
+                "trees there, or remove what V2 does not support (the warning above names it)"
+            )
+        install_v2()
+        super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with device_tree_backends():
+            super().load_model(*args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        check_layers(layers)
+        with set_current_vllm_config(self.vllm_config):  # names the version of FlashAttention
+            use_tree_attention(layers, self.vllm_config.speculative_config.specplug.tree_attention)
+
+
+class TreeGPUWorker(_TreeWorker, Worker):
+    """Selected through ``worker_cls`` on CUDA."""
+
+    def _make_model_runner(self) -> TreeGPUModelRunner:
+        return TreeGPUModelRunner(self.vllm_config, self.device)
+
+
+class TreeCPUWorkerV2(_TreeWorker, CPUWorker):
+    """Selected through ``worker_cls`` on a CPU with Triton's interpreter."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        # The host builds its runner inside init_device and takes no class; its buffers are freed here.
+        self.model_runner = TreeCPUModelRunnerV2(self.vllm_config, self.device)

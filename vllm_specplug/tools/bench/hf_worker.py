@@ -1,0 +1,85 @@
+"""Hugging Face transformers as a peer: plain and prompt-lookup decoding, asked as ``hosts.bench_worker`` is.
+
+Assisted generation with the drafters of this package is not possible: an EAGLE head reads the target's hidden states,
+while transformers' assistant is a language model of its own.  Requests of a batch run one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
+
+
+class FirstToken:
+    """A streamer that notes when tokens come; transformers hands it the prompt first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Tokens have come."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """All have."""
+
+
+def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Answers to chat messages; ``options`` go to ``generate``."""
+    import torch
+
+    prompts = []
+    for text, max_tokens in zip(request["texts"], request["max_tokens"], strict=True):
+        chat = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        prompts.append(torch.tensor([ids[: options["max_length"] - max_tokens]]))
+    sampling = {"do_sample": False}
+    if asked := request.get("sampling"):
+        sampling = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
+    lookup = {k: v for k, v in options.items() if k != "max_length"}
+    token_ids, first, inter = [], [], []
+    start = time.perf_counter()
+    for prompt, max_tokens in zip(prompts, request["max_tokens"], strict=True):
+        torch.manual_seed(0)
+        streamer = FirstToken()
+        begin = time.perf_counter()
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            streamer=streamer,
+            pad_token_id=tokenizer.eos_token_id,
+            **sampling,
+            **lookup,
+        )
+        token_ids.append(output[0, prompt.shape[1] :].tolist())
+        times = streamer.times[1:]  # the first is the prompt
+        first.append(times[0] - begin)
+        if len(token_ids[-1]) > 1:
+            inter.append((times[-1] - times[0]) / (len(token_ids[-1]) - 1))
+    seconds = time.perf_counter() - start
+    figures = {"seconds": seconds, "token_ids": token_ids, "drafts": 0, "accepted": 0}
+    return figures | {"first_token_s": first, "inter_token_s": inter}
+
+
+def start(arguments: Message) -> Engine:
+    """The model, for ``serving``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {k: v for k, v in arguments["speculative_config"].items() if k != "method"}
+    options["max_length"] = arguments["max_model_len"]
+    tokenizer = AutoTokenizer.from_pretrained(arguments["model"])
+    model = AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=getattr(torch, arguments["dtype"])).eval()
+
+    @torch.inference_mode()
+    def ask(request: Message) -> Message:
+        return answer(model, tokenizer, request, options)
+
+    return {"ready": True}, ask
+
+
+if __name__ == "__main__":
+    run_worker(start)

@@ -1,0 +1,140 @@
+"""``specplug calibrate cost``: time a step's parts on this machine, and show what the measured budget makes of them.
+
+The engine runs in processes of its own, with the threads that it has when it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.tools.bench import METHODS, read_questions
+from vllm_specplug.utils.environment import end_of_log, engine_environment
+from vllm_specplug.utils.files import replacing
+from vllm_specplug.utils.tables import format_table
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``specplug calibrate cost``."""
+    parser.add_argument("--model", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared here)")
+    parser.add_argument(
+        "--speculative-config", metavar="JSON", default=json.dumps(METHODS["eagle2"]), help="(default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--max-num-seqs", type=int, default=max(BATCHES), metavar="R", help="(default: %(default)s)")
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="also learn from answering these, by category")
+    parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="M", help="of an answer (default: %(default)s)")
+    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of the engine")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write costs.json and costs.png here")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, save for later servers, print, and plot."""
+    try:
+        speculative = json.loads(args.speculative_config)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--speculative-config is not JSON: {error}") from None
+    if not isinstance(speculative, dict) or speculative.get("budget", "measured") != "measured":
+        raise ValueError("--speculative-config must be an object, and its budget the measured one")
+    for name in ("max_num_seqs", "max_tokens", "kv_gib", "limit"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    by_category: dict[str, list[str]] = {}
+    for question in read_questions(args.questions, args.limit) if args.questions else ():
+        by_category.setdefault(question.category, []).append(question.text)
+    from vllm_specplug.utils.smollm2 import prepare
+
+    engine = {
+        "model": str(args.model or prepare()),
+        "dtype": args.dtype,
+        "max_model_len": 2048,
+        "max_num_seqs": args.max_num_seqs,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "speculative_config": speculative | {"budget": "measured"},
+    }
+    batches = [batch for batch in BATCHES if batch <= args.max_num_seqs]
+    task = {"engine": engine, "questions": by_category, "max_tokens": args.max_tokens, "batches": batches}
+    result = measure(task, args.kv_gib)
+    print(render(result))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with replacing(args.out / "costs.json") as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+        plot(result, args.out / "costs.png")
+
+
+def measure(task: dict[str, Any], kv_gib: int) -> dict[str, Any]:
+    """Run ``hosts.cost_probe``.
+
+    Raises:
+        RuntimeError: the engine failed; the message carries the end of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="specplug-costs-") as folder:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        (Path(folder) / "task.json").write_text(json.dumps(task))
+        with log.open("wb") as sink:
+            command = [
+                sys.executable,
+                "-m",
+                "vllm_specplug.hosts.probes.cost_probe",
+                f"{folder}/task.json",
+                str(answer),
+            ]
+            code = subprocess.run(command, stdout=sink, stderr=sink, env=engine_environment(kv_gib)).returncode
+        if code:
+            raise RuntimeError(f"the engine has ended (code {code}); {end_of_log(log)}")
+        return json.loads(answer.read_text())
+
+
+def render(result: dict[str, Any]) -> str:
+    """The cost model and the choices as tables."""
+    counts = sorted({count for table in result["seconds"].values() for count in table["counts"]})
+    rows = []
+    for part, table in result["seconds"].items():
+        known = dict(zip(table["counts"], table["seconds"], strict=True))
+        rows.append([part, *(f"{1e3 * known[count]:.2f}" if count in known else "" for count in counts)])
+    parts = [
+        "milliseconds by rows (verify, host, level) or requests (the others)",
+        format_table(["part", *map(str, counts)], rows),
+    ]
+    for category, choices in result["choices"].items():
+        parts.append(f"choices: {category}")
+        table = [
+            [str(c["batch"]), c["arm"], str(c["nodes"]), str(c["levels"]), f"{c['speedup']:.2f}x"] for c in choices
+        ]
+        parts.append(format_table(["batch", "runs", "nodes each", "levels", "expected"], table))
+    return "\n\n".join(parts)
+
+
+def plot(result: dict[str, Any], file: Path) -> None:
+    """Draw the costs, the chosen nodes and levels by batch size and category, and whether beliefs come true."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(19, 4), layout="constrained")
+    costs, nodes, levels, reliability = figure.subplots(1, 4)
+    for part, table in result["seconds"].items():
+        costs.plot(table["counts"], [1e3 * seconds for seconds in table["seconds"]], ".-", label=part)
+    costs.set(xlabel="rows or requests", ylabel="ms", title="Costs", xscale="log", yscale="log")
+    for category, choices in result["choices"].items():
+        batches = [choice["batch"] for choice in choices]
+        nodes.plot(batches, [choice["nodes"] for choice in choices], ".-", label=category)
+        levels.plot(batches, [choice["levels"] for choice in choices], ".-", label=category)
+    nodes.set(xlabel="requests", ylabel="nodes verified per request", title="Chosen N", xscale="log")
+    levels.set(xlabel="requests", ylabel="levels at the most", title="Chosen depth", xscale="log")
+    for category, curve in result["reliability"].items():
+        reliability.plot([p for _, p, _ in curve], [y for _, _, y in curve], ".-", label=category)
+    reliability.plot([0, 1], [0, 1], "k:", linewidth=0.8)
+    reliability.set(xlabel="probability believed", ylabel="share accepted", title="Reliability")
+    for axes in (costs, nodes):
+        axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_figure(str(file), dpi=120)

