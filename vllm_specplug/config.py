@@ -189,7 +189,7 @@ def parts_of(options: TreeOptions) -> tuple[TreeOptions, ...]:
     return (options, *getattr(options, "sources", ()))
 
 
-def host_drafter(options: TreeOptions) -> TreeOptions | None:
+def model_drafter(options: TreeOptions) -> TreeOptions | None:
     """Options of the drafter that the host runs (EAGLE, Medusa): the method itself or one of a union's sources."""
     return next((part for part in parts_of(options) if find_method(part.method).make is None), None)
 

@@ -41,7 +41,7 @@ class DraftContext:
         wanted: bool ``[num_reqs]``; false for requests whose draft would be thrown away (in the middle of a chunked
             prefill): a root alone will do.
         vocab_size: the target's; drafted ids are from 0 to ``vocab_size - 1``.
-        draft_by_host: runs the host's own drafter (EAGLE) in this round, told how many tokens each request's other
+        draft_by_model: runs the host's own drafter (EAGLE) in this round, told how many tokens each request's other
             drafts are expected to bring (float ``[num_reqs]``); its checked draft, or None where that would not pay or
             it has failed.  None without such a drafter.
     """
@@ -52,7 +52,7 @@ class DraftContext:
     request_ids: tuple[str, ...]
     wanted: torch.Tensor
     vocab_size: int
-    draft_by_host: Callable[[torch.Tensor], Draft | None] | None = None
+    draft_by_model: Callable[[torch.Tensor], Draft | None] | None = None
 
 
 class Proposer(Protocol):

@@ -67,8 +67,8 @@ def grow_tree(
     levels = [score(0, root.score, draft_top_k)]
     beam = grow_level(pool, None, levels[0].token_ids, levels[0].log_probs, num_nodes, static)
     features = root.feed
-    may_ask = device.type == "cpu" and not static and may_grow is not None
-    while beam is not None and not (may_ask and not may_grow(beam.log_values.exp())):
+    sync_is_cheap = device.type == "cpu" and not static and may_grow is not None
+    while beam is not None and not (sync_is_cheap and not may_grow(beam.log_values.exp())):
         inputs = features.index_select(0, beam.sources).unflatten(0, beam.nodes.shape)
         fed = forward(len(levels) - 1, beam.token_ids, inputs, beam.mask)
         features = fed.feed.flatten(0, 1)

@@ -61,14 +61,14 @@ class UnionProposer:
     def propose(self, context: DraftContext) -> Draft:
         """Draft one tree per request from the sources' drafts; those that fail are left out this time."""
         self._learn(context)
-        alone = context if context.draft_by_host is None else replace(context, draft_by_host=None)
+        alone = context if context.draft_by_model is None else replace(context, draft_by_model=None)
         drafts: list[Draft | None] = [
             None if source is None else guard(lambda source=source: source.propose(alone), alone)
             for source, guard in zip(self._sources, self._guards, strict=True)
         ]
-        if None in self._sources and context.draft_by_host is not None:
+        if None in self._sources and context.draft_by_model is not None:
             # Last, since whether it pays depends on what the others have.  Where it fails, the runner says so.
-            drafts[self._sources.index(None)] = context.draft_by_host(_expected(drafts, len(context.request_ids)))
+            drafts[self._sources.index(None)] = context.draft_by_model(_expected(drafts, len(context.request_ids)))
         merged = merge(drafts, len(context.request_ids))
         self._open = last = self._rated(merged, context)
         return self._best(context, last)

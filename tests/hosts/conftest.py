@@ -23,9 +23,9 @@ from vllm import SamplingParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
-from vllm_specplug.hosts.drafters.int8_linear import can_round
+from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 
-needs_vnni = pytest.mark.skipif(not can_round(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
+needs_vnni = pytest.mark.skipif(not can_quantise(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
 
 #: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
 WHOLE = {"budget": "fixed", "min_node_value": 0.0, "min_level_value": 0.0}

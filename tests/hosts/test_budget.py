@@ -107,12 +107,12 @@ def toggled(monkeypatch):
             ran.append(state["arm"])
             return state["arm"]
 
-        def wants_host(*_):
+        def wants_model_drafter(*_):
             ran.append(rng.random() < 0.5)
             return ran[-1]
 
         monkeypatch.setattr(budget, "plan", plan)
-        monkeypatch.setattr(budget, "wants_host", wants_host)
+        monkeypatch.setattr(budget, "wants_model_drafter", wants_model_drafter)
         monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
         monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
         return ran

@@ -119,10 +119,10 @@ class _Regime:
         drafting: steps since the last plain one.
         worth: of each arm but the plain one.
         steps: so many were planned.
-        by_host: seconds of the host's drafter in a round beside other drafters; None before the first.
-        by_host_times: how often that was measured.
-        by_host_at: the step of the last time.
-        with_host: share of those rounds in which it runs.
+        by_model: seconds of the host's drafter in a round beside other drafters; None before the first.
+        by_model_times: how often that was measured.
+        by_model_at: the step of the last time.
+        with_model: share of those rounds in which it runs.
         recent: float64 ``[2]``; tokens and seconds of the last steps.
     """
 
@@ -131,10 +131,10 @@ class _Regime:
     credit: float = 0.0
     drafting: int = 0
     steps: int = 0
-    by_host: float | None = None
-    by_host_times: int = 0
-    by_host_at: int = 0
-    with_host: float = 1.0
+    by_model: float | None = None
+    by_model_times: int = 0
+    by_model_at: int = 0
+    with_model: float = 1.0
     recent: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
 
@@ -353,7 +353,7 @@ class Budget:
             levels = np.maximum(worth[:, -1:] - 1, 0)
             level = costs["level"].at(num_reqs * self.level_width)
             first = num_reqs * (self._emitted if self._reseeds else 1)
-            share = self._regime_of(num_reqs).with_host if arm.free else 1.0
+            share = self._regime_of(num_reqs).with_model if arm.free else 1.0
             seconds = seconds + share * (costs["host"].at(first) + levels * level) + self._prompt_seconds()
         best = int((tokens / seconds).argmax())
         levels, nodes = divmod(best, most)
@@ -387,7 +387,7 @@ class Budget:
 
     # ---- while drafting
 
-    def wants_host(self, expected: np.ndarray, wanted: np.ndarray) -> bool:
+    def wants_model_drafter(self, expected: np.ndarray, wanted: np.ndarray) -> bool:
         """Whether the host's drafter is worth its time beside the others.
 
         Args:
@@ -398,17 +398,17 @@ class Budget:
         if self._num_reqs > ASKING:
             return True
         self._classes = np.searchsorted(CLASSES, expected)
-        if regime.by_host is None or regime.by_host_times < FIRST_TIMES:
+        if regime.by_model is None or regime.by_model_times < FIRST_TIMES:
             return True
         gains = self._gains[self._classes[wanted]]
-        loss = regime.by_host - float((gains[:, 0] / gains[:, 1]).sum()) / max(self._rate, 1e-9)
+        loss = regime.by_model - float((gains[:, 0] / gains[:, 1]).sum()) / max(self._rate, 1e-9)
         if not self._missed_rows:  # a drafter that pauses has to catch up later
             loss -= self._catch_up
         wants = loss < 0
         if not wants and regime.credit > loss:
             regime.credit -= loss
             wants = self._asks_for_once = True
-        regime.with_host += 0.02 * (wants - regime.with_host)
+        regime.with_model += 0.02 * (wants - regime.with_model)
         return wants
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
@@ -445,8 +445,8 @@ class Budget:
         num_tokens: np.ndarray,
         wanted: np.ndarray,
         draft_seconds: float,
-        by_host: float = 0.0,
-        by_host_only: np.ndarray | None = None,
+        by_model: float = 0.0,
+        by_model_only: np.ndarray | None = None,
     ) -> Draft:
         """Keep the nodes that are worth verifying, over the whole batch.
 
@@ -456,8 +456,8 @@ class Budget:
             num_tokens: int ``[num_reqs]``; tokens that each has, its root included.
             wanted: bool ``[num_reqs]``; requests that decode in the next step.
             draft_seconds: what the draft has cost.
-            by_host: what the host's drafter took of it; 0 where it did not run.
-            by_host_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
+            by_model: what the host's drafter took of it; 0 where it did not run.
+            by_model_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
         """
         self._drafted += 1
         tree, arm, num_reqs = draft.tree, self.running, max(int(wanted.sum()), 1)
@@ -486,9 +486,9 @@ class Budget:
         worth = self.worth.get(arm)
         if worth is not None and (worth.requests < KNOWN or arm is not self.arm or self._rounds % ACCOUNT_EVERY == 0):
             self._keep_account(worth, values, keep, depths, num_reqs)
-        if by_host and by_host_only is not None and self._classes is not None:
+        if by_model and by_model_only is not None and self._classes is not None:
             marginal = self._rate * (verify[count] - verify[0]) / max(count, 1)
-            self._learn_gains(by_host, np.where(keep & by_host_only, values - marginal, 0.0).sum(axis=1), wanted)
+            self._learn_gains(by_model, np.where(keep & by_model_only, values - marginal, 0.0).sum(axis=1), wanted)
         plain = float(verify[0]) + self.costs["between"].at(num_reqs) + self.costs["sample"].at(num_reqs)
         tokens, seconds = num_reqs + gain, plain + draft_seconds + price
         if arm is not self.arm:
@@ -500,16 +500,16 @@ class Budget:
         recent = self._regime.recent
         recent += np.array([tokens, seconds]) - recent / SPEED_MEMORY
 
-    def _learn_gains(self, by_host: float, gained: np.ndarray, wanted: np.ndarray) -> None:
+    def _learn_gains(self, by_model: float, gained: np.ndarray, wanted: np.ndarray) -> None:
         """Beside others the host's drafter has added ``gained`` (``[num_reqs]``) tokens, what rows cost taken off."""
         regime = self._regime
-        known = by_host if regime.by_host is None else regime.by_host
-        if regime.by_host_times < FIRST_TIMES:
-            regime.by_host = min(known, by_host)
+        known = by_model if regime.by_model is None else regime.by_model
+        if regime.by_model_times < FIRST_TIMES:
+            regime.by_model = min(known, by_model)
         else:
-            weight = 1 - exp(-(regime.steps - regime.by_host_at) / TIME_MEMORY)
-            regime.by_host = known + weight * (min(by_host, MOST_AT_ONCE * known) - known)
-        regime.by_host_times, regime.by_host_at = regime.by_host_times + 1, regime.steps
+            weight = 1 - exp(-(regime.steps - regime.by_model_at) / TIME_MEMORY)
+            regime.by_model = known + weight * (min(by_model, MOST_AT_ONCE * known) - known)
+        regime.by_model_times, regime.by_model_at = regime.by_model_times + 1, regime.steps
         count = int(wanted.sum())
         self._gains += (np.array([FIRST_GAIN * FIRST_REQUESTS, FIRST_REQUESTS]) - self._gains) * (count / GAIN_MEMORY)
         np.add.at(self._gains, self._classes[wanted], np.stack([gained[wanted], np.ones(count)], axis=1))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.core import tree_loops as host_trees
+from vllm_specplug.core import tree_loops
 from vllm_specplug.core.noise import gumbel_noise
 
 #: Drafts are sampled from this many of the drafter's likeliest tokens.
@@ -130,8 +130,8 @@ def likeliest(logits: torch.Tensor, draft_top_k: int, draft_ids: torch.Tensor | 
     """Children at temperature 0: the likeliest tokens (arguments as of ``DraftSampling.children``)."""
     # One fused pass; logsumexp of a converted copy takes several times as long on a CPU.
     log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    if logits.dim() == 2 and draft_top_k <= logits.shape[1] and host_trees.fits(logits):
-        log_probs, ids = host_trees.largest(log_probs, draft_top_k)
+    if logits.dim() == 2 and draft_top_k <= logits.shape[1] and tree_loops.is_cpu_without_autograd(logits):
+        log_probs, ids = tree_loops.largest(log_probs, draft_top_k)
     else:
         log_probs, ids = log_probs.topk(draft_top_k, dim=-1)
     return Children(ids if draft_ids is None else draft_ids[ids], log_probs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.core import tree_loops as host_trees
+from vllm_specplug.core import tree_loops
 from vllm_specplug.core.tree import valid_rows
 from vllm_specplug.types import TokenTree, TreeLayout
 
@@ -24,8 +24,8 @@ def lay_out(tree: TokenTree, context_lens: torch.Tensor, max_depth: int | None =
         context_lens: int ``[num_reqs]``; committed tokens (the root excluded), i.e. the root's position.
         max_depth: the depth that no tree exceeds, where the caller knows it: saves work; by default ``num_nodes``.
     """
-    if host_trees.fits(tree.parents, context_lens):
-        fields = host_trees.lay_out(tree, context_lens)
+    if tree_loops.is_cpu_without_autograd(tree.parents, context_lens):
+        fields = tree_loops.lay_out(tree, context_lens)
         if fields is not None:
             return TreeLayout(*fields)
     positions = context_lens.long().unsqueeze(1) + tree.depths

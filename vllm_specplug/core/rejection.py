@@ -45,9 +45,9 @@ def accept_rejection(
     num_reqs = len(active)
     token_ids = tree.token_ids.new_full((num_reqs, max_depth), PADDING)
     rows = torch.zeros_like(tree.num_rows)
-    may_ask = rows.device.type == "cpu"
+    sync_is_cheap = rows.device.type == "cpu"
     for depth in range(max_depth):
-        if may_ask and not active.any():
+        if sync_is_cheap and not active.any():
             break
         left = target_probs(rows)
         is_child = (tree.parents == rows.unsqueeze(1)) & (tree.token_ids >= 0) & active.unsqueeze(1)
@@ -60,7 +60,7 @@ def accept_rejection(
         for round_ in range(uniform.shape[2] - 1):
             found, child = (is_child & (rank == round_ + 1)).max(dim=1)
             tried = trying & found
-            if may_ask and not tried.any():
+            if sync_is_cheap and not tried.any():
                 break
             token = _at(tree.token_ids, child).clamp(min=0)
             is_token = candidates == token.unsqueeze(1)

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.core import tree_loops as host_trees
+from vllm_specplug.core import tree_loops
 from vllm_specplug.types import PADDING, Draft, TokenTree
 
 NEVER = float("-inf")
@@ -163,16 +163,16 @@ def grow_level(
     Returns:
         None where the growth ends: the pool is full, or it is seen that no deeper node would be kept.
     """
-    if not static and host_trees.fits(pool.log_values, token_ids, log_probs):
-        fields = host_trees.grow_level(pool, beam, token_ids, log_probs, num_nodes)
+    if not static and tree_loops.is_cpu_without_autograd(pool.log_values, token_ids, log_probs):
+        fields = tree_loops.grow_level(pool, beam, token_ids, log_probs, num_nodes)
         return None if fields is None else Beam(*fields)
     num_reqs, top_k = pool.token_ids.shape[0], token_ids.shape[1]
     device, shape = token_ids.device, (num_reqs, -1, top_k)
     expand(pool, None if beam is None else beam.nodes, token_ids.view(shape), log_probs.view(shape))
     if pool.size == pool.token_ids.shape[1]:
         return None
-    may_ask = device.type == "cpu" and not static  # reading a flag back stalls other devices
-    if may_ask and not growth_can_pay(pool, num_nodes).any():
+    sync_is_cheap = device.type == "cpu" and not static  # reading a flag back stalls other devices
+    if sync_is_cheap and not growth_can_pay(pool, num_nodes).any():
         return None
     nodes = next_beam(pool, top_k)
     # Which of the last fed nodes is each beam node's parent: columns are (beam parent, child rank).
@@ -211,8 +211,8 @@ def rerank_draft(
         Trees of ``num_nodes + 1`` rows with the values of their nodes, and int64 ``[num_reqs, num_nodes + 1]``: the
         pool index of each row, ``PADDING`` for the root and padding rows.
     """
-    if host_trees.fits(pool.log_values, pool.token_ids, root_token_ids):
-        fields = host_trees.rerank(pool, root_token_ids, num_nodes, min_node_value)
+    if tree_loops.is_cpu_without_autograd(pool.log_values, pool.token_ids, root_token_ids):
+        fields = tree_loops.rerank(pool, root_token_ids, num_nodes, min_node_value)
         if fields is not None:
             *rows, log_values, places = fields
             return Draft(TokenTree(*rows), log_values), places
@@ -252,8 +252,8 @@ def prune(draft: Draft, keep: torch.Tensor) -> Draft:
             roots and padding does not matter.
     """
     tree = draft.tree
-    if host_trees.fits(tree.parents, draft.log_values, keep):
-        fields = host_trees.prune(draft, keep)
+    if tree_loops.is_cpu_without_autograd(tree.parents, draft.log_values, keep):
+        fields = tree_loops.prune(draft, keep)
         if fields is not None:
             *rows, log_values, bits = fields
             bits = None if draft.source_bits is None else bits
@@ -335,8 +335,8 @@ def from_flat(token_ids: torch.Tensor, parents: torch.Tensor, num_rows: torch.Te
         parents: int ``[num_reqs, num_rows]``; row of the parent; anything for the root.
         num_rows: int ``[num_reqs]``; valid rows.
     """
-    if host_trees.fits(token_ids, parents, num_rows):
-        fields = host_trees.from_flat(token_ids, parents, num_rows)
+    if tree_loops.is_cpu_without_autograd(token_ids, parents, num_rows):
+        fields = tree_loops.from_flat(token_ids, parents, num_rows)
         if fields is not None:
             return TokenTree(*fields, num_rows.long())
     parents = parents.long().clone()
@@ -360,15 +360,15 @@ def depths_from_parents(parents: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[num_reqs, num_rows]``; 0 for the root and padding rows.
     """
-    if host_trees.fits(parents):
-        known = host_trees.depths_from_parents(parents)
+    if tree_loops.is_cpu_without_autograd(parents):
+        known = tree_loops.depths_from_parents(parents)
         if known is not None:
             return known
     depths = (parents >= 0).long()
     ancestor = parents.clamp(min=0)  # The root is its own ancestor, at distance 0.
-    may_ask = parents.device.type == "cpu"  # trees are much shallower than wide
+    sync_is_cheap = parents.device.type == "cpu"  # trees are much shallower than wide
     for _ in range((parents.shape[1] - 1).bit_length()):  # Each round doubles the distance covered.
-        if may_ask and not ancestor.any():
+        if sync_is_cheap and not ancestor.any():
             break
         depths = depths + depths.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)

@@ -1,7 +1,7 @@
 """The tree work of a round on a CPU: ``tree``, ``layout`` and ``kv`` in compiled loops over the tensors' memory.
 
-Those modules say what is computed, in torch operations that suit any device; they call the functions here where
-``fits`` holds, and get the same results.  A function that returns None leaves the work to the torch operations.
+Those modules say what is computed, in torch operations that suit any device.  Where ``is_cpu_without_autograd`` holds they
+call the functions here, and get the same results.  A function that returns None leaves the work to the torch operations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def torch_operations() -> Iterator[None]:
         _use_loops = before
 
 
-def fits(*tensors: Tensor) -> bool:
+def is_cpu_without_autograd(*tensors: Tensor) -> bool:
     """Whether the loops may read these tensors: all lie in the host's memory, and nothing traces the operations."""
     if not _use_loops or torch.compiler.is_compiling():
         return False

@@ -129,9 +129,9 @@ def walk_exact(
     rounds = state.output_token_ids.shape[1]
     if static_depth is not None:
         rounds = min(rounds, static_depth + 1)
-    may_ask = static_depth is None and state.active.device.type == "cpu"
+    sync_is_cheap = static_depth is None and state.active.device.type == "cpu"
     for depth in range(rounds):
-        if may_ask and not state.active.any():
+        if sync_is_cheap and not state.active.any():
             break
         state = advance(state, sample(current_rows(state), state.active, depth))
     return finish(state)

@@ -313,30 +313,30 @@ def test_what_was_not_verified_teaches_too():
     assert verified[0] == 0 and np.mean(verified[-100:]) > 1.9
 
 
-def beside(budget, num_reqs, expected, gain, rounds, by_host=1e-2):
+def beside(budget, num_reqs, expected, gain, rounds, by_model=1e-2):
     """Rounds in which other drafters expect so many tokens; the host's adds a node of that probability to them."""
     ran = []
     wanted, num_tokens = np.ones(num_reqs, dtype=bool), np.full(num_reqs, 5)
-    by_host_only = np.array([[False, True]]).repeat(num_reqs, axis=0)
+    by_model_only = np.array([[False, True]]).repeat(num_reqs, axis=0)
     for _ in range(rounds):
         budget.plan(num_reqs)
-        ran.append(budget.wants_host(np.full(num_reqs, expected), wanted))
-        seconds = by_host * ran[-1]
-        budget.select(chains(num_reqs, [gain]), names(num_reqs), num_tokens, wanted, 1e-3, seconds, by_host_only)
+        ran.append(budget.wants_model_drafter(np.full(num_reqs, expected), wanted))
+        seconds = by_model * ran[-1]
+        budget.select(chains(num_reqs, [gain]), names(num_reqs), num_tokens, wanted, 1e-3, seconds, by_model_only)
     return np.mean(ran[-100:])
 
 
 def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
     """At 20 ms a step of up to two tokens, 5 ms of it are worth half a token; for less it is tried now and then."""
     budget = make(CHEAP, (ALONE, BOTH))
-    assert beside(budget, 1, 0.0, 0.9, 50, by_host=5e-3) == 1.0
-    refusing = beside(budget, 1, 5.0, 0.02, 1500, by_host=5e-3)
+    assert beside(budget, 1, 0.0, 0.9, 50, by_model=5e-3) == 1.0
+    refusing = beside(budget, 1, 5.0, 0.02, 1500, by_model=5e-3)
     assert 0.0 < refusing < 0.2
-    assert budget._regime.with_host < 0.3
+    assert budget._regime.with_model < 0.3
     # What was learned of confident others says nothing of the rest.
-    assert beside(budget, 1, 0.0, 0.9, 50, by_host=5e-3) == 1.0
+    assert beside(budget, 1, 0.0, 0.9, 50, by_model=5e-3) == 1.0
     # In a batch of more, arms are compared; the one that was chosen runs.
-    assert beside(budget, 4, 5.0, 0.02, 50, by_host=5e-3) == 1.0
+    assert beside(budget, 4, 5.0, 0.02, 50, by_model=5e-3) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -345,9 +345,9 @@ def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
 def test_a_disturbed_time_of_the_hosts_drafter_is_soon_forgotten(before, rounds):
     """In the last hundred rounds it runs in all."""
     budget = make(CHEAP, (ALONE, BOTH))
-    for by_host, count in before:
-        beside(budget, 1, 0.0, 0.9, count, by_host=by_host)
-    assert beside(budget, 1, 0.0, 0.9, rounds, by_host=5e-3) == 1.0
+    for by_model, count in before:
+        beside(budget, 1, 0.0, 0.9, count, by_model=by_model)
+    assert beside(budget, 1, 0.0, 0.9, rounds, by_model=5e-3) == 1.0
 
 
 def test_a_round_that_tries_something_says_so():
@@ -360,12 +360,12 @@ def test_a_round_that_tries_something_says_so():
         if running is not PLAIN:
             budget.select(chains(1, [0.2]), names(1), np.full(1, 5), np.ones(1, dtype=bool), 1e-2)
     assert 0 < sum(tried[100:]) < 100
-    beside(budget := make(CHEAP, (ALONE, BOTH)), 1, 5.0, 0.02, 1500, by_host=5e-3)
+    beside(budget := make(CHEAP, (ALONE, BOTH)), 1, 5.0, 0.02, 1500, by_model=5e-3)
     asked = []
     for _ in range(600):
         budget.plan(1)
         if budget.running is BOTH:
-            asked.append((budget.wants_host(np.full(1, 5.0), np.ones(1, dtype=bool)), budget.tries))
+            asked.append((budget.wants_model_drafter(np.full(1, 5.0), np.ones(1, dtype=bool)), budget.tries))
     assert (True, True) in asked and (False, False) in asked and (True, False) not in asked
 
 
@@ -499,12 +499,12 @@ ROUNDS = """
 import json, sys
 from numba.core.dispatcher import Dispatcher
 from vllm_specplug.budget import budget
-from vllm_specplug.core import tree_loops as host_trees
+from vllm_specplug.core import tree_loops
 
 def compiled():
-    return {n: len(f.signatures) for m in (budget, host_trees) for n, f in vars(m).items() if isinstance(f, Dispatcher)}
+    return {n: len(f.signatures) for m in (budget, tree_loops) for n, f in vars(m).items() if isinstance(f, Dispatcher)}
 
-host_trees.compile_loops()
+tree_loops.compile_loops()
 budget.compile_loops()
 before = compiled()
 from tests.unit.budget.test_budget import CHEAP, make, run

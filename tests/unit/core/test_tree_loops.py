@@ -12,7 +12,7 @@ import torch
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree
 from vllm_specplug.core import tree as T
-from vllm_specplug.core import tree_loops as host_trees
+from vllm_specplug.core import tree_loops
 from vllm_specplug.core.draft_sampling import Children, likeliest
 from vllm_specplug.core.kv import plan_moves
 from vllm_specplug.core.layout import lay_out
@@ -43,12 +43,12 @@ def assert_same(ours, theirs):
 
 def compare(name, compute):
     """``compute`` in both forms: the same result, and it did come from the loop ``name``."""
-    results, honest = [], getattr(host_trees, name)
+    results, honest = [], getattr(tree_loops, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_trees, name, lambda *args: results.append(honest(*args)) or results[-1])
+        patch.setattr(tree_loops, name, lambda *args: results.append(honest(*args)) or results[-1])
         ours = compute()
         used = len(results)
-        with host_trees.torch_operations():
+        with tree_loops.torch_operations():
             theirs = compute()
     assert 0 < used == len(results)
     assert name == "grow_level" or results[-1] is not None
@@ -201,10 +201,10 @@ def test_likeliest(shape, dtype):
 
 def test_largest_of_ties_and_of_what_is_no_number():
     values = torch.tensor([[-INF, 1.0, 2.0, 2.0, math.nan, 1.0, math.nan], [-INF] * 7]).repeat(1, 40)
-    best, places = host_trees.largest(values, 5)
+    best, places = tree_loops.largest(values, 5)
     assert best[0].isnan().all() and places[0].tolist() == [4, 6, 11, 13, 18]
     assert (best[1] == -INF).all() and places[1].tolist() == [0, 1, 2, 3, 4]
-    best, places = host_trees.largest(values[:, :4].repeat(1, 30), 3)
+    best, places = tree_loops.largest(values[:, :4].repeat(1, 30), 3)
     assert best[0].tolist() == [2.0] * 3 and places[0].tolist() == [2, 3, 6]
 
 
@@ -212,26 +212,26 @@ def test_largest_of_ties_and_of_what_is_no_number():
 def test_parents_below_their_children_are_left_to_torch(parents):
     parents, one = torch.tensor([parents]), torch.ones(1, dtype=torch.int64)
     tree = T.TokenTree(torch.zeros_like(parents), parents, torch.zeros_like(parents), 3 * one)
-    assert host_trees.lay_out(tree, one) is None
-    assert host_trees.depths_from_parents(parents) is None
-    assert host_trees.prune(Draft(tree, torch.zeros(1, 3)), torch.ones(1, 3, dtype=torch.bool)) is None
-    assert parents[0, 0] > 0 or host_trees.from_flat(parents, parents, 3 * one) is None
+    assert tree_loops.lay_out(tree, one) is None
+    assert tree_loops.depths_from_parents(parents) is None
+    assert tree_loops.prune(Draft(tree, torch.zeros(1, 3)), torch.ones(1, 3, dtype=torch.bool)) is None
+    assert parents[0, 0] > 0 or tree_loops.from_flat(parents, parents, 3 * one) is None
 
 
 def test_which_tensors_fit():
     tensor = torch.zeros(2)
-    assert host_trees.fits(tensor, tensor)
-    assert not host_trees.fits(tensor, tensor.to("meta"))
-    assert not host_trees.fits(tensor.requires_grad_())
-    with host_trees.torch_operations():
-        assert not host_trees.fits(torch.zeros(2))
-    assert host_trees.fits(torch.zeros(2))
+    assert tree_loops.is_cpu_without_autograd(tensor, tensor)
+    assert not tree_loops.is_cpu_without_autograd(tensor, tensor.to("meta"))
+    assert not tree_loops.is_cpu_without_autograd(tensor.requires_grad_())
+    with tree_loops.torch_operations():
+        assert not tree_loops.is_cpu_without_autograd(torch.zeros(2))
+    assert tree_loops.is_cpu_without_autograd(torch.zeros(2))
 
 
 def test_traced_code_never_meets_the_loops(monkeypatch):
     tree, contexts = random_trees(oracle.seeded(0), 2), torch.tensor([5, 6])
     expected = lay_out(tree, contexts).mask
-    monkeypatch.setattr(host_trees, "lay_out", None)
+    monkeypatch.setattr(tree_loops, "lay_out", None)
     traced = torch.compile(lambda tree, contexts: lay_out(tree, contexts).mask, backend="eager", fullgraph=True)
     assert torch.equal(traced(tree, contexts), expected)
     with pytest.raises(TypeError):
@@ -244,12 +244,12 @@ def test_nothing_is_left_to_compile():
         import torch
         from numba.core.dispatcher import Dispatcher
         from tests.unit.core import test_tree_loops as tests
-        from vllm_specplug.core import tree_loops as host_trees
+        from vllm_specplug.core import tree_loops
 
         def compiled():
-            return {name: len(f.signatures) for name, f in vars(host_trees).items() if isinstance(f, Dispatcher)}
+            return {name: len(f.signatures) for name, f in vars(tree_loops).items() if isinstance(f, Dispatcher)}
 
-        host_trees.compile_loops()
+        tree_loops.compile_loops()
         before = compiled()
         assert len(before) > 10 and sum(map(bool, before.values())) > 5, before  # loaded ones call others that are not
         tests.test_growth(2)

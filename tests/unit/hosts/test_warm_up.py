@@ -12,7 +12,7 @@ from vllm_specplug.config import parse_options
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.tree import static_tree
 from vllm_specplug.hosts.drafters import free_proposer
-from vllm_specplug.hosts.drafters.free_proposer import HostFreeDrafting
+from vllm_specplug.hosts.drafters.free_proposer import ModelFreeDrafting
 from vllm_specplug.proposer import Method
 from vllm_specplug.types import Draft
 
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 from vllm_specplug.config import parse_options
-from vllm_specplug.hosts.drafters.free_proposer import HostFreeDrafting
+from vllm_specplug.hosts.drafters.free_proposer import ModelFreeDrafting
 
 def compiled():
     return {
@@ -32,7 +32,7 @@ def compiled():
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 
-drafting = HostFreeDrafting.of(parse_options(json.loads(sys.argv[1])), 100)
+drafting = ModelFreeDrafting.of(parse_options(json.loads(sys.argv[1])), 100)
 before, drafted = compiled(), 0
 for step in range(30):
     num_reqs = 1 + step % 3
@@ -95,7 +95,7 @@ def test_a_warm_up_leaves_no_trace(monkeypatch, caplog, fails):
     options = SimpleNamespace(method="chatty", num_speculative_tokens=4)
     monkeypatch.setattr(free_proposer, "find_method", lambda _: Method("chatty", object, make))
     failures = Guard.failures_of_all
-    drafting = HostFreeDrafting.of(options, 100)
+    drafting = ModelFreeDrafting.of(options, 100)
     warmed, serving = made
     assert drafting._proposer is serving and not serving.seen
     assert len(warmed.seen) == (0 if fails == "make" else 2 * free_proposer.WARM_UP_ROUNDS)
@@ -110,7 +110,7 @@ def test_a_warm_up_learns_and_asks_the_host():
 
     class Union(type(_union())):
         def propose(self, context):
-            asked.append(context.draft_by_host(torch.zeros(2)))
+            asked.append(context.draft_by_model(torch.zeros(2)))
             return super().propose(context)
 
     free_proposer.warm_up(_options(), lambda: made.append(Union(_options())) or made[-1], 100)

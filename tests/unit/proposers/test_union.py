@@ -15,7 +15,7 @@ from tests.doubles import oracle
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows, to_tree
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
-from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parse_options
+from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, model_drafter, parse_options
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.guard import _checked as checked
 from vllm_specplug.core.tree import from_flat
@@ -183,11 +183,11 @@ def test_the_hosts_drafter_comes_last_and_may_refuse():
     for answer, token_ids in ((host, {5, 6, 7}), (None, {5, 6})):
         told = []
 
-        def draft_by_host(expected, answer=answer, told=told):
+        def draft_by_model(expected, answer=answer, told=told):
             told.append(expected.tolist())
             return answer
 
-        tree = make(None, Fixed(own), Fixed(less)).propose(rows_context(draft_by_host=draft_by_host)).tree
+        tree = make(None, Fixed(own), Fixed(less)).propose(rows_context(draft_by_model=draft_by_model)).tree
         assert told == [[0.75]] and {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
 
 
@@ -517,8 +517,8 @@ def test_sources_are_typed():
     assert isinstance(options.sources[0], Eagle2Options) and options.sources[0].draft_depth == 3
     assert all(isinstance(source, TreeOptions) for source in options.sources)
     assert pickle.loads(pickle.dumps(options)) == options
-    assert host_drafter(options) is options.sources[0] and host_drafter(parse(LOOKUP)) is None
-    assert host_drafter(options.sources[0]) is options.sources[0]
+    assert model_drafter(options) is options.sources[0] and model_drafter(parse(LOOKUP)) is None
+    assert model_drafter(options.sources[0]) is options.sources[0]
 
 
 @pytest.mark.parametrize(

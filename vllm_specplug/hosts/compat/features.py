@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, host_drafter, parts_of
+from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, model_drafter, parts_of
 from vllm_specplug.hosts.compat.check import MANIFEST_FLASH, check_host
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
@@ -220,7 +220,7 @@ def check_features(method: str, setting: Setting) -> None:
 
 def uses_v2_runner(options: TreeOptions) -> bool:
     """Whether the host will choose its V2 model runner: where it loads a drafter, and where we may say so."""
-    has_drafter = isinstance(host_drafter(options), Eagle2Options)
+    has_drafter = isinstance(model_drafter(options), Eagle2Options)
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
     return HAS_TRITON and (has_drafter or all(V2.serves(part.method) for part in parts_of(options)))

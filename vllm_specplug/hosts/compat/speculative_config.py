@@ -11,7 +11,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_specplug.config import ConfigError, TreeOptions, host_drafter, lookup_of, parse_options, resolve_drafter
+from vllm_specplug.config import ConfigError, TreeOptions, lookup_of, model_drafter, parse_options, resolve_drafter
 from vllm_specplug.hosts.compat.check import UNCHECKED, check_runner, was_checked
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
@@ -22,7 +22,7 @@ from vllm_specplug.hosts.compat.features import (
     check_tree_attention,
     uses_v2_runner,
 )
-from vllm_specplug.hosts.drafters.int8_linear import can_round
+from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
@@ -40,16 +40,16 @@ SCHEDULER = "vllm_specplug.hosts.v1.scheduler.TreeScheduler"
 SCHEDULER_V2 = "vllm_specplug.hosts.v2.scheduler.tree_scheduler"
 
 #: What the host's ``custom_class`` method loads for methods without a draft model.
-NO_DRAFTER = "vllm_specplug.hosts.drafters.free_proposer.NoHostDrafter"
+NO_DRAFTER = "vllm_specplug.hosts.drafters.free_proposer.NoModelDrafter"
 
 #: The same for Medusa heads, which see the target's hidden states.
-MEDUSA_PROPOSER = "vllm_specplug.hosts.drafters.medusa_v1.HostMedusaProposer"
+MEDUSA_PROPOSER = "vllm_specplug.hosts.drafters.medusa_v1.MedusaProposer"
 
 #: The host's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.
 V2_WITHOUT_DRAFTER = "ngram_gpu"
 
 #: The same for the target with layers left out.
-SWIFT_PROPOSER = "vllm_specplug.hosts.drafters.swift_v1.HostSwiftProposer"
+SWIFT_PROPOSER = "vllm_specplug.hosts.drafters.swift_v1.SwiftProposer"
 
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
@@ -76,7 +76,7 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: no engine without our methods may take it from a cache.
-        rounded = getattr(host_drafter(self.specplug), "draft_int8", False)
+        rounded = getattr(model_drafter(self.specplug), "draft_int8", False)
         return f"specplug-{'int8-' if rounded else ''}{super().compute_hash()}"
 
     def __post_init__(self):
@@ -114,7 +114,7 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     options = parse_options(given)
-    drafter, on_cpu = host_drafter(options), current_platform.is_cpu()
+    drafter, on_cpu = model_drafter(options), current_platform.is_cpu()
     v2 = uses_v2_runner(options)
     model_runner = "V2" if v2 else "V1"
     report = check_runner(model_runner, on_cpu)
@@ -156,7 +156,7 @@ def build(
     if drafter is not None and hasattr(drafter, "draft_int8"):
         parallel = target_parallel_config.tensor_parallel_size > 1
         knows = on_cpu and not v2 and not parallel and host_method != "eagle3"
-        current = host_drafter(options)
+        current = model_drafter(options)
         rounded = _in_int8(current.draft_int8, knows, target_model_config.dtype)
         options = _with_drafter(options, current, replace(current, draft_int8=rounded))
     if v2 and host_method == "custom_class":
@@ -187,12 +187,12 @@ def build(
 
 def _in_int8(asked: bool | None, knows: bool, dtype: torch.dtype) -> bool:
     """Whether drafts are computed in 8 bits; ``knows``: whether that is written for this drafter and runner."""
-    if asked and not (knows and can_round()):
+    if asked and not (knows and can_quantise()):
         raise ConfigError(
             "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI), one process, and an "
             "EAGLE-1/2, HASS or Medusa drafter: leave it out"
         )
-    return bool(asked) if asked is not None else knows and can_round() and dtype == torch.bfloat16
+    return bool(asked) if asked is not None else knows and can_quantise() and dtype == torch.bfloat16
 
 
 def _with_drafter(options: TreeOptions, drafter: TreeOptions, resolved: TreeOptions) -> TreeOptions:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.config import TreeOptions, host_drafter, lookup_of
+from vllm_specplug.config import TreeOptions, lookup_of, model_drafter
 from vllm_specplug.hosts.v2.growth import Growth
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.kernels.triton_lookup import match_keys
@@ -35,7 +35,7 @@ class TreeSpeculator:
     def init_trees(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         """To be called by ``__init__``."""
         scheduler, config = vllm_config.scheduler_config, vllm_config.speculative_config
-        self.options, self._lookup = host_drafter(config.specplug), lookup_of(config.specplug)
+        self.options, self._lookup = model_drafter(config.specplug), lookup_of(config.specplug)
         self._merges, self._req_states = config.specplug.method == "union", req_states
         self.trees = DeviceTrees(
             scheduler.max_num_seqs,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_specplug.config import TreeOptions, host_drafter
+from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.core.noise import SEED_RANGE, gumbel_noise, upcoming_seeds
 from vllm_specplug.hosts.v1.settled_walk import is_plainly_sampled
@@ -35,7 +35,7 @@ class DraftNoise:
         self._num_nodes = options.num_speculative_tokens
         #: Whether requests that can be are verified by rejection.
         self.rejects = options.verification == "rejection" and not has_custom_processors
-        self.couples = options.verification != "typical" and getattr(host_drafter(options), "coupled", False)
+        self.couples = options.verification != "typical" and getattr(model_drafter(options), "coupled", False)
         self.couples = self.couples and runner.may_couple
         if self.couples and not noise_is_known(runner.sampler):
             logger.warning("vllm-specplug: the host's sampler draws unknown noise: drafts are not coupled with it")

@@ -9,8 +9,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 
-from vllm_specplug.config import host_drafter
-from vllm_specplug.hosts.drafters.int8_linear import round_layers
+from vllm_specplug.config import model_drafter
+from vllm_specplug.hosts.drafters.int8_linear import quantise_layers
 
 
 class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
@@ -35,9 +35,9 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
             )
             # A checkpoint may say `bias` (or nothing, which means true) and carry none.
             self.model.fc.bias.data.zero_()
-        if host_drafter(vllm_config.speculative_config.specplug).draft_int8:
+        if model_drafter(vllm_config.speculative_config.specplug).draft_int8:
             # fc reads embeddings beside features of another size: what rounds to the larger loses the smaller
-            round_layers(self, besides=("fc",))
+            quantise_layers(self, besides=("fc",))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]):
         def taken(pairs):

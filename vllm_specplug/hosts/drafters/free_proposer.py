@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm_specplug")
 WARM_UP_ROUNDS = 24
 
 
-class NoHostDrafter(CustomDrafter):
+class NoModelDrafter(CustomDrafter):
     """Stands where the host expects a drafter and leaves drafting to the runner."""
 
     def load_model(self, _target_model: torch.nn.Module) -> None:
@@ -76,12 +76,12 @@ def _warm_up(options: TreeOptions, proposer: Proposer, vocab_size: int) -> None:
             guard.run(lambda: proposer.finish(whole.request_ids))
         count = 128 + 4 * step
         roots = whole.token_ids[:, count - 1].long()
-        by_host = as_draft(chain_tree(roots, roots.unsqueeze(1), torch.ones_like(roots)))
+        by_model = as_draft(chain_tree(roots, roots.unsqueeze(1), torch.ones_like(roots)))
         context = replace(
             whole,
             root_token_ids=roots,
             num_tokens=torch.full_like(roots, count),
-            draft_by_host=lambda _, by_host=by_host: by_host,
+            draft_by_model=lambda _, by_model=by_model: by_model,
         )
         guard(lambda context=context: proposer.propose(context), context, options.num_speculative_tokens)
 
@@ -101,7 +101,7 @@ def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftCo
     )
 
 
-class HostFreeDrafting:
+class ModelFreeDrafting:
     """Calls a registered proposer with what the host knows of each request, and checks what it hands over."""
 
     def __init__(self, options: TreeOptions, proposer: Proposer, vocab_size: int):
@@ -112,7 +112,7 @@ class HostFreeDrafting:
         self._host_guard = Guard(f"{options.method}: the host's drafter")
 
     @classmethod
-    def of(cls, options: TreeOptions, vocab_size: int) -> HostFreeDrafting | None:
+    def of(cls, options: TreeOptions, vocab_size: int) -> ModelFreeDrafting | None:
         """For a method with a proposer of its own; None where the host's drafter is all there is."""
         make = find_method(options.method).make
         if make is None:
@@ -121,14 +121,14 @@ class HostFreeDrafting:
         return cls(options, make(options), vocab_size)
 
     def propose(
-        self, input_batch: Any, sampled: np.ndarray, draft_by_host: Callable[[torch.Tensor], Draft | None]
+        self, input_batch: Any, sampled: np.ndarray, draft_by_model: Callable[[torch.Tensor], Draft | None]
     ) -> Draft | None:
         """Draft one tree per request.
 
         Args:
             input_batch: the host's batch, its bookkeeping of this step done.
             sampled: bool ``[num_reqs]``; false for requests in the middle of their prefill.
-            draft_by_host: runs the host's drafter (``NoHostDrafter`` gives None), see ``DraftContext``; where it
+            draft_by_model: runs the host's drafter (``NoModelDrafter`` gives None), see ``DraftContext``; where it
                 raises, it has drafted nothing.
 
         Returns:
@@ -137,9 +137,9 @@ class HostFreeDrafting:
         alone = context_of(input_batch, sampled, self._vocab_size)
 
         def guarded(expected: torch.Tensor) -> Draft | None:
-            return self._host_guard.check(lambda: draft_by_host(expected), alone)
+            return self._host_guard.check(lambda: draft_by_model(expected), alone)
 
-        context = replace(alone, draft_by_host=guarded)
+        context = replace(alone, draft_by_model=guarded)
         return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
 
     def finish(self, request_ids: Collection[str]) -> None:

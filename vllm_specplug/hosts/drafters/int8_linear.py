@@ -15,7 +15,7 @@ _KEPT_SHAPES = 32
 _LARGEST = 127
 
 
-def can_round() -> bool:
+def can_quantise() -> bool:
     """Whether this machine and its host have what it takes."""
     return hasattr(torch.ops._C, "create_onednn_scaled_mm_handler") and torch.cpu._is_vnni_supported()
 
@@ -52,7 +52,7 @@ class RoundedLinearMethod(UnquantizedLinearMethod):
         return layer.rounded(x, bias)
 
 
-def round_layers(model: torch.nn.Module, besides: tuple[str, ...] = ()) -> None:
+def quantise_layers(model: torch.nn.Module, besides: tuple[str, ...] = ()) -> None:
     """Before its weights are read: linear layers of ``model`` are to be rounded, those so called aside."""
     for name, layer in model.named_modules():
         plain = isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vllm_specplug.config import host_drafter
+from vllm_specplug.config import model_drafter
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -17,7 +17,7 @@ from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
 from vllm_specplug.types import Draft
 
 
-class HostMedusaHeads:
+class MedusaHeadsDrafter:
     """Drafts from the hidden states that enter the target's LM head.
 
     The heads keep no state between steps: preemption, prefix caching and chunked prefill need no care.
@@ -27,7 +27,7 @@ class HostMedusaHeads:
     """
 
     def __init__(self, vllm_config: Any):
-        self.options = host_drafter(vllm_config.speculative_config.specplug)
+        self.options = model_drafter(vllm_config.speculative_config.specplug)
         self._dtype = vllm_config.model_config.dtype
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._heads: MedusaHeads | None = None

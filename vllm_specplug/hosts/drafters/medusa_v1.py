@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from vllm_specplug.hosts.drafters.base import CustomDrafter
-from vllm_specplug.hosts.drafters.medusa import HostMedusaHeads
+from vllm_specplug.hosts.drafters.medusa import MedusaHeadsDrafter
 from vllm_specplug.types import Draft
 
 
-class HostMedusaProposer(CustomDrafter):
+class MedusaProposer(CustomDrafter):
     """The runner hands it the hidden states it asks for."""
 
     def __init__(self, vllm_config: Any):
         super().__init__(vllm_config)
-        self.heads = HostMedusaHeads(vllm_config)
+        self.heads = MedusaHeadsDrafter(vllm_config)
         #: ``[num_reqs, hidden_size]``: the hidden state of each request's last accepted row; set by the runner.
         self.hidden: torch.Tensor | None = None
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.hosts.drafters.lookup_v2 import TreeLookupSpeculator
-from vllm_specplug.hosts.drafters.medusa import HostMedusaHeads
+from vllm_specplug.hosts.drafters.medusa import MedusaHeadsDrafter
 from vllm_specplug.types import Draft
 
 
@@ -16,7 +16,7 @@ class TreeMedusaSpeculator(TreeLookupSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._heads = HostMedusaHeads(vllm_config)
+        self._heads = MedusaHeadsDrafter(vllm_config)
         shape = (vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.get_hidden_size())
         self._no_hidden = torch.zeros(shape, dtype=vllm_config.model_config.dtype, device=device)
 

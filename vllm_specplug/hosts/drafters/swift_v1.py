@@ -20,7 +20,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_specplug.config import host_drafter
+from vllm_specplug.config import model_drafter
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.core.request_args import stream_of
 from vllm_specplug.hosts.attention.cpu import scratch_metadata
@@ -57,13 +57,13 @@ class _Open(NamedTuple):
     stream: str
 
 
-class HostSwiftProposer(CustomDrafter):
+class SwiftProposer(CustomDrafter):
     """The target itself, with layers left out; it looks for better layer sets at the end of a round."""
 
     def __init__(self, vllm_config: Any):
         super().__init__(vllm_config)
         self.vllm_config = vllm_config
-        self.options: SwiftOptions = host_drafter(vllm_config.speculative_config.specplug)
+        self.options: SwiftOptions = model_drafter(vllm_config.speculative_config.specplug)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
         self._wanted = np.zeros(0, dtype=bool)

@@ -33,7 +33,7 @@ from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
 
 _STAGES = ("verify", "draft", "draft_forward", "decide")
 #: Of the measured budget.
-_DECISIONS = ("begin", "plan", "wants_host", "select", "end")
+_DECISIONS = ("begin", "plan", "wants_model_drafter", "select", "end")
 
 
 class RoundClock:

@@ -15,7 +15,7 @@ from vllm.forward_context import set_forward_context
 
 from vllm_specplug.budget.budget import PLAIN, Arm, Budget, compile_loops
 from vllm_specplug.budget.costs import CostModel, fastest, knots_up_to, load, save
-from vllm_specplug.config import TreeOptions, host_drafter
+from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 from vllm_specplug.hosts.drafters.free_proposer import synthetic_context
 from vllm_specplug.proposer import find_method
@@ -40,7 +40,7 @@ class ServingBudget:
 
     def __init__(self, runner: Any, options: TreeOptions):
         self._runner, self._options = runner, options
-        self._drafter = host_drafter(options)
+        self._drafter = model_drafter(options)
         self._levelled = isinstance(runner.drafter, TreeEagleProposer)
         config = runner.vllm_config
         self.facts = {
@@ -253,9 +253,9 @@ class ServingBudget:
         missed = self._runner.drafter.missed.num_rows if self._levelled else 0
         return self.budget.plan(self._round.wanted, missed)
 
-    def wants_host(self, expected: torch.Tensor | None) -> bool:
-        """Whether to run the host's drafter in this round; ``expected`` is that of ``DraftContext.draft_by_host``."""
-        return expected is None or self.budget.wants_host(expected.numpy(), self._round.wants)
+    def wants_model_drafter(self, expected: torch.Tensor | None) -> bool:
+        """Whether to run the host's drafter in this round; ``expected`` is that of ``DraftContext.draft_by_model``."""
+        return expected is None or self.budget.wants_model_drafter(expected.numpy(), self._round.wants)
 
     def catch_up(self, catch_up: Callable[[], None]) -> None:
         """Let the host's drafter read what it has missed, with its time taken."""
@@ -264,15 +264,15 @@ class ServingBudget:
         self._round.catch_up = time.perf_counter() - begin
         self.budget.caught_up(self._round.catch_up, num_rows - self._runner.drafter.missed.num_rows)
 
-    def timed(self, draft_by_host: Callable[[], Draft | None]) -> Draft | None:
+    def timed(self, draft_by_model: Callable[[], Draft | None]) -> Draft | None:
         """Run the host's drafter, with its time taken."""
         begin = time.perf_counter()
         try:
-            return draft_by_host()
+            return draft_by_model()
         finally:
-            self._round.by_host = time.perf_counter() - begin
+            self._round.by_model = time.perf_counter() - begin
             if not self._levelled:
-                self.observe("host", self._round.wanted, self._round.by_host)
+                self.observe("host", self._round.wanted, self._round.by_model)
 
     def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
         """The host's drafter has grown trees.
@@ -295,7 +295,7 @@ class ServingBudget:
             return draft()
         finally:
             if self.budget.running.free:
-                free = time.perf_counter() - begin - self._round.by_host - self._round.catch_up
+                free = time.perf_counter() - begin - self._round.by_model - self._round.catch_up
                 self._round.free = free
                 self.observe("free", self._round.wanted, free)
 
@@ -307,10 +307,10 @@ class ServingBudget:
         num_tokens = batch.num_tokens_no_spec[: batch.num_reqs]
         seconds = time.perf_counter() - self._round.began
         return self.budget.select(
-            draft, batch.req_ids, num_tokens, wanted, seconds, self._round.by_host, self._by_host_only(draft)
+            draft, batch.req_ids, num_tokens, wanted, seconds, self._round.by_model, self._by_model_only(draft)
         )
 
-    def _by_host_only(self, draft: Draft) -> np.ndarray | None:
+    def _by_model_only(self, draft: Draft) -> np.ndarray | None:
         """Nodes ``[num_reqs, num_rows]`` that nobody but the host's drafter has drafted; None without other sources."""
         if draft.source_names is None or self._drafter is None or self._drafter.method not in draft.source_names:
             return None
@@ -320,8 +320,8 @@ class ServingBudget:
         """The round that ``plan`` began has its drafts; ``caught_up``: it began with work left over from a pause."""
         done = self._round
         if self.budget.running is not PLAIN and not caught_up:
-            by_host = done.forwards if self._levelled else done.by_host
-            self.observe("round", done.wanted, time.perf_counter() - done.began - by_host - done.free)
+            by_model = done.forwards if self._levelled else done.by_model
+            self.observe("round", done.wanted, time.perf_counter() - done.began - by_model - done.free)
 
     def end_round(self) -> None:
         """Nothing of the round is left to do."""
@@ -362,6 +362,6 @@ class _Round:
     wants: np.ndarray | None = None
     wanted: int = 0
     catch_up: float = 0.0
-    by_host: float = 0.0
+    by_model: float = 0.0
     forwards: float = 0.0
     free: float = 0.0

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_specplug.budget.budget import PLAIN
-from vllm_specplug.config import host_drafter
+from vllm_specplug.config import model_drafter
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.kv import KvScratch, plan_moves
 from vllm_specplug.core.layout import lay_out
@@ -33,8 +33,8 @@ from vllm_specplug.hosts.drafters.base import CustomDrafter
 from vllm_specplug.hosts.drafters.draft_noise import DraftNoise
 from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft, flatten
-from vllm_specplug.hosts.drafters.free_proposer import HostFreeDrafting, context_of
-from vllm_specplug.hosts.drafters.medusa_v1 import HostMedusaProposer
+from vllm_specplug.hosts.drafters.free_proposer import ModelFreeDrafting, context_of
+from vllm_specplug.hosts.drafters.medusa_v1 import MedusaProposer
 from vllm_specplug.hosts.v1.budgeting import ServingBudget
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
@@ -82,9 +82,9 @@ class TreeModelRunner(ABC):
             super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
         if self.speculative_config.use_eagle():
-            self.drafter = TreeEagleProposer(vllm_config, device, self, host_drafter(options))
+            self.drafter = TreeEagleProposer(vllm_config, device, self, model_drafter(options))
         self.drafter.runner = self
-        self._host_free = HostFreeDrafting.of(options, self.model_config.get_vocab_size())
+        self._model_free = ModelFreeDrafting.of(options, self.model_config.get_vocab_size())
         self._draft_guard = Guard(options.method)
         # Every rank does the same; one of them tells.
         tells = get_tensor_model_parallel_rank() == 0
@@ -136,8 +136,8 @@ class TreeModelRunner(ABC):
             self._drafts.pop(req_id, None)
         self.draft_noise.finish(scheduler_output.finished_req_ids)
         self.drafter.finish(scheduler_output.finished_req_ids)
-        if self._host_free is not None:
-            self._host_free.finish(scheduler_output.finished_req_ids)
+        if self._model_free is not None:
+            self._model_free.finish(scheduler_output.finished_req_ids)
         if self.serving_budget is not None:
             self.serving_budget.budget.finish(scheduler_output.finished_req_ids)
         return super()._update_states(scheduler_output)
@@ -284,7 +284,7 @@ class TreeModelRunner(ABC):
         path_rows = self._flat_rows.clone()
         path_rows[moves.target_rows] = moves.source_rows
         self.drafter.path_rows = path_rows.to(self.device)
-        if isinstance(self.drafter, HostMedusaProposer):
+        if isinstance(self.drafter, MedusaProposer):
             self._last_rows = last_rows(walk, step.row_start)
         if self._trace is not None:
             self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
@@ -366,11 +366,11 @@ class TreeModelRunner(ABC):
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
         wanted &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
         arm = None if self.serving_budget is None else self.serving_budget.plan(wanted)
-        if isinstance(self.drafter, HostMedusaProposer):
+        if isinstance(self.drafter, MedusaProposer):
             # The host hands hidden states to drafters of its own only.
             self.drafter.hidden = hidden_states[self._last_rows]
         self.drafter.begin_round(wanted)
-        propose_by_host = functools.partial(
+        propose_by_model = functools.partial(
             super().propose_draft_token_ids,
             scheduler_output,
             sampled_token_ids,
@@ -382,23 +382,23 @@ class TreeModelRunner(ABC):
         failures = Guard.failures_of_all
         runs = caught_up = False
 
-        def draft_by_host(expected: torch.Tensor | None = None) -> Draft | None:
+        def draft_by_model(expected: torch.Tensor | None = None) -> Draft | None:
             nonlocal runs, caught_up
             budget = self.serving_budget
-            if budget is not None and not (arm.host and budget.wants_host(expected)):
+            if budget is not None and not (arm.host and budget.wants_model_drafter(expected)):
                 return None
             runs = True
             if isinstance(self.drafter, TreeEagleProposer) and self.drafter.missed.num_rows:
                 caught_up = True
                 catch_up = functools.partial(self._draft_guard.run, self.drafter.catch_up)
                 catch_up() if budget is None else budget.catch_up(catch_up)
-            return propose_by_host() if budget is None else budget.timed(propose_by_host)
+            return propose_by_model() if budget is None else budget.timed(propose_by_model)
 
         with self._counters.timed("draft_seconds"):
             if arm is PLAIN:
                 draft = None
             else:
-                propose = functools.partial(self._propose, wanted, draft_by_host)
+                propose = functools.partial(self._propose, wanted, draft_by_model)
                 draft = propose() if self.serving_budget is None else self.serving_budget.propose(propose)
             if isinstance(self.drafter, TreeEagleProposer) and not runs:
                 self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
@@ -416,11 +416,11 @@ class TreeModelRunner(ABC):
             self.serving_budget.end_round()
         return flat
 
-    def _propose(self, wanted: np.ndarray, draft_by_host: Callable[..., Draft | None]) -> Draft | None:
-        if self._host_free is not None:
-            return self._host_free.propose(self.input_batch, wanted, draft_by_host)
+    def _propose(self, wanted: np.ndarray, draft_by_model: Callable[..., Draft | None]) -> Draft | None:
+        if self._model_free is not None:
+            return self._model_free.propose(self.input_batch, wanted, draft_by_model)
         context = context_of(self.input_batch, wanted, self.model_config.get_vocab_size())
-        return self._draft_guard.check(draft_by_host, context)
+        return self._draft_guard.check(draft_by_model, context)
 
     def _skip_round(
         self,

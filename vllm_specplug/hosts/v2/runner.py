@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_specplug.config import ConfigError, host_drafter
+from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.hosts.attention.paged import check_caches
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
@@ -37,7 +37,7 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         options = getattr(vllm_config.speculative_config, "specplug", None)
         if options is None:
             return original(vllm_config, device, req_states)
-        drafter = host_drafter(options)
+        drafter = model_drafter(options)
         kinds = {None: TreeLookupSpeculator, "medusa": TreeMedusaSpeculator}
         return kinds.get(drafter and drafter.method, TreeEagleSpeculator)(vllm_config, device, req_states)
 
