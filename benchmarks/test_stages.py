@@ -14,8 +14,9 @@ import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree  # also sets one thread
-from vllm_specplug.core.kv import apply_moves, plan_moves
+from tests.doubles.reference_step import move_rows
 from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import DraftPool, from_flat, rerank_draft
 from vllm_specplug.core.walk import walk_tokens
 
@@ -137,4 +138,4 @@ def test_commit(benchmark, num_nodes, num_reqs):
             for depth in range(1, count):
                 cache[first + depth] = cache[first + path[depth]]
 
-    compare(benchmark, lambda: apply_moves(cache, plan_moves(walk, row_start)), reference)
+    compare(benchmark, lambda: move_rows(cache, plan_step(walk, row_start, len(cache))), reference)

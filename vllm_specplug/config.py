@@ -8,7 +8,7 @@ variable doubles a field.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -190,13 +190,16 @@ def parts_of(options: TreeOptions) -> tuple[TreeOptions, ...]:
 
 
 def model_drafter(options: TreeOptions) -> TreeOptions | None:
-    """Options of the drafter that the host runs (EAGLE, Medusa): the method itself or one of a union's sources."""
-    return next((part for part in parts_of(options) if find_method(part.method).make is None), None)
+    """Return the options of the drafter with weights: the method itself or one of a union's sources."""
+    return next((part for part in parts_of(options) if find_method(part.method).model is not None), None)
 
 
-def lookup_of(options: TreeOptions) -> TreeOptions | None:
-    """Options of lookup: the method itself or one of a union's sources."""
-    return next((part for part in parts_of(options) if part.method == "lookup"), None)
+def with_drafter(options: TreeOptions, resolved: TreeOptions) -> TreeOptions:
+    """Return options with ``resolved`` in the place of the drafter with weights."""
+    drafter = model_drafter(options)
+    if options is drafter:
+        return resolved
+    return replace(options, sources=tuple(resolved if part is drafter else part for part in options.sources))
 
 
 def is_our_method(method: Any) -> bool:

@@ -1,12 +1,26 @@
-"""What a draft method is, and the registry through which ours and third parties' are found.
+"""The contract of a draft method: what it is given, what it returns, and how it is found.
 
-A distribution offers a method by an entry point of the group ``vllm_specplug.proposers``; its name
-is the ``method`` that users write, its value a :class:`Method`::
+A distribution adds a method with one folder and one entry point of the group ``vllm_specplug.proposers``.  The entry's
+name is the ``method`` that users write, its value a :class:`Method`::
 
     [project.entry-points."vllm_specplug.proposers"]
     parrot = "my_package:PARROT"
 
     PARROT = Method("parrot", ParrotOptions, make=ParrotProposer)
+
+There are three kinds of drafters.  A method is one of them; a union combines several.
+
+1. **Model-free** (lookup): a :class:`Proposer` reads the tokens of each request and returns a tree.  ``Method.make``
+   makes it for the V1 runner.  ``Method.make_on_device`` makes its :class:`DeviceProposer` for the V2 runner, where
+   tokens and trees stay on the device.
+2. **Heads on the target's hidden states** (Medusa): a :class:`Heads` class loads weights and drafts from the hidden
+   state of each request's last token.  ``ModelDrafter.heads`` names it; it runs on both runners.
+3. **A drafter with its own adapters** (EAGLE, SWIFT): classes that subclass parts of vLLM, named by
+   ``ModelDrafter.v1`` and ``ModelDrafter.v2``.  They implement ``hosts/drafters/base.py: V1Drafter`` and
+   ``hosts/drafters/base_v2.py: TreeSpeculator``.
+
+Adapters are named as ``"module:Class"`` strings, so that reading a method imports no vLLM.  Whatever a drafter returns,
+the output stays the target's: drafts are checked, and a drafter that fails costs speed only.
 """
 
 from __future__ import annotations
@@ -25,25 +39,29 @@ from vllm_specplug.types import PADDING, Draft, TokenTree
 GROUP = "vllm_specplug.proposers"
 
 
+# ---- 1. model-free drafters
+
+
 @dataclass(frozen=True)
 class DraftContext:
-    """What a host-free proposer may look at.
+    """What a model-free proposer is given.
 
-    What became of a draft needs no report: the tokens that a request has more than at the proposer's last call are
-    those that the target chose behind it.  A request may be missing for some calls (preempted, not scheduled).
+    A proposer needs no report of what became of its draft.  The tokens that a request has gained since the last call
+    are those that the target chose behind that draft.  A request may be missing for some calls (preempted, or not
+    scheduled).
 
     Attributes:
         root_token_ids: int64 ``[num_reqs]``; the last emitted token of each request.
-        token_ids: int32 ``[num_reqs, max_model_len]``; prompt and output of each request, the root included.  Memory
-            of the host, valid during the call only.
+        token_ids: int32 ``[num_reqs, max_model_len]``; prompt and output of each request, the root included.  The
+            memory is vLLM's and valid during the call only.
         num_tokens: int64 ``[num_reqs]``; valid entries of ``token_ids``.
-        request_ids: of each request; stable over its life, while its place in the batch is not.
-        wanted: bool ``[num_reqs]``; false for requests whose draft would be thrown away (in the middle of a chunked
-            prefill): a root alone will do.
+        request_ids: id of each request.  It does not change during the request's life; its batch index may.
+        wanted: bool ``[num_reqs]``; false for requests whose draft is not used (in the middle of a chunked prefill): a
+            root alone is enough.
         vocab_size: the target's; drafted ids are from 0 to ``vocab_size - 1``.
-        draft_by_model: runs the host's own drafter (EAGLE) in this round, told how many tokens each request's other
-            drafts are expected to bring (float ``[num_reqs]``); its checked draft, or None where that would not pay or
-            it has failed.  None without such a drafter.
+        draft_by_model: runs the method's drafter with weights (EAGLE, Medusa).  Its argument, float ``[num_reqs]``, is
+            the number of tokens that the other drafts are expected to add.  It returns the checked draft, or None if
+            that drafter is not worth its time or has failed.  None without such a drafter.
     """
 
     root_token_ids: torch.Tensor
@@ -56,28 +74,139 @@ class DraftContext:
 
 
 class Proposer(Protocol):
-    """Drafts one tree per request.  Whatever it drafts, the output stays the target's."""
+    """Drafts one tree per request from its tokens."""
 
     def propose(self, context: DraftContext) -> TokenTree | Draft:
-        """Trees of at most ``num_speculative_tokens + 1`` rows, row 0 being the root; a root alone drafts nothing."""
+        """Return trees of at most ``num_speculative_tokens + 1`` rows.  Row 0 is the root; a root alone is no draft."""
         ...
 
 
 @runtime_checkable
 class Remembering(Protocol):
-    """A proposer that keeps something for each request."""
+    """A proposer that keeps state for each request."""
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """Requests that have ended (or were aborted): their ids may not come again, or mean other requests."""
+        """Forget requests that have ended (or were aborted).  Their ids may come again for other requests."""
         ...
 
 
-def as_draft(proposed: TokenTree | Draft) -> Draft:
-    """A proposal with values; where the proposer gives none, every edge counts as accepted with probability 1/2."""
-    if isinstance(proposed, Draft):
-        return proposed
-    depths = proposed.depths.float()
-    return Draft(proposed, torch.where(proposed.token_ids == PADDING, float("-inf"), depths * math.log(0.5)))
+@dataclass(frozen=True)
+class DeviceDraftContext:
+    """What a model-free proposer is given on the V2 runner.  All tensors are on the device.
+
+    Attributes:
+        root_token_ids: int64 ``[num_reqs]``; the last emitted token of each request.
+        slots: int ``[num_reqs]``; place of each request in ``token_ids`` and ``num_tokens``.
+        token_ids: int32 ``[max_num_reqs, max_model_len]``; prompt and output of each request.
+        num_tokens: int32 ``[max_num_reqs]``; valid entries of ``token_ids``.
+        draft_by_model: runs the method's drafter with weights.
+    """
+
+    root_token_ids: torch.Tensor
+    slots: torch.Tensor
+    token_ids: torch.Tensor
+    num_tokens: torch.Tensor
+    draft_by_model: Callable[[], Draft]
+
+
+class DeviceProposer(Protocol):
+    """Drafts on the device with tensors of fixed shapes; it must not read values back (no ``.item()``, ``.cpu()``)."""
+
+    def propose(self, context: DeviceDraftContext) -> Draft:
+        """Return trees of ``num_speculative_tokens + 1`` rows, at most ``options.draft_depth`` deep."""
+        ...
+
+
+# ---- 2. and 3. drafters with weights
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """What is known of the target before it is loaded.
+
+    Attributes:
+        hidden_size, vocab_size, num_layers: of the target model.
+        dtype: of its weights.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The result of ``ModelDrafter.configure``.
+
+    Attributes:
+        options: the method's options, completed by what the checkpoint says.
+        vllm_method: the method under which vLLM loads and schedules the drafter; ``custom_class`` if it loads none.
+        model: directory of the draft model that vLLM loads; None if it loads none.
+        supports_int8: whether the adapters implement the option ``draft_int8``.
+    """
+
+    options: Any
+    vllm_method: str = "custom_class"
+    model: str | None = None
+    supports_int8: bool = False
+
+
+class Heads(Protocol):
+    """Draft heads on the target's last hidden states.  They keep no state between steps.
+
+    Attributes:
+        num_levels: depth of the deepest tree.
+    """
+
+    num_levels: int
+
+    def __init__(self, options: Any, target: TargetInfo):
+        """Make the heads; weights are read in ``load``."""
+
+    def load(self, target_model: torch.nn.Module) -> None:
+        """Read the weights.  ``target_model`` is vLLM's loaded model: its embedding and LM head may be shared."""
+
+    def draft(
+        self, root_token_ids: torch.Tensor, hidden: torch.Tensor, sampling: Any = None, min_node_value: float = 0.0
+    ) -> Draft:
+        """Draft one tree per request without reading values back from a device.
+
+        Args:
+            root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
+            hidden: ``[num_reqs, hidden_size]``; the target's hidden state that each root was sampled from.
+            sampling: a ``core.draft_sampling.DraftSampling``, or None to take the likeliest tokens.
+            min_node_value: nodes of a lower estimated acceptance probability may be left out.
+        """
+
+
+_HEADS_V1 = "vllm_specplug.hosts.drafters.heads_v1:HeadsDrafter"
+_HEADS_V2 = "vllm_specplug.hosts.drafters.heads_v2:HeadsSpeculator"
+
+
+@dataclass(frozen=True)
+class ModelDrafter:
+    """A drafter with weights: how it is checked against the target, and the adapters that run it.
+
+    Attributes:
+        configure: checks the options and the checkpoint against the target.  Raises ``ConfigError`` or
+            ``CheckpointError`` with the fix in the message.
+        heads: ``"module:Class"`` of the :class:`Heads` that the standard adapters run.
+        v1: ``"module:Class"`` of the adapter for the V1 runner, called with ``(vllm_config, device, runner)``.
+        v2: the same for the V2 runner, called with ``(vllm_config, device, req_states)``; None: not on V2.
+        v1_on_cuda: whether the V1 adapter runs on CUDA too.
+        is_vllm_model: whether vLLM loads the drafter as a draft model with a KV cache.
+    """
+
+    configure: Callable[[Any, TargetInfo], DrafterConfig]
+    heads: str | None = None
+    v1: str = _HEADS_V1
+    v2: str | None = _HEADS_V2
+    v1_on_cuda: bool = True
+    is_vllm_model: bool = False
+
+
+# ---- methods
 
 
 @dataclass(frozen=True)
@@ -87,14 +216,33 @@ class Method:
     Attributes:
         name: the ``method`` of the speculative config.
         options: frozen dataclass of its options, with the fields of ``config.TreeOptions``.
-        make: makes the proposer from its options; None where the drafter is a model of the host
-            (EAGLE), whose adapter is part of this package.  Called more than once at start-up: other
-            proposers than the one that serves are warmed up and timed.
+        make: makes the model-free proposer from its options; None if the method only has a drafter with weights.  It is
+            called more than once at start: some of these proposers are only warmed up and timed.
+        make_on_device: makes the proposer for the V2 runner; None: not on V2.
+        model: the drafter with weights; None for a model-free method.
     """
 
     name: str
     options: type
     make: Callable[[Any], Proposer] | None = None
+    make_on_device: Callable[[Any], DeviceProposer] | None = None
+    model: ModelDrafter | None = None
+
+    @property
+    def runs_on_v2(self) -> bool:
+        return self.make_on_device is not None or (self.model is not None and self.model.v2 is not None)
+
+    @property
+    def runs_on_v1_cuda(self) -> bool:
+        return self.model is None or self.model.v1_on_cuda
+
+
+def as_draft(proposed: TokenTree | Draft) -> Draft:
+    """Return a draft with values.  For a tree without values, every edge counts as accepted with probability 1/2."""
+    if isinstance(proposed, Draft):
+        return proposed
+    depths = proposed.depths.float()
+    return Draft(proposed, torch.where(proposed.token_ids == PADDING, float("-inf"), depths * math.log(0.5)))
 
 
 @cache
@@ -103,7 +251,7 @@ def _registered() -> dict[str, EntryPoint]:
 
 
 def method_names() -> list[str]:
-    """Names of all registered methods; loads none of them."""
+    """Return the names of all registered methods; none is loaded."""
     return sorted(_registered())
 
 

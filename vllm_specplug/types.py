@@ -105,17 +105,3 @@ class Walk:
     output_token_ids: torch.Tensor
     path_rows: torch.Tensor
     num_emitted: torch.Tensor
-
-
-@dataclass(frozen=True)
-class KvMoves:
-    """Key/value copies that make the accepted path contiguous behind the context.
-
-    Attributes:
-        source_rows: int64 ``[num_moves]``; flat row of the verification forward.
-        target_rows: int64 ``[num_moves]``; flat row whose cache slot receives it.  Never
-            higher than the source row.
-    """
-
-    source_rows: torch.Tensor
-    target_rows: torch.Tensor

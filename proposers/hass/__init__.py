@@ -2,5 +2,6 @@
 
 from vllm_specplug.config import HassOptions
 from vllm_specplug.proposer import Method
+from vllm_specplug.proposers.eagle2 import EAGLE
 
-METHOD = Method("hass", HassOptions)
+METHOD = Method("hass", HassOptions, model=EAGLE)

@@ -10,4 +10,10 @@ def _make(options: LookupOptions):
     return LookupProposer(options)
 
 
-METHOD = Method("lookup", LookupOptions, make=_make)
+def _make_on_device(options: LookupOptions):
+    from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
+
+    return LookupOnDevice(options)
+
+
+METHOD = Method("lookup", LookupOptions, make=_make, make_on_device=_make_on_device)

@@ -1,7 +1,14 @@
-"""Medusa: extra heads on the target's last hidden state, drafted as a calibrated sparse tree (PAPERS.md section 4)."""
+"""Medusa: extra heads on the target's last hidden state, drafted as a calibrated sparse tree."""
 
-from vllm_specplug.proposer import Method
+from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
 
-from .options import MedusaOptions
+from .options import MedusaOptions, resolve
 
-METHOD = Method("medusa", MedusaOptions)
+
+def configure(options: MedusaOptions, target: TargetInfo) -> DrafterConfig:
+    """Check the heads against the target and read the tree's shape from the checkpoint."""
+    return DrafterConfig(resolve(options, target.hidden_size, target.vocab_size), supports_int8=True)
+
+
+HEADS = ModelDrafter(configure, heads="vllm_specplug.hosts.drafters.medusa:MedusaHeadsDrafter")
+METHOD = Method("medusa", MedusaOptions, model=HEADS)

@@ -1,7 +1,18 @@
-"""SWIFT: the target drafts for itself with some of its layers left out, chosen while serving (PAPERS.md section 5)."""
+"""SWIFT: the target drafts for itself with some of its layers left out, chosen while serving (SWIFT, section 4)."""
 
-from vllm_specplug.proposer import Method
+from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
 
-from .options import SwiftOptions
+from .options import SwiftOptions, check_target
 
-METHOD = Method("swift", SwiftOptions)
+
+def configure(options: SwiftOptions, target: TargetInfo) -> DrafterConfig:
+    """Check that the target has layers to leave out."""
+    check_target(options, target.num_layers)
+    return DrafterConfig(options)
+
+
+METHOD = Method(
+    "swift",
+    SwiftOptions,
+    model=ModelDrafter(configure, v1="vllm_specplug.hosts.drafters.swift_v1:SwiftProposer", v2=None, v1_on_cuda=False),
+)

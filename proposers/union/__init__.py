@@ -10,4 +10,10 @@ def _make(options: UnionOptions):
     return UnionProposer(options)
 
 
-METHOD = Method("union", UnionOptions, make=_make)
+def _make_on_device(options: UnionOptions):
+    from vllm_specplug.proposers.union.device_proposer import UnionOnDevice
+
+    return UnionOnDevice(options)
+
+
+METHOD = Method("union", UnionOptions, make=_make, make_on_device=_make_on_device)

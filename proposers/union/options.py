@@ -49,8 +49,11 @@ class UnionOptions(TreeOptions):
         names = [source.method for source in sources]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"sources: {twice[0]!r} is given twice; give each method once")
-        if sum(find_method(name).make is None for name in names) > 1:
-            raise ConfigError("sources: only one of them may have a draft model of the host's; leave the others out")
+        if sum(find_method(name).model is not None for name in names) > 1:
+            raise ConfigError(
+                "sources: only one of them may be a drafter with weights (eagle2, hass, medusa, swift): leave the "
+                "others out"
+            )
         object.__setattr__(self, "sources", sources)
 
     @property

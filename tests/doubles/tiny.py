@@ -198,3 +198,19 @@ def write_medusa(path: Path, target: Path, features: list[Path]) -> Path:
     training = MedusaTraining(num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=VOCAB)
     train_medusa(str(target), load_features(features), str(path), torch.arange(VOCAB), training, progress=False)
     return path
+
+
+def write_linear_heads(path: Path, target: Path, texts: list[tuple[list[int], list[int]]]) -> Path:
+    """Weights of ``tests/example_drafter``: least squares from hidden states to the tokens behind the next one."""
+    from vllm_specplug.proposers.training.features import load_features
+
+    data = load_features(extract_features(target, texts, path / "features"))
+    inputs, outputs = [], [[], []]
+    for start, length in zip(data.starts.tolist(), data.lengths.tolist(), strict=True):
+        inputs.append(data.features[start : start + length - 3].double())
+        for level in range(2):
+            tokens = data.ids[start + 2 + level : start + level + length - 1]
+            outputs[level].append(torch.nn.functional.one_hot(tokens, VOCAB).double())
+    solved = [torch.linalg.lstsq(torch.cat(inputs), torch.cat(one)).solution.T for one in outputs]
+    save_file({"weight": torch.stack(solved).float().contiguous()}, path / "heads.safetensors")
+    return path

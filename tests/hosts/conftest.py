@@ -19,6 +19,7 @@ os.environ.update(
 )
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -97,6 +98,20 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
     outputs = llm.generate(grown, again, use_tqdm=False)
     assert sum(output.num_cached_tokens for output in outputs) >= len(prompts) * 32
     assert token_ids(outputs) == expected
+
+
+def broken_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both runners take the first rows of each tree for the accepted ones from now on."""
+    from vllm_specplug.core import step
+
+    honest = step.plan_step
+
+    def flat(walk, row_start, num_flat_rows):
+        plan = honest(walk, row_start, num_flat_rows)
+        rows, last = plan.target_rows, plan.target_rows.amax(dim=1)
+        return step.StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
+
+    monkeypatch.setattr(step, "plan_step", flat)
 
 
 def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from vllm import SamplingParams
 
-from tests.hosts.conftest import acceptance_length, check_prefix_cache_hits, counters, make_prompts, token_ids
+from tests.hosts.conftest import (
+    acceptance_length,
+    broken_plan,
+    check_prefix_cache_hits,
+    counters,
+    make_prompts,
+    token_ids,
+)
 from vllm_specplug.kernels.tree_attention import unpack_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -132,23 +139,13 @@ def test_rejected_rows_never_reach_the_pages(engine, prompts):
             assert int((rows != 7.0).any(dim=(0, 2)).sum()) == computed
 
 
-def test_control_without_kv_moves(engine, prompts, plain, monkeypatch):
+@pytest.mark.parametrize("batch", [1, 8])
+def test_control_with_a_broken_plan(engine, prompts, plain, monkeypatch, batch):
     """The negative control: the first rows are committed, not the accepted ones, and the tests above must fail."""
-    from dataclasses import replace
-
-    import torch
-
-    from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
-
-    honest = TreeCPUModelRunner._commit
-
-    def unmoved(self, step, walk, moves):
-        rows = torch.arange(walk.path_rows.shape[1]).expand_as(walk.path_rows)
-        honest(self, step, replace(walk, path_rows=rows), moves)
-
-    monkeypatch.setattr(TreeCPUModelRunner, "_commit", unmoved)
+    broken_plan(monkeypatch)
     llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
+    outputs = [llm.generate(prompts[i : i + batch], GREEDY, use_tqdm=False) for i in range(0, len(prompts), batch)]
+    assert [ids for output in outputs for ids in token_ids(output)] != plain
 
 
 def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):

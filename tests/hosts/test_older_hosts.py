@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.hosts.test_grammars import VERSIONS, request
 from vllm_specplug.hosts.v1 import scheduler
+from vllm_specplug.hosts.v1.budgeting import FixedBudget
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 
@@ -16,17 +17,16 @@ from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 def test_a_step_without_drafts_has_no_metadata():
     """Until 0.31: its rows are sampled plainly, and the drafter is told that nothing was drafted."""
     skipped, sampled = [], []
-    drafter = SimpleNamespace(skip_round=lambda *args: skipped.append(args))
+    drafter = SimpleNamespace(skip_draft=lambda *args: skipped.append(args))
     runner = SimpleNamespace(
-        use_aux_hidden_state_outputs=False, drafter=drafter, _step=None, serving_budget=None,
+        drafter=drafter, _step=None, serving_budget=FixedBudget(),
         _sample_plainly=lambda logits: sampled.append(logits) or "tokens",
     )  # fmt: skip
-    runner._choose = lambda *args: TreeModelRunner._choose(runner, *args)
     logits, hidden = torch.zeros(2, 5), torch.zeros(2, 3)
     assert TreeModelRunner._sample(runner, logits, None) == "tokens" and sampled == [logits]
-    TreeModelRunner._skip_round(runner, [[1], []], hidden, hidden, None, None)
-    ((rows, token_ids, num_drafts),) = skipped
-    assert rows is hidden and token_ids == [[1], []] and num_drafts.tolist() == [0, 0]
+    TreeModelRunner._skip_model_drafter(runner, [[1], []], hidden, hidden, None, None)
+    ((rows, aux, token_ids, num_drafts),) = skipped
+    assert rows is hidden and aux is None and token_ids == [[1], []] and num_drafts.tolist() == [0, 0]
 
 
 @dataclass

@@ -58,9 +58,9 @@ def round_of(num_reqs: int = 2, width: int = 61) -> None:
     flat = torch.zeros(num_reqs * width, dtype=torch.int64)
     store_trees(parents, slots, parents, parents, bits, 6)
     stage_rows(slots.int(), offsets, ints, offsets, parents, bits, flat, ints, ints, ints, bits, num_reqs)
-    _, path, num_emitted = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
+    _, path, _ = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
     caches = [torch.zeros(2, 2, 16, 128, dtype=torch.bfloat16)]
-    move_rows(cache_pointers(caches), caches[0], flat, ints, path, num_emitted)
+    move_rows(cache_pointers(caches), caches[0], flat, path, path)
     for given in (slots.int(), slots):  # the host's, and those of a recorded graph
         match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), given, ints, 1, 16)
 

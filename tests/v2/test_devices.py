@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_specplug.core import tree
 from vllm_specplug.core.draft_sampling import likeliest
-from vllm_specplug.core.kv import KvScratch, plan_moves
+from vllm_specplug.core.kv import KvScratch
+from vllm_specplug.core.step import plan_step
 from vllm_specplug.hosts.attention.paged_v1 import device_scratch_metadata, upload_rows
 from vllm_specplug.hosts.v1 import gpu_runner as v1_gpu_runner
 from vllm_specplug.hosts.v2.trees import DeviceTrees
@@ -101,7 +102,6 @@ def test_verification_of_the_v1_runner(monkeypatch):
     given = []
     monkeypatch.setattr(v1_gpu_runner, "move_rows", lambda *args: given.extend(args))
     walk = Walk(torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64), torch.ones(3).long())
-    moves = plan_moves(walk, start, compact=False)
     layer = SimpleNamespace(kv_cache=on_device(7, 2, 16, 16))
     table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=on_device(30, dtype=torch.int64)))
     runner = SimpleNamespace(
@@ -109,16 +109,17 @@ def test_verification_of_the_v1_runner(monkeypatch):
         device=DEVICE,
         input_batch=SimpleNamespace(block_table=[table]),
     )
-    step = SimpleNamespace(rows=rows, row_start=start.long())
-    v1_gpu_runner.TreeDeviceModelRunner._commit(runner, step, walk, moves)
-    assert len(given) == 6 and {values.device for values in given} == {DEVICE}
+    runner._step = SimpleNamespace(rows=rows)
+    v1_gpu_runner.TreeDeviceModelRunner.commit(runner, plan_step(walk, start, 30))
+    assert len(given) == 5 and {values.device for values in given} == {DEVICE}
 
 
 def test_trees_of_the_v2_runner():
     trees = DeviceTrees(4, 8, 3, 64, DEVICE)
     trees.staged = True
-    trees.set_path(on_device(2, 9, dtype=torch.int64))
+    walk = Walk(on_device(2, 9, dtype=torch.int64), on_device(2, 9, dtype=torch.int64), on_device(2).int())
+    trees.plan = plan_step(walk, trees.tree_start[:2], trees.max_num_tokens)
     hidden = trees.in_path_order(on_device(20, 16))
-    assert hidden.shape == (20, 16) and trees.accepted_rows(on_device(3, dtype=torch.int64)).device == DEVICE
+    assert hidden.shape == (20, 16) and trees.last_rows(None).device == DEVICE
     batch = SimpleNamespace(cu_num_logits=on_device(3, dtype=torch.int32), idx_mapping=on_device(2, dtype=torch.int32))
     assert trees.batch_tree(batch, on_device(20, dtype=torch.int64)).token_ids.device == DEVICE

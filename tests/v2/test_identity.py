@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hosts.conftest import acceptance_length, runner_of, token_ids
+from tests.hosts.conftest import acceptance_length, broken_plan, runner_of, token_ids
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -75,7 +75,11 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
 
 
 def skip_moves(patch, runner):
-    patch.setattr(runner.rejection_sampler, "commit", lambda *_: None)
+    patch.setattr(runner, "commit", lambda *_: None)
+
+
+def broken_step_plan(patch, _):
+    broken_plan(patch)
 
 
 def wrong_bit(patch, _):
@@ -103,7 +107,7 @@ def stale_positions(patch, _):
     patch.setattr(DeviceTrees, "stage", stage)
 
 
-@pytest.mark.parametrize("spoil", [skip_moves, wrong_bit, stale_positions])
+@pytest.mark.parametrize("spoil", [skip_moves, broken_step_plan, wrong_bit, stale_positions])
 def test_controls(llm, prompts, plain, monkeypatch, spoil):
     """The negative controls: each must make the identity tests fail."""
     spoil(monkeypatch, runner_of(llm))

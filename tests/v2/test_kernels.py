@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests.doubles.reference_step import move_rows as reference_moves
 from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
-from vllm_specplug.core.kv import apply_moves, plan_moves
+from vllm_specplug.core import tree_loops
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
+from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
 from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
@@ -14,7 +16,7 @@ from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 from vllm_specplug.proposers.lookup.device import make_inputs as make_keys_inputs
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
-from vllm_specplug.types import PADDING
+from vllm_specplug.types import PADDING, Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -111,6 +113,20 @@ def test_store_trees(chain):
     assert (parents[1] == 77).all() and (bits[3] == 77).all()  # other slots stay
 
 
+def test_store_trees_makes_faulty_trees_harmless():
+    """Parents at or below their child, far outside, of padding, and nodes deeper than was said: none is a node."""
+    faulty = torch.tensor([[-1, 0, 2, 1, 4, 2, -9, 6, 1 << 40, 99, 3, 10]])
+    right = torch.tensor([[-1, 0, -1, 1, -1, -1, -1, -1, -1, -1, 3, -1]])  # depths 0, 1, 2 and 3; the limit is 3
+    kept = []
+    for tree_parents in (faulty, right):
+        slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        parents, depths = (torch.full((1, 12), 77, device=DEVICE) for _ in range(2))
+        bits = torch.full((1, 12, 1), 77, device=DEVICE)
+        store_trees(tree_parents.to(DEVICE), slots, parents, depths, bits, 3)
+        kept.append((parents.tolist(), depths.tolist(), bits.tolist()))
+    assert kept[0] == kept[1] and kept[0][0] == right.tolist()
+
+
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
@@ -168,10 +184,12 @@ def test_walk_and_moves(seed):
     slot_mapping = torch.randperm(9 * 16)[: int(offsets[-1])]
     rows = [cache.transpose(1, 2).flatten(0, 1).clone() for cache in caches]
     for cache in rows:
-        apply_moves(cache, plan_moves(expected, offsets[:-1]), slot_mapping)
+        reference_moves(cache, plan_step(expected, offsets[:-1], int(offsets[-1])), slot_mapping)
     moved = [cache.clone().to(DEVICE) for cache in caches]
-    tree_start = offsets[:-1].to(DEVICE, torch.int32)
-    move_rows(cache_pointers(moved), moved[0], slot_mapping.to(DEVICE), tree_start, path, num_emitted)
+    walk = Walk(output, path, num_emitted)
+    with tree_loops.torch_operations():
+        plan = plan_step(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
+    move_rows(cache_pointers(moved), moved[0], slot_mapping.to(DEVICE), plan.source_rows, plan.target_rows)
     for cache, before, after in zip(moved, caches, rows, strict=True):
         assert torch.equal(cache.cpu().transpose(1, 2).flatten(0, 1), after)
         assert not torch.equal(cache.cpu(), before)

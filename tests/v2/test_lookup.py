@@ -21,7 +21,7 @@ from tests.v2.conftest import (
     watch_rounds,
 )
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.hosts.drafters.lookup_v2 import TreeLookupSpeculator
+from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 
@@ -65,7 +65,7 @@ def trees_of(llm, monkeypatch):
 
 
 def test_greedy(llm, repeating, expected, monkeypatch):
-    assert isinstance(runner_of(llm).speculator, TreeLookupSpeculator)
+    assert isinstance(runner_of(llm).speculator, ModelFreeSpeculator)
     # Else the host would choose its V1 runner where nothing else is asked for.
     assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
     rounds = watch_rounds(llm, monkeypatch)

@@ -17,7 +17,7 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
-from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
+from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 
 #: Siblings before the best path: accepted rows are no flat prefix.
@@ -34,7 +34,7 @@ def llm(engine, heads):
 
 def test_greedy_trees(llm, prompts, plain, monkeypatch):
     """And no value is read back between the sampled rows and the next drafts."""
-    assert isinstance(runner_of(llm).speculator, TreeMedusaSpeculator)
+    assert isinstance(runner_of(llm).speculator, HeadsSpeculator)
     # Else the host would choose its V1 runner where nothing else is asked for.
     assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
     rounds = watch_rounds(llm, monkeypatch)
@@ -80,5 +80,5 @@ def tau(llm, prompts, plain):
 def test_control_with_the_wrong_hidden_row(llm, prompts, plain, monkeypatch):
     """Heads that see a row of the flat prefix, not of the path, accept less; nothing else changes."""
     honest = tau(llm, prompts[:1], plain)
-    monkeypatch.setattr(DeviceTrees, "accepted_rows", lambda self, rows: rows)
+    monkeypatch.setattr(DeviceTrees, "last_rows", lambda self, batch: self.plan.target_rows.amax(dim=1))
     assert tau(llm, prompts[:1], plain) < 0.9 * honest

@@ -16,7 +16,7 @@ from vllm_specplug.hosts.compat import features, speculative_config
 from vllm_specplug.hosts.compat.check import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL, check_host
 from vllm_specplug.hosts.compat.features import V1_CUDA, V2, check_options
 from vllm_specplug.hosts.compat.install import PATCHES as ALL_HOSTS
-from vllm_specplug.hosts.compat.speculative_config import GPU_WORKER, GPU_WORKER_V2, TreeSpeculativeConfig
+from vllm_specplug.hosts.compat.speculative_config import WORKERS, TreeSpeculativeConfig
 from vllm_specplug.hosts.v2.runner import PATCHES
 from vllm_specplug.plugin import register
 
@@ -116,15 +116,15 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
 
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(look))
     for runner, method, worker in (
-        ("0", "eagle2", GPU_WORKER),
-        (None, "parrot", GPU_WORKER),
-        (None, "lookup", GPU_WORKER_V2),
-        (None, "eagle2", GPU_WORKER_V2),
+        ("0", "eagle2", WORKERS[False, False]),
+        (None, "parrot", WORKERS[False, False]),
+        (None, "lookup", WORKERS[False, True]),
+        (None, "eagle2", WORKERS[False, True]),
     ):
         config, is_v2 = start_on_cuda(runner, method)
         assert config.parallel_config.worker_cls == worker
-        assert is_v2 == (worker == GPU_WORKER_V2)
-        assert chosen[-1] == (worker == GPU_WORKER_V2)
+        assert is_v2 == (worker == WORKERS[False, True])
+        assert chosen[-1] == (worker == WORKERS[False, True])
     with pytest.raises(ValueError, match="asynchronous scheduling yet: use --no-async-scheduling or leave it"):
         start_on_cuda("0", async_scheduling=True)
     with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):

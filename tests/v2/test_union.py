@@ -12,7 +12,7 @@ from tests.unit.proposers.test_union import check_device
 from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_preemption, same, watch_rounds
 from vllm_specplug.hosts.drafters import base_v2 as v2_drafter
 from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
-from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
+from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
@@ -45,7 +45,7 @@ def start(engine, checkpoints, heads):
 
 @pytest.mark.parametrize(
     ("drafter", "kind", "drafted_by"),
-    [("eagle", TreeEagleSpeculator, {1, 2, 3}), ("medusa", TreeMedusaSpeculator, {1, 2})],
+    [("eagle", TreeEagleSpeculator, {1, 2, 3}), ("medusa", HeadsSpeculator, {1, 2})],
 )
 def test_greedy(start, mixed, expected, drafter, kind, drafted_by, monkeypatch):
     """And no value is read back; what was merged is checked behind it."""

@@ -70,11 +70,11 @@ class Arm:
     """Which drafters run in a round: the host's (EAGLE, Medusa), those without a model of the host's."""
 
     name: str
-    host: bool
-    free: bool
+    model: bool
+    model_free: bool
 
 
-PLAIN = Arm("plain", host=False, free=False)
+PLAIN = Arm("plain", model=False, model_free=False)
 
 
 class _Worth:
@@ -199,7 +199,7 @@ class Budget:
         self.arms = (PLAIN, *arms)
         self.num_nodes, self.level_width, self.max_rows = num_nodes, level_width, max_rows
         # Where other sources draft beside the host's drafter, a node's depth does not tell its level.
-        own_levels = max_levels if not any(arm.free for arm in arms) else 1
+        own_levels = max_levels if not any(arm.model_free for arm in arms) else 1
         self._own_levels = own_levels
         #: By the bit length of the number of requests.
         self._regimes: dict[int, _Regime] = {}
@@ -287,8 +287,8 @@ class Budget:
             worth.age()
         outlooks = self.outlooks(num_reqs)
         now = outlooks[regime.arm]
-        behind = 0.0 if regime.arm.host else self._behind(missed_rows)
-        rates = {arm: seen.tokens / (seen.seconds + behind * arm.host / LASTS) for arm, seen in outlooks.items()}
+        behind = 0.0 if regime.arm.model else self._behind(missed_rows)
+        rates = {arm: seen.tokens / (seen.seconds + behind * arm.model / LASTS) for arm, seen in outlooks.items()}
         best = max(rates, key=lambda arm: rates[arm])
         too_early = best is PLAIN and self._drafted < FIRST_ROUNDS
         if rates[best] > now.rate * (1.0 if best is PLAIN else MARGIN) and not too_early:
@@ -307,7 +307,7 @@ class Budget:
             self.running = PLAIN
         elif others:
             tried = max(others, key=lambda arm: outlooks[arm].rate)
-            loss = outlooks[tried].seconds + behind * tried.host - outlooks[tried].tokens / self._rate
+            loss = outlooks[tried].seconds + behind * tried.model - outlooks[tried].tokens / self._rate
             if regime.credit > max(loss, 0.0):
                 self.running = tried
         if self.running is PLAIN:
@@ -330,8 +330,8 @@ class Budget:
         return found
 
     def _arms_for(self, num_reqs: int) -> list[Arm]:
-        asks = num_reqs <= ASKING and any(arm.host and arm.free for arm in self.arms)
-        return [arm for arm in self.arms if not (asks and arm.free and not arm.host)]
+        asks = num_reqs <= ASKING and any(arm.model and arm.model_free for arm in self.arms)
+        return [arm for arm in self.arms if not (asks and arm.model_free and not arm.model)]
 
     def _outlook(self, arm: Arm, num_reqs: int) -> Outlook:
         costs = self.costs
@@ -347,13 +347,13 @@ class Budget:
         tokens = num_reqs * (1 + worth[:, 1 : most + 1])
         seconds = fixed + verify[num_reqs * np.arange(1, most + 1)][None]
         seconds = seconds + costs["tree"].at(num_reqs) + costs["round"].at(num_reqs)
-        if arm.free:
+        if arm.model_free:
             seconds = seconds + costs["free"].at(num_reqs)
-        if arm.host:
+        if arm.model:
             levels = np.maximum(worth[:, -1:] - 1, 0)
             level = costs["level"].at(num_reqs * self.level_width)
             first = num_reqs * (self._emitted if self._reseeds else 1)
-            share = self._regime_of(num_reqs).with_model if arm.free else 1.0
+            share = self._regime_of(num_reqs).with_model if arm.model_free else 1.0
             seconds = seconds + share * (costs["host"].at(first) + levels * level) + self._prompt_seconds()
         best = int((tokens / seconds).argmax())
         levels, nodes = divmod(best, most)

@@ -26,9 +26,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.core import tree_loops
-from vllm_specplug.types import KvMoves, Walk
-
 
 @dataclass(frozen=True)
 class KvScratch:
@@ -71,49 +68,3 @@ class DraftScratch:
                 key = torch.zeros(size, *shape, dtype=self._dtype, device=self._device)
                 self._tensors[name] = (key, torch.zeros_like(key))
         return {name: KvScratch(key, value, rows) for name, (key, value) in self._tensors.items()}
-
-
-def plan_moves(walk: Walk, row_start: torch.Tensor, compact: bool | None = None) -> KvMoves:
-    """Plan the copies of the accepted nodes' key/value.
-
-    Args:
-        walk: the result of the walk.
-        row_start: int ``[num_reqs]``; flat row of each request's root in the verification forward.
-        compact: drop copies of a row onto itself.  That makes the size depend on the data, which is free on a CPU
-            (the default there) and stalls other devices; there, unused places hold a copy of the root onto itself.
-    """
-    if compact is not False and tree_loops.is_cpu_without_autograd(walk.path_rows, row_start):
-        rows = tree_loops.plan_moves(walk, row_start)
-        if rows is not None:
-            return KvMoves(*rows)
-    depths = torch.arange(walk.path_rows.shape[1], device=walk.path_rows.device)
-    first = row_start.long().unsqueeze(1)
-    moved = (depths < walk.num_emitted.unsqueeze(1)) & (walk.path_rows != depths)
-    sources, targets = first + walk.path_rows, first + depths
-    if compact is None:
-        compact = walk.path_rows.device.type == "cpu"
-    if compact:
-        places = moved.flatten().nonzero().squeeze(1)
-        return KvMoves(sources.flatten()[places], targets.flatten()[places])
-    # No move ever writes a root's row, so copying it onto itself cannot undo another move.
-    return KvMoves(torch.where(moved, sources, first).flatten(), torch.where(moved, targets, first).flatten())
-
-
-def apply_moves(cache_rows: torch.Tensor, moves: KvMoves, slot_mapping: torch.Tensor | None = None) -> torch.Tensor:
-    """Perform the moves on a dense cache, in place (reference).
-
-    All sources are read before any target is written: a source may be another move's target.
-
-    Args:
-        cache_rows: ``[num_slots, ...]``.
-        moves: the plan.
-        slot_mapping: int64 ``[num_flat_rows]``; slot of each flat row; None where rows are slots.
-
-    Returns:
-        ``cache_rows``.
-    """
-    sources, targets = moves.source_rows, moves.target_rows
-    if slot_mapping is not None:
-        sources, targets = slot_mapping[sources], slot_mapping[targets]
-    cache_rows[targets] = cache_rows[sources]
-    return cache_rows

@@ -1,127 +1,76 @@
-"""One decode step: propose -> lay out -> verify -> walk -> commit -> re-seed.
+"""One served decode step.  Both model runners (``hosts/v1/runner``, ``hosts/v2/runner``) call these functions.
 
-A host splits the step at its own forward: it calls ``before_forward``, runs its model, and calls ``after_forward``.
-``reference_step`` is the same step on one page, with a dense cache and a toy model, for readers and tests.
+propose   the drafter grew a tree behind each request's last token, one step earlier   core/growth, proposers/
+lay out   tree rows get positions and ancestor masks                                   before_forward
+verify    vLLM's forward; tree rows attend by their masks                              hosts/attention, kernels/
+walk      vLLM's sampler selects the accepted path                                     core/walk, hosts/v*/
+commit    accepted key/value moves to the slots behind the context                     after_forward, core/kv
+re-seed   the drafter reads the accepted rows and proposes the next tree               after_forward, hosts/drafters
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from vllm_specplug.core.kv import apply_moves, plan_moves
-from vllm_specplug.core.layout import lay_out
-from vllm_specplug.core.seed import Reseed, plan_reseed
-from vllm_specplug.core.walk import Sample, walk_exact
-from vllm_specplug.types import KvMoves, TokenTree, TreeLayout, Walk
+from vllm_specplug.core import tree_loops
+from vllm_specplug.types import PADDING, Walk
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All that follows from one walk.
+    """Everything that follows from one walk, in flat rows of the verification forward.
 
     Attributes:
-        walk: emitted tokens and their rows.
-        moves: key/value copies that commit the accepted path.
-        reseed: the drafter's run over the accepted tokens.
+        source_rows: int64 ``[num_reqs, max_emitted]``; row of each accepted token: the root, then the accepted nodes.
+            ``PADDING`` behind.  The drafter re-reads the target's hidden states of these rows.
+        target_rows: int64, same shape; row whose cache slot receives the token's key/value.  Never above its source.
+        path_index: int64 ``[num_flat_rows]``; row that holds the accepted token of each flat row: ``source_rows`` at
+            ``target_rows``, elsewhere the row itself.
+        last_rows: int64 ``[num_reqs]``; row whose logits gave the newest token; the root's if nothing was emitted.
     """
 
-    walk: Walk
-    moves: KvMoves
-    reseed: Reseed
+    source_rows: torch.Tensor
+    target_rows: torch.Tensor
+    path_index: torch.Tensor
+    last_rows: torch.Tensor
 
 
-def before_forward(tree: TokenTree, context_lens: torch.Tensor, max_depth: int | None = None) -> TreeLayout:
-    """Place the trees behind their contexts (``context_lens`` int ``[num_reqs]``, the root excluded)."""
-    return lay_out(tree, context_lens, max_depth)
+class StepRunner(Protocol):
+    """What a model runner does for the step in its own memory: V1 on the CPU's values, V2 on the device's."""
+
+    def lay_out_trees(self, batch: Any) -> Any | None:
+        """Write positions of tree rows and return what attention needs to know of them; None without trees."""
+
+    def commit(self, plan: StepPlan) -> None:
+        """Move the accepted rows' key/value, in all layers of the target."""
+
+    def follow(self, plan: StepPlan) -> None:
+        """Give the drafter the rows that it reads next."""
 
 
-def after_forward(
-    tree: TokenTree,
-    sample: Sample,
-    row_start: torch.Tensor,
-    active: torch.Tensor | None = None,
-    static_depth: int | None = None,
-) -> StepPlan:
-    """Walk the verified trees and plan what follows.
-
-    Args:
-        tree: the verified trees.
-        sample: samples one token per request from the logits of given rows, see ``walk.Sample``.
-        row_start: int ``[num_reqs]``; flat row of each request's root in the forward.
-        active: bool ``[num_reqs]``; requests to walk, by default all.
-        static_depth: a depth that no tree exceeds; then nothing is read back from the device.
-    """
-    walk = walk_exact(tree, sample, active, static_depth)
-    return StepPlan(walk, plan_moves(walk, row_start), plan_reseed(walk, row_start))
+def before_forward(runner: StepRunner, batch: Any) -> Any | None:
+    """Lay out the trees of a batch; the result goes into the attention metadata."""
+    return runner.lay_out_trees(batch)
 
 
-class Drafter(Protocol):
-    """Draft side of ``reference_step``."""
-
-    def propose(self, root_token_ids: torch.Tensor) -> TokenTree:
-        """Draft trees behind the last emitted tokens (int64 ``[num_reqs]``)."""
-
-    def reseed(self, hidden: torch.Tensor, plan: Reseed) -> None:
-        """Take in the target's hidden states ``[num_reqs, max_emitted, hidden_size]`` of the accepted rows."""
-
-
-class Target(Protocol):
-    """Target side of ``reference_step``."""
-
-    def forward(
-        self, token_ids: torch.Tensor, layout: TreeLayout, context_lens: torch.Tensor, caches: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the rows, writing row ``i`` at slot ``context_lens + i`` of every cache.
-
-        Returns:
-            Logits ``[num_reqs, num_rows, vocab_size]`` and hidden states ``[num_reqs, num_rows, hidden_size]``.
-        """
-
-    def sample(self, logits: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """Plain decoding's sampler: token ids ``[num_reqs]`` from logits ``[num_reqs, vocab_size]``."""
-
-
-def reference_step(
-    drafter: Drafter,
-    target: Target,
-    root_token_ids: torch.Tensor,
-    context_lens: torch.Tensor,
-    caches: Sequence[torch.Tensor],
-) -> StepPlan:
-    """One decode step on dense caches.
-
-    Args:
-        drafter: proposes the trees.
-        target: the model to be equal to.
-        root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
-        context_lens: int64 ``[num_reqs]``; committed tokens, the root excluded; the caller adds ``num_emitted``.
-        caches: keys and values of each layer, ``[num_reqs, max_len, ...]``, changed in place.
-    """
-    # Propose.
-    tree = drafter.propose(root_token_ids)
-    num_reqs, width = tree.token_ids.shape
-    requests = torch.arange(num_reqs, device=tree.token_ids.device)
-
-    # Lay out, verify.
-    layout = before_forward(tree, context_lens)
-    logits, hidden = target.forward(tree.token_ids, layout, context_lens, caches)
-
-    # Walk.
-    def sample(rows: torch.Tensor, active: torch.Tensor, depth: int) -> torch.Tensor:
-        return target.sample(logits[requests, rows], active)
-
-    plan = after_forward(tree, sample, row_start=requests * width)
-
-    # Commit: rows of the forward are flat over requests; so are the slots of a dense cache.
-    rows = torch.arange(width, device=requests.device)
-    for cache in caches:
-        slots = (requests * cache.shape[1] + context_lens).unsqueeze(1) + rows
-        apply_moves(cache.view(-1, *cache.shape[2:]), plan.moves, slots.flatten())
-
-    # Re-seed.
-    drafter.reseed(hidden.flatten(0, 1)[plan.reseed.source_rows], plan.reseed)
+def after_forward(runner: StepRunner, walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
+    """Commit what the walk accepted; ``row_start`` int ``[num_reqs]`` is the flat row of each root."""
+    plan = plan_step(walk, row_start, num_flat_rows)
+    runner.commit(plan)
+    runner.follow(plan)
     return plan
+
+
+def plan_step(walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
+    """Turn a walk into everything that follows from it, without reading values back from a device."""
+    if tree_loops.is_cpu_without_autograd(walk.path_rows, walk.num_emitted, row_start):
+        return StepPlan(*tree_loops.plan_step(walk, row_start, num_flat_rows))
+    depths, first = torch.arange(walk.path_rows.shape[1], device=row_start.device), row_start.long().unsqueeze(1)
+    accepted = (depths == 0) | (depths < walk.num_emitted.unsqueeze(1))
+    sources, targets = (torch.where(accepted, first + rows, PADDING) for rows in (walk.path_rows, depths))
+    path_index = torch.arange(num_flat_rows + 1, device=row_start.device)  # the last entry takes the padding
+    path_index.scatter_(0, targets.flatten() % len(path_index), sources.flatten())
+    return StepPlan(sources, targets, path_index[:-1], sources.amax(dim=1))

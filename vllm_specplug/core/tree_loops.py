@@ -439,28 +439,24 @@ def lay_out(tree: TokenTree, context_lens: Tensor) -> tuple[Tensor, Tensor] | No
 
 
 @compiled
-def _plan_moves(path_rows, num_emitted, row_start):
+def _plan_step(path_rows, num_emitted, row_start, num_flat_rows):
     num_reqs, width = path_rows.shape
-    sources, targets = np.empty(num_reqs * width, np.int64), np.empty(num_reqs * width, np.int64)
-    count = 0
+    sources, targets = np.full((num_reqs, width), PADDING, np.int64), np.full((num_reqs, width), PADDING, np.int64)
+    path_index, last_rows = np.arange(num_flat_rows), np.empty(num_reqs, np.int64)
     for request in range(num_reqs):
-        for depth in range(min(num_emitted[request], width)):
-            row = path_rows[request, depth]
-            if row != depth:
-                sources[count] = row_start[request] + row
-                targets[count] = row_start[request] + depth
-                count += 1
-    return sources[:count], targets[:count]
+        for depth in range(min(max(num_emitted[request], 1), width)):
+            source, target = row_start[request] + path_rows[request, depth], row_start[request] + depth
+            sources[request, depth], targets[request, depth] = source, target
+            path_index[target] = last_rows[request] = source
+    return sources, targets, path_index, last_rows
 
 
-def plan_moves(walk: Walk, row_start: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``kv.plan_moves`` without copies of a row onto itself: sources and targets."""
-    if len(row_start) != len(walk.path_rows):
-        return None
-    sources, targets = _plan_moves(
-        _array(walk.path_rows, np.int64), _array(walk.num_emitted, np.int64), _array(row_start, np.int64)
+def plan_step(walk: Walk, row_start: Tensor, num_flat_rows: int) -> tuple[Tensor, ...]:
+    """Return the fields of ``step.plan_step``."""
+    arrays = _plan_step(
+        _array(walk.path_rows, np.int64), _array(walk.num_emitted, np.int64), _array(row_start, np.int64), num_flat_rows
     )
-    return from_numpy(sources), from_numpy(targets)
+    return tuple([from_numpy(array) for array in arrays])
 
 
 def compile_loops() -> None:
@@ -477,4 +473,4 @@ def compile_loops() -> None:
     from_flat(rows, rows, one)
     prune(Draft(tree, value), rows == 0)
     lay_out(tree, zero)
-    plan_moves(Walk(rows.int(), rows, one), zero)
+    plan_step(Walk(rows.int(), rows, one), zero, 1)

@@ -6,7 +6,7 @@ Each does in one launch what the named torch functions do in many; those are its
 ``store_trees``   ``tree.depths_from_parents``, ``layout.ancestor_mask``, ``ancestor_bits``
 ``stage_rows``    ``layout.lay_out``
 ``walk_rows``     ``walk.walk_tokens``
-``move_rows``     ``kv.plan_moves`` and ``kv.apply_moves``
+``move_rows``     ``move_rows`` of ``tests/doubles/reference_step``
 ================= =========================================================================
 
 No value is read back, and no shape depends on device data: a CUDA graph can hold the launches.
@@ -43,24 +43,25 @@ def _store_trees_kernel(
     inside = rows < WIDTH
     tree = tree_parents_ptr + request * WIDTH
     parent = tl.load(tree + rows, mask=inside, other=_PADDING)
-    valid = (rows == 0) | (parent >= 0)
-    tl.store(parents_ptr + slot * WIDTH + rows, parent, mask=inside)
     for word in range(NUM_WORDS):
         # From every row up to the root, all rows at once.
         here = rows
-        on = valid
+        on = inside
         bits = tl.zeros([WIDTH_PADDED], tl.int64)
         depth = tl.zeros([WIDTH_PADDED], tl.int64)
         one = tl.full([WIDTH_PADDED], 1, tl.int64)
         for _ in range(MAX_DEPTH + 1):
             bits = tl.where(on & (here // 64 == word), bits | (one << (here % 64).to(tl.int64)), bits)
-            above = tl.load(tree + here, mask=on & (here > 0), other=_PADDING).to(tl.int32)
-            on = on & (here > 0) & (above >= 0)
+            above = tl.load(tree + here, mask=on & (here > 0), other=_PADDING)
+            on = on & (here > 0) & (above >= 0) & (above < here)
             depth += on.to(tl.int64)
-            here = tl.where(on, above, here)
-        tl.store(bits_ptr + (slot * WIDTH + rows) * NUM_WORDS + word, bits, mask=inside)
+            here = tl.where(on, above.to(tl.int32), here)
+        # A row that does not lead up to the root (padding, a faulty parent, too deep) is no node: nothing can reach it.
+        is_node = inside & (here == 0) & (depth <= MAX_DEPTH)
+        tl.store(bits_ptr + (slot * WIDTH + rows) * NUM_WORDS + word, tl.where(is_node, bits, 0), mask=inside)
         if word == 0:
-            tl.store(depths_ptr + slot * WIDTH + rows, depth, mask=inside)
+            tl.store(depths_ptr + slot * WIDTH + rows, tl.where(is_node, depth, 0), mask=inside)
+            tl.store(parents_ptr + slot * WIDTH + rows, tl.where(is_node & (rows > 0), parent, _PADDING), mask=inside)
 
 
 def store_trees(
@@ -73,8 +74,10 @@ def store_trees(
 ) -> None:
     """Keep trees by the request's slot, with what verification needs of them.
 
+    Faulty trees are made harmless: only rows from which parents lead up to the root in ``max_depth`` steps are nodes.
+
     Args:
-        tree_parents: int64 ``[num_reqs, num_rows]``, contiguous; ``TokenTree.parents``.
+        tree_parents: int64 ``[num_reqs, num_rows]``, contiguous; ``TokenTree.parents``, or any numbers.
         slots: int ``[num_reqs]``; where each tree goes; -1: nowhere.
         parents, depths: int64 ``[num_slots, num_rows]``, contiguous; written.
         bits: int64 ``[num_slots, num_rows, num_words]``, contiguous; written.
@@ -261,9 +264,8 @@ def _move_rows_kernel(
     head_stride,
     slot_stride,
     slot_mapping_ptr,
-    tree_start_ptr,
-    path_ptr,
-    num_emitted_ptr,
+    source_rows_ptr,
+    target_rows_ptr,
     like_ptr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
@@ -273,18 +275,21 @@ def _move_rows_kernel(
     request = tl.program_id(0)
     head = tl.program_id(1)
     cache = tl.cast(tl.load(caches_ptr + tl.program_id(2)), tl.pointer_type(like_ptr.dtype.element_ty))
-    start = tl.load(tree_start_ptr + request)
     content = tl.arange(0, CONTENT_PADDED)
     inside = content < CONTENT
-    # In path order: a source is never a row that an earlier move has written (see kv.py).
-    for depth in range(1, tl.load(num_emitted_ptr + request)):
-        row = tl.load(path_ptr + request * WIDTH + depth)
-        if row != depth:
-            source = tl.load(slot_mapping_ptr + start + row)
-            target = tl.load(slot_mapping_ptr + start + depth)
+    # In path order: a source is never a row that an earlier move has written (see core/kv.py).  The root stays.
+    depth = 1
+    source_row = tl.load(source_rows_ptr + request * WIDTH)
+    while (depth < WIDTH) & (source_row >= 0):
+        source_row = tl.load(source_rows_ptr + request * WIDTH + depth)
+        target_row = tl.load(target_rows_ptr + request * WIDTH + depth)
+        if source_row != target_row:
+            source = tl.load(slot_mapping_ptr + source_row)
+            target = tl.load(slot_mapping_ptr + target_row)
             read = cache + (source // PAGE) * block_stride + head * head_stride + (source % PAGE) * slot_stride
             write = cache + (target // PAGE) * block_stride + head * head_stride + (target % PAGE) * slot_stride
             tl.store(write + content, tl.load(read + content, mask=inside), mask=inside)
+        depth += 1
 
 
 def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
@@ -304,9 +309,8 @@ def move_rows(
     pointers: torch.Tensor,
     like: torch.Tensor,
     slot_mapping: torch.Tensor,
-    tree_start: torch.Tensor,
-    path_rows: torch.Tensor,
-    num_emitted: torch.Tensor,
+    source_rows: torch.Tensor,
+    target_rows: torch.Tensor,
 ) -> None:
     """Move the accepted rows' key/value behind the context, in all layers.
 
@@ -314,22 +318,19 @@ def move_rows(
         pointers: uint64 ``[num_layers]``, from ``cache_pointers``.
         like: one of the caches, ``[num_blocks, num_kv_heads, block_size, content]``, contiguous in the last.
         slot_mapping: int64 ``[num_tokens]``; slot of each row of the forward.
-        tree_start: int32 ``[>= num_reqs]``; row of each request's root.
-        path_rows: int64 ``[num_reqs, num_rows]``, contiguous; ``Walk.path_rows``.
-        num_emitted: int32 ``[num_reqs]``.
+        source_rows, target_rows: int64 ``[num_reqs, max_emitted]``, contiguous; see ``core.step.StepPlan``.
     """
     _, num_kv_heads, page, content = like.shape
-    _move_rows_kernel[(path_rows.shape[0], num_kv_heads, pointers.shape[0])](
+    _move_rows_kernel[(source_rows.shape[0], num_kv_heads, pointers.shape[0])](
         pointers,
         like.stride(0),
         like.stride(1),
         like.stride(2),
         slot_mapping,
-        tree_start,
-        path_rows,
-        num_emitted,
+        source_rows,
+        target_rows,
         like,
-        WIDTH=path_rows.shape[1],
+        WIDTH=source_rows.shape[1],
         PAGE=page,
         CONTENT=content,
         CONTENT_PADDED=triton.next_power_of_2(content),

@@ -1,12 +1,16 @@
-"""KV moves and the re-seed plan, against the oracle."""
+"""The step's plan behind a walk and the moves of keys and values, against the oracle."""
+
+import contextlib
 
 import pytest
 import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_tree
-from vllm_specplug.core.kv import DraftScratch, apply_moves, plan_moves
-from vllm_specplug.core.seed import plan_reseed
+from tests.doubles.reference_step import move_rows
+from vllm_specplug.core import tree_loops
+from vllm_specplug.core.kv import DraftScratch
+from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.types import PADDING
 
@@ -27,16 +31,30 @@ def batch():
     return trees, walk, torch.tensor(starts), rows
 
 
-@pytest.mark.parametrize("compact", [True, False, None])
+@pytest.fixture(params=["loops", "torch"])
+def plan(request, batch):
+    _, walk, row_start, num_rows = batch
+    with contextlib.ExitStack() as stack:
+        if request.param == "torch":
+            stack.enter_context(tree_loops.torch_operations())
+        return plan_step(walk, row_start.int(), num_rows)
+
+
+def test_both_forms_are_equal(batch):
+    _, walk, row_start, num_rows = batch
+    loops = plan_step(walk, row_start, num_rows)
+    with tree_loops.torch_operations():
+        assert all(map(torch.equal, vars(loops).values(), vars(plan_step(walk, row_start, num_rows)).values()))
+
+
 @pytest.mark.parametrize("paged", [False, True])
-def test_moves_equal_the_oracle_on_2000_walks(batch, compact, paged):
+def test_moves_equal_the_oracle_on_2000_walks(batch, plan, paged):
     trees, walk, row_start, num_rows = batch
-    moves = plan_moves(walk, row_start, compact)
     slots = torch.randperm(num_rows + 50, generator=torch.Generator().manual_seed(0))[:num_rows] if paged else None
     cache = torch.arange(num_rows + 50).unsqueeze(1).repeat(1, 2)
     if slots is not None:
         cache[slots] = torch.arange(num_rows).unsqueeze(1).repeat(1, 2)  # Each slot holds its flat row.
-    assert apply_moves(cache, moves, slots) is cache
+    assert move_rows(cache, plan, slots) is cache
     after = (cache if slots is None else cache[slots])[:num_rows, 0].tolist()
     previous_end = 0
     for request, (rows, start) in enumerate(zip(trees, row_start.tolist(), strict=True)):
@@ -48,42 +66,29 @@ def test_moves_equal_the_oracle_on_2000_walks(batch, compact, paged):
         previous_end = end
 
 
-def test_moves_are_the_displaced_nodes_only(batch):
-    trees, walk, row_start, _ = batch
-    moves = plan_moves(walk, row_start, compact=True)
-    expected = []
+def test_accepted_rows_and_what_follows_from_them(batch, plan):
+    _, walk, row_start, num_rows = batch
+    path_index = list(range(num_rows))
+    moved = 0
     for request, start in enumerate(row_start.tolist()):
-        _, path = emitted(walk, request)
-        expected += [(start + row, start + depth) for depth, row in enumerate(path) if row != depth]
-    assert list(zip(moves.source_rows.tolist(), moves.target_rows.tolist(), strict=True)) == expected
-    assert len(expected) > 500
-    assert (moves.source_rows > moves.target_rows).all()
+        tokens, path = emitted(walk, request)
+        path = path or [0]  # of a request that emits nothing the root alone is read
+        behind = [PADDING] * (walk.path_rows.shape[1] - len(path))
+        assert plan.source_rows[request].tolist() == [start + row for row in path] + behind
+        assert plan.target_rows[request].tolist() == [start + depth for depth in range(len(path))] + behind
+        assert plan.last_rows[request] == start + path[-1]
+        for depth, row in enumerate(path):
+            path_index[start + depth] = start + row
+            moved += row != depth
+    assert plan.path_index.tolist() == path_index
+    assert moved > 500 and (plan.source_rows >= plan.target_rows).all()
 
 
 def test_moves_may_chain_through_a_row():
     """Path 0 -> 2 -> 4: row 4 goes to slot 2, which is itself a source; all sources are read first."""
     walk = walk_tokens(to_tree([[(0, -1), (1, 0), (2, 0), (3, 1), (4, 2)]]), torch.tensor([[2, 0, 4, 0, 9]]))
     cache = torch.tensor([10.0, 11.0, 12.0, 13.0, 14.0])
-    assert apply_moves(cache, plan_moves(walk, torch.tensor([0]))).tolist()[:3] == [10.0, 12.0, 14.0]
-
-
-def test_fixed_width_moves_keep_their_shape(batch):
-    _, walk, row_start, _ = batch
-    assert plan_moves(walk, row_start, compact=False).source_rows.shape == (walk.path_rows.numel(),)
-
-
-def test_reseed_plan_on_2000_walks(batch):
-    _, walk, row_start, num_rows = batch
-    plan, width = plan_reseed(walk, row_start.int()), walk.path_rows.shape[1]
-    assert (plan.source_rows >= 0).all() and (plan.source_rows < num_rows).all()
-    assert torch.equal(plan.lens, walk.num_emitted)
-    for request, start in enumerate(row_start.tolist()):
-        tokens, path = emitted(walk, request)
-        behind = width - len(tokens)
-        assert plan.source_rows[request].tolist() == [start + row for row in path] + [start] * behind
-        assert plan.target_rows[request].tolist() == [start + d for d in range(len(tokens))] + [PADDING] * behind
-        assert plan.token_ids[request].tolist() == tokens + [PADDING] * behind
-        assert plan.next_token_ids[request] == (tokens[-1] if tokens else PADDING)
+    assert move_rows(cache, plan_step(walk, torch.tensor([0]), 5)).tolist()[:3] == [10.0, 12.0, 14.0]
 
 
 def test_scratch_is_allocated_once_and_grows():

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_rows, to_tree
 from vllm_specplug.core import tree as T
-from vllm_specplug.core.kv import plan_moves
 from vllm_specplug.core.layout import ancestor_bits, lay_out
-from vllm_specplug.core.seed import plan_reseed
+from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.walk import walk_tokens
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -80,11 +79,13 @@ def test_walks_follow_edges_and_moves_lead_back(batch, data):
             assert rows[after] == (token, before)
         assert (tokens[-1], path[-1]) not in rows  # It stopped because no child matched.
     row_start = torch.arange(len(batch)) * width
-    moves = plan_moves(walk, row_start)
-    assert (moves.source_rows > moves.target_rows).all()
-    assert len(moves.target_rows.unique()) == len(moves.target_rows)
-    assert torch.equal(moves.source_rows // width, moves.target_rows // width)  # Never across requests.
-    assert len(set(moves.target_rows.tolist()) & set(row_start.tolist())) == 0  # A root never moves.
+    plan = plan_step(walk, row_start, len(batch) * width)
+    moved = plan.source_rows != plan.target_rows
+    sources, targets = plan.source_rows[moved], plan.target_rows[moved]
+    assert (sources > targets).all()
+    assert len(targets.unique()) == len(targets)
+    assert torch.equal(sources // width, targets // width)  # Never across requests.
+    assert len(set(targets.tolist()) & set(row_start.tolist())) == 0  # A root never moves.
 
 
 @quick
@@ -137,5 +138,6 @@ def test_no_stage_reads_data_back():
         assert ancestor_bits(layout.mask).shape == (num_reqs, num_nodes + 1, 1)
         walk = walk_tokens(tree, row_tokens, static_depth=levels, max_emitted=levels + 1)
         assert walk.output_token_ids.shape == (num_reqs, levels + 1)
-        assert plan_moves(walk, numbers).source_rows.shape == (num_reqs * (levels + 1),)
-        assert plan_reseed(walk, numbers).source_rows.shape == (num_reqs, levels + 1)
+        plan = plan_step(walk, numbers, num_reqs * (num_nodes + 1))
+        assert plan.source_rows.shape == plan.target_rows.shape == (num_reqs, levels + 1)
+        assert plan.path_index.shape == (num_reqs * (num_nodes + 1),) and plan.last_rows.shape == (num_reqs,)

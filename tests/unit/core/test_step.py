@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from tests.doubles import oracle
+from tests.doubles import oracle, reference_step
 from tests.doubles.oracle_tensors import to_rows, to_tree
-from vllm_specplug.core import step as S
+from tests.doubles.reference_step import ReferenceRunner
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.kernels.reference import tree_attention
 from vllm_specplug.types import TreeLayout
@@ -118,10 +118,11 @@ class ToyDrafter:
             trees.append(rows)
         return to_tree(trees, self.max_nodes + 1)
 
-    def reseed(self, hidden, plan):
-        for request, size in enumerate(plan.lens.tolist()):
+    def reseed(self, hidden, walk):
+        for request, size in enumerate(walk.num_emitted.tolist()):
             self.done[request] += size
-            self.entries[request] += zip(plan.token_ids[request, :size].tolist(), hidden[request, :size], strict=True)
+            emitted = walk.output_token_ids[request, :size].tolist()
+            self.entries[request] += zip(emitted, hidden[request, :size], strict=True)
 
 
 @functools.cache
@@ -150,14 +151,15 @@ def decode(temperature, seed):
     context_lens = torch.tensor([len(prompt) - 1 for prompt in PROMPTS])
     drafter = ToyDrafter(oracle.seeded(seed), [tokens for tokens, _ in plain], MAX_NODES)
     outputs, steps, moves = [[] for _ in PROMPTS], 0, 0
+    runner = ReferenceRunner(drafter, target, caches, context_lens)
     while min(map(len, outputs)) < NUM_TOKENS and max(map(len, outputs)) < NUM_TOKENS + 10:
-        plan = S.reference_step(drafter, target, roots, context_lens, caches)
+        walk, plan = runner.step(roots)
         for output, tokens, size in zip(
-            outputs, plan.walk.output_token_ids.tolist(), plan.walk.num_emitted.tolist(), strict=True
+            outputs, walk.output_token_ids.tolist(), walk.num_emitted.tolist(), strict=True
         ):
             output += tokens[:size]
-        roots, context_lens = plan.reseed.next_token_ids, context_lens + plan.walk.num_emitted
-        steps, moves = steps + 1, moves + len(plan.moves.source_rows)
+        roots = torch.tensor([output[-1] for output in outputs])
+        steps, moves = steps + 1, moves + int((plan.source_rows != plan.target_rows).sum())
     return outputs, plain, drafter, steps, moves
 
 
@@ -179,30 +181,28 @@ def test_steps_equal_plain_decoding(temperature, seed):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_skipping_the_moves_is_caught(monkeypatch, temperature):
-    monkeypatch.setattr(S, "apply_moves", lambda cache, moves, slots: cache)
+    monkeypatch.setattr(reference_step, "move_rows", lambda cache, plan, slots: cache)
     outputs, plain, drafter, _, _ = decode(temperature, seed=0)
     assert any(output != tokens[: len(output)] for output, (tokens, _) in zip(outputs, plain, strict=True))
 
 
 def test_moving_the_wrong_way_is_caught(monkeypatch):
-    def backwards(cache, moves, slots):
-        cache[slots[moves.source_rows]] = cache[slots[moves.target_rows]]
+    def backwards(cache, plan, slots):
+        moved = plan.source_rows != plan.target_rows
+        cache[slots[plan.source_rows[moved]]] = cache[slots[plan.target_rows[moved]]]
 
-    monkeypatch.setattr(S, "apply_moves", backwards)
+    monkeypatch.setattr(reference_step, "move_rows", backwards)
     outputs, plain, _, _, _ = decode(0.0, seed=0)
     assert any(output != tokens[: len(output)] for output, (tokens, _) in zip(outputs, plain, strict=True))
 
 
 def test_reseeding_by_flat_prefix_is_caught(monkeypatch):
-    """Chain code takes rows 0..n-1 for the accepted ones: the tokens stay right, the drafter's features do not."""
-    plan_reseed = S.plan_reseed
+    """A chain's code reads rows 0..n-1 as the accepted ones: the tokens stay right, the drafter's features do not."""
 
-    def prefix(walk, row_start):
-        plan = plan_reseed(walk, row_start)
-        rows = row_start.unsqueeze(1) + torch.arange(plan.source_rows.shape[1])
-        return S.Reseed(rows, plan.target_rows, plan.token_ids, plan.lens, plan.next_token_ids)
+    def prefix(runner, plan):
+        runner.reread = plan.target_rows.clamp(min=0)
 
-    monkeypatch.setattr(S, "plan_reseed", prefix)
+    monkeypatch.setattr(ReferenceRunner, "follow", prefix)
     outputs, plain, drafter, _, _ = decode(0.0, seed=0)
     wrong = 0
     for prompt, output, (tokens, hidden), entries in zip(PROMPTS, outputs, plain, drafter.entries, strict=True):

@@ -14,8 +14,8 @@ from tests.doubles.oracle_tensors import to_tree
 from vllm_specplug.core import tree as T
 from vllm_specplug.core import tree_loops
 from vllm_specplug.core.draft_sampling import Children, likeliest
-from vllm_specplug.core.kv import plan_moves
 from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -183,7 +183,7 @@ def test_moves(num_reqs):
         tokens = torch.tensor([[rng.randrange(3) for _ in range(tree.parents.shape[1])] for _ in range(num_reqs)])
         walk = walk_tokens(tree, tokens, torch.tensor([rng.random() < 0.8 for _ in range(num_reqs)]))
         starts = torch.tensor([rng.randrange(99) for _ in range(num_reqs)], dtype=torch.int32)
-        compare("plan_moves", lambda w=walk, s=starts: plan_moves(w, s))
+        compare("plan_step", lambda w=walk, s=starts: plan_step(w, s, 200))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (5, 64), (2, 200), (33, 1000)])

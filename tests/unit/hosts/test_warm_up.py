@@ -11,8 +11,7 @@ import torch
 from vllm_specplug.config import parse_options
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.tree import static_tree
-from vllm_specplug.hosts.drafters import free_proposer
-from vllm_specplug.hosts.drafters.free_proposer import ModelFreeDrafting
+from vllm_specplug.hosts.drafters import model_free as free_proposer
 from vllm_specplug.proposer import Method
 from vllm_specplug.types import Draft
 
@@ -23,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 from vllm_specplug.config import parse_options
-from vllm_specplug.hosts.drafters.free_proposer import ModelFreeDrafting
+from vllm_specplug.hosts.drafters.model_free import make_drafting
 
 def compiled():
     return {
@@ -32,7 +31,7 @@ def compiled():
         for key, value in vars(module).items() if isinstance(value, Dispatcher)
     }
 
-drafting = ModelFreeDrafting.of(parse_options(json.loads(sys.argv[1])), 100)
+drafting = make_drafting(parse_options(json.loads(sys.argv[1])), 100)
 before, drafted = compiled(), 0
 for step in range(30):
     num_reqs = 1 + step % 3
@@ -95,7 +94,7 @@ def test_a_warm_up_leaves_no_trace(monkeypatch, caplog, fails):
     options = SimpleNamespace(method="chatty", num_speculative_tokens=4)
     monkeypatch.setattr(free_proposer, "find_method", lambda _: Method("chatty", object, make))
     failures = Guard.failures_of_all
-    drafting = ModelFreeDrafting.of(options, 100)
+    drafting = free_proposer.make_drafting(options, 100)
     warmed, serving = made
     assert drafting._proposer is serving and not serving.seen
     assert len(warmed.seen) == (0 if fails == "make" else 2 * free_proposer.WARM_UP_ROUNDS)

@@ -14,7 +14,7 @@ import vllm.envs as envs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, model_drafter, parts_of
+from vllm_specplug.config import ConfigError, TreeOptions, parts_of
 from vllm_specplug.hosts.compat.check import MANIFEST_FLASH, check_host
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
@@ -220,14 +220,11 @@ def check_features(method: str, setting: Setting) -> None:
 
 def uses_v2_runner(options: TreeOptions) -> bool:
     """Whether the host will choose its V2 model runner: where it loads a drafter, and where we may say so."""
-    has_drafter = isinstance(model_drafter(options), Eagle2Options)
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
-    return HAS_TRITON and (has_drafter or all(V2.serves(part.method) for part in parts_of(options)))
-
-
-#: Methods that run on a device.
-DEVICE_METHODS = ("eagle2", "hass", "medusa", "lookup", "union")
+    methods = [find_method(part.method) for part in parts_of(options)]
+    has_vllm_model = any(method.model is not None and method.model.is_vllm_model for method in methods)
+    return HAS_TRITON and (has_vllm_model or all(method.runs_on_v2 for method in methods))
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,8 @@ class _Runner:
     otherwise: str
 
     def serves(self, method: str) -> bool:
-        return method in DEVICE_METHODS or (not self.static and find_method(method).make is not None)
+        found = find_method(method)
+        return found.runs_on_v2 if self.static else found.runs_on_v1_cuda
 
 
 V2 = _Runner("vLLM's V2 model runner", True, "set VLLM_USE_V2_MODEL_RUNNER=0")

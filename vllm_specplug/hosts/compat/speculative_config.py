@@ -1,4 +1,4 @@
-"""Our options as a SpeculativeConfig of the host, so that it loads and schedules the drafter itself."""
+"""Our options as one of vLLM's SpeculativeConfig objects, so that vLLM loads and schedules the drafter itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_specplug.config import ConfigError, TreeOptions, lookup_of, model_drafter, parse_options, resolve_drafter
+from vllm_specplug.config import ConfigError, TreeOptions, model_drafter, parse_options, parts_of, with_drafter
 from vllm_specplug.hosts.compat.check import UNCHECKED, check_runner, was_checked
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
@@ -23,33 +23,28 @@ from vllm_specplug.hosts.compat.features import (
     uses_v2_runner,
 )
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
-from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
-from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
-from vllm_specplug.proposers.swift.options import SwiftOptions, check_target
+from vllm_specplug.proposer import DrafterConfig, TargetInfo, find_method
 from vllm_specplug.utils.metrics import publish
 
 logger = logging.getLogger("vllm_specplug")
 
-CPU_WORKER = "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker"
-CPU_WORKER_V2 = "vllm_specplug.hosts.v2.worker.TreeCPUWorkerV2"
-GPU_WORKER = "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1"
-GPU_WORKER_V2 = "vllm_specplug.hosts.v2.worker.TreeGPUWorker"
+#: By (whether on a CPU, whether on the V2 runner).
+WORKERS = {
+    (True, False): "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker",
+    (True, True): "vllm_specplug.hosts.v2.worker.TreeCPUWorkerV2",
+    (False, False): "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1",
+    (False, True): "vllm_specplug.hosts.v2.worker.TreeGPUWorker",
+}
 
-#: Lets grammars follow trees.
+#: Schedulers: V1's lets grammars follow trees.
 SCHEDULER = "vllm_specplug.hosts.v1.scheduler.TreeScheduler"
 SCHEDULER_V2 = "vllm_specplug.hosts.v2.scheduler.tree_scheduler"
 
-#: What the host's ``custom_class`` method loads for methods without a draft model.
-NO_DRAFTER = "vllm_specplug.hosts.drafters.free_proposer.NoModelDrafter"
+#: What vLLM's ``custom_class`` method loads on V1.  Our runner puts the method's own adapter in its place.
+NO_DRAFTER = "vllm_specplug.hosts.drafters.base.V1Drafter"
 
-#: The same for Medusa heads, which see the target's hidden states.
-MEDUSA_PROPOSER = "vllm_specplug.hosts.drafters.medusa_v1.MedusaProposer"
-
-#: The host's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.
+#: vLLM's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.
 V2_WITHOUT_DRAFTER = "ngram_gpu"
-
-#: The same for the target with layers left out.
-SWIFT_PROPOSER = "vllm_specplug.hosts.drafters.swift_v1.SwiftProposer"
 
 #: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
@@ -88,8 +83,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         return result
 
     def use_ngram(self) -> bool:
-        """Asked where the V2 runner decides whether all tokens lie in the device's memory: lookup reads them there."""
-        return lookup_of(self.specplug) is not None
+        """Return whether V2 must keep all tokens in device memory: model-free proposers read them there."""
+        return any(find_method(part.method).make_on_device is not None for part in parts_of(self.specplug))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled in the engine core and the workers: their registries must know the drafter too.
@@ -114,64 +109,26 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     options = parse_options(given)
-    drafter, on_cpu = model_drafter(options), current_platform.is_cpu()
-    v2 = uses_v2_runner(options)
-    model_runner = "V2" if v2 else "V1"
-    report = check_runner(model_runner, on_cpu)
-    if not report.supported:
-        raise ConfigError(f"method {options.method!r} cannot run on this host: " + "; ".join(report.problems))
-    if not was_checked(report, model_runner, on_cpu):
-        logger.warning(
-            "%s is set: the tests of the %s runner have not passed on %s %s, so compare its answers with plain vLLM's",
-            *(UNCHECKED, model_runner, report.host, report.version),
-        )
+    on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
+    _check_vllm(options, on_cpu, v2)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
-    runner = V2 if v2 else None if on_cpu else V1_CUDA
-    if runner is not None:
-        check_options(options, runner)
-    if target_parallel_config.tensor_parallel_size > 1:
-        if runner is not None:
-            raise ConfigError(f"{runner.name} with our methods does not support tensor parallelism yet")
-        if options.budget == "measured":
-            raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
-    if isinstance(drafter, MedusaOptions):
-        resolved = resolve(drafter, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
-        options = _with_drafter(options, drafter, resolved)
-        host_method, model = "custom_class", MEDUSA_PROPOSER
-    elif isinstance(drafter, SwiftOptions):
-        check_target(drafter, target_model_config.hf_text_config.num_hidden_layers)
-        host_method, model = "custom_class", SWIFT_PROPOSER
-    elif drafter is not None:
-        path = resolve_drafter(drafter.model, drafter.method)
-        info = validate_checkpoint(
-            path,
-            target_hidden_size=target_model_config.get_hidden_size(),
-            target_vocab_size=target_model_config.get_vocab_size(),
-        )
-        host_method, model = info.kind, str(path)
-    else:
-        host_method, model = "custom_class", NO_DRAFTER
-    if drafter is not None and hasattr(drafter, "draft_int8"):
-        parallel = target_parallel_config.tensor_parallel_size > 1
-        knows = on_cpu and not v2 and not parallel and host_method != "eagle3"
-        current = model_drafter(options)
-        rounded = _in_int8(current.draft_int8, knows, target_model_config.dtype)
-        options = _with_drafter(options, current, replace(current, draft_int8=rounded))
-    if v2 and host_method == "custom_class":
-        host_method, model = V2_WITHOUT_DRAFTER, None
+    _check_runner_options(options, on_cpu, v2, target_parallel_config.tensor_parallel_size)
+    drafter = _configure_drafter(options, target_model_config)
+    if drafter is not None:
+        one_process = target_parallel_config.tensor_parallel_size == 1
+        supports_int8 = on_cpu and not v2 and one_process and drafter.supports_int8
+        resolved = _resolve_int8(drafter.options, supports_int8, target_model_config.dtype)
+        options = with_drafter(options, resolved)
+    vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
+    if vllm_method == "custom_class":
+        vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
     if target_parallel_config.worker_cls == "auto":
-        workers = {
-            (True, True): CPU_WORKER_V2,
-            (True, False): CPU_WORKER,
-            (False, True): GPU_WORKER_V2,
-            (False, False): GPU_WORKER,
-        }
-        target_parallel_config.worker_cls = workers[on_cpu, v2]
+        target_parallel_config.worker_cls = WORKERS[on_cpu, v2]
     engine_args.scheduler_cls = SCHEDULER_V2 if v2 else SCHEDULER
     return TreeSpeculativeConfig(
-        method=host_method,
+        method=vllm_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
         # V1's drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
@@ -185,18 +142,48 @@ def build(
     )
 
 
-def _in_int8(asked: bool | None, knows: bool, dtype: torch.dtype) -> bool:
-    """Whether drafts are computed in 8 bits; ``knows``: whether that is written for this drafter and runner."""
-    if asked and not (knows and can_quantise()):
+def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
+    model_runner = "V2" if v2 else "V1"
+    report = check_runner(model_runner, on_cpu)
+    if not report.supported:
+        raise ConfigError(f"method {options.method!r} cannot run on this vLLM: " + "; ".join(report.problems))
+    if not was_checked(report, model_runner, on_cpu):
+        logger.warning(
+            "%s is set: the tests of the %s runner have not passed on %s %s, so compare its answers with plain vLLM's",
+            *(UNCHECKED, model_runner, report.host, report.version),
+        )
+
+
+def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_parallel_size: int) -> None:
+    runner = V2 if v2 else None if on_cpu else V1_CUDA
+    if runner is not None:
+        check_options(options, runner)
+    if tensor_parallel_size > 1:
+        if runner is not None:
+            raise ConfigError(f"{runner.name} with our methods does not support tensor parallelism yet")
+        if options.budget == "measured":
+            raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
+
+
+def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | None:
+    """Let the method check its drafter with weights against the target; None for a model-free method."""
+    given = model_drafter(options)
+    if given is None:
+        return None
+    info = TargetInfo(
+        target.get_hidden_size(), target.get_vocab_size(), target.hf_text_config.num_hidden_layers, target.dtype
+    )
+    return find_method(given.method).model.configure(given, info)
+
+
+def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) -> TreeOptions:
+    """Decide ``draft_int8``: as asked, by default where it is supported and the weights are bfloat16."""
+    if not hasattr(options, "draft_int8"):
+        return options
+    asked, possible = options.draft_int8, is_supported and can_quantise()
+    if asked and not possible:
         raise ConfigError(
             "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI), one process, and an "
             "EAGLE-1/2, HASS or Medusa drafter: leave it out"
         )
-    return bool(asked) if asked is not None else knows and can_quantise() and dtype == torch.bfloat16
-
-
-def _with_drafter(options: TreeOptions, drafter: TreeOptions, resolved: TreeOptions) -> TreeOptions:
-    """Options with ``resolved`` in the drafter's place, which is the method itself or one of a union's sources."""
-    if options is drafter:
-        return resolved
-    return replace(options, sources=tuple(resolved if source is drafter else source for source in options.sources))
+    return replace(options, draft_int8=possible and dtype == torch.bfloat16 if asked is None else asked)

@@ -1,33 +1,96 @@
-"""What the runner asks of every drafter that stands in the host's seam."""
+"""What the V1 runner needs of a drafter with weights.  An adapter overrides what concerns it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from vllm_specplug.config import TreeOptions, model_drafter
+from vllm_specplug.core.step import StepPlan
+from vllm_specplug.hosts.drafters.catch_up import MissedRows
+from vllm_specplug.proposer import find_method
+from vllm_specplug.types import Draft
+from vllm_specplug.utils.lazy import load
 
-class RoundHooks:
-    """Called around every round; a drafter overrides what concerns it."""
 
-    def begin_round(self, wanted: np.ndarray) -> None:
-        """The step's tokens are known; ``wanted`` bool ``[num_reqs]`` is false for requests that take no draft."""
+class DraftHooks:
+    """Called around every draft phase: follow, before_draft, catch_up, propose or skip_draft, after_draft.
 
-    def end_round(self, step_began: float) -> None:
-        """The drafts are handed over; ``step_began`` by ``time.perf_counter``."""
+    Attributes:
+        grows_by_level: whether further levels are drafted one by one, so that a budget can stop the growth.
+        draft_layers: attention layers of a draft model, by name.
+        missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
+        plan: what followed from the last step: the rows to read next.
+    """
+
+    grows_by_level: ClassVar[bool] = False
+    draft_layers: dict[str, Any] = {}
+    missed = MissedRows(0)
+    plan: StepPlan
+
+    def follow(self, plan: StepPlan) -> None:
+        """Keep the accepted rows of the step.  A plain step's plan has one row for each request."""
+        self.plan = plan
+
+    def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
+        """Prepare to draft.
+
+        Args:
+            wanted: bool ``[num_reqs]``; false for requests that take no draft.
+            hidden_states: ``[num_flat_rows, hidden_size]``; the target's, of the step.
+        """
+
+    def catch_up(self) -> None:
+        """Read the rows that were missed while drafting paused."""
+
+    def skip_draft(
+        self,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        sampled_token_ids: list[list[int]],
+        num_drafts: np.ndarray,
+    ) -> None:
+        """Take notice of a step behind which the drafter does not run.
+
+        Args:
+            hidden_states: ``[num_flat_rows, hidden_size]`` of the step.
+            aux_hidden_states: the same of further layers, for EAGLE-3.
+            sampled_token_ids: emitted tokens of each request.
+            num_drafts: int ``[num_reqs]``; drafted nodes of each request.
+        """
+
+    def after_draft(self, step_began: float) -> None:
+        """Do work behind the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
 
 
-class CustomDrafter(RoundHooks):
-    """Loaded through the host's ``custom_class`` method, which gives it the config only; it has no paged layers."""
+class V1Drafter(DraftHooks):
+    """A drafter that is no draft model of vLLM: it has no KV cache.  As it is, it drafts nothing.
 
-    def __init__(self, _vllm_config: Any):
-        #: Set by the runner.
-        self.runner: Any = None
-        #: Attention layers of a draft model: there is none.
-        self.draft_layers: dict[str, Any] = {}
-        self.path_rows: torch.Tensor | None = None
+    Args:
+        vllm_config: vLLM's configuration.
+        device, runner: the runner's; vLLM's own loader of ``custom_class`` drafters passes neither.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device | None = None, runner: Any = None):
+        self.vllm_config, self.device, self.runner = vllm_config, device, runner
+        self.options: TreeOptions | None = model_drafter(vllm_config.speculative_config.specplug)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load weights beside the target."""
+
+    def propose(self, *_: Any, **__: Any) -> Draft | None:
+        """Draft one tree per request; the arguments are vLLM's for ``custom_class`` drafters."""
+        return None
+
+
+def make_v1_drafter(vllm_config: Any, device: torch.device, runner: Any) -> DraftHooks:
+    """Make the V1 adapter that the configured method names."""
+    options = model_drafter(vllm_config.speculative_config.specplug)
+    adapter = V1Drafter if options is None else load(find_method(options.method).model.v1)
+    return adapter(vllm_config, device, runner)

@@ -1,59 +1,88 @@
-"""What the V2 runner asks of every speculator of ours."""
+"""What the V2 runner needs of a speculator: trees of a fixed size, drafted without CPU-GPU synchronisation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from vllm_specplug.config import TreeOptions, lookup_of, model_drafter
+from vllm_specplug.config import TreeOptions, model_drafter, parts_of
+from vllm_specplug.core.guard import Guard
 from vllm_specplug.hosts.v2.growth import Growth
+from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.kernels.triton_lookup import match_keys
-from vllm_specplug.proposers.lookup.device import draft_matches
-from vllm_specplug.proposers.union.device import merge_drafts
-from vllm_specplug.types import Draft
+from vllm_specplug.proposer import DeviceDraftContext, find_method
+from vllm_specplug.types import PADDING, Draft
 
 
 class TreeSpeculator:
-    """Mixed into a speculator of the host: trees of a fixed size, drafted without a look at the device.
+    """Mixed into a speculator of vLLM, in front of it.
 
     Attributes:
-        options: of the drafter; None where lookup is all there is.
+        options: of the drafter with weights; None for a model-free method.
         trees: what was drafted last.
-        draft_attn_layer_names: attention layers of a draft model; empty where there is none.
+        timer: counts and times the step.
+        draft_attn_layer_names: attention layers of a draft model; empty without one.
     """
 
     options: TreeOptions | None
     trees: DeviceTrees
+    timer: StepTimer
     draft_attn_layer_names: set[str]
-    #: Trees of the drafter, where there is one: from the last emitted tokens (int64 ``[num_reqs]``) and what ``_draft``
-    #: was given (``[num_reqs, ...]`` each).
+    #: The speculator's own part of ``propose``; takes its arguments.
+    draft_trees: Callable[..., torch.Tensor]
+    #: Drafts with the weights, from the last emitted tokens (int64 ``[num_reqs]``) and the inputs that were given to
+    #: ``_draft`` (``[num_reqs, ...]`` each).
     _draft_by_model: Callable[..., Draft]
 
     def init_trees(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         """To be called by ``__init__``."""
         scheduler, config = vllm_config.scheduler_config, vllm_config.speculative_config
-        self.options, self._lookup = model_drafter(config.specplug), lookup_of(config.specplug)
-        self._merges, self._req_states = config.specplug.method == "union", req_states
+        method = find_method(config.specplug.method)
+        depths = [part.draft_depth for part in parts_of(config.specplug) if hasattr(part, "draft_depth")]
+        self.options, self._req_states = model_drafter(config.specplug), req_states
+        #: None: the drafter with weights is all there is.
+        self._proposer = None if method.make_on_device is None else method.make_on_device(config.specplug)
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._guard = Guard(config.specplug.method)
+        self.timer = StepTimer(config.metrics_file, device)
         self.trees = DeviceTrees(
-            scheduler.max_num_seqs,
-            config.num_speculative_tokens,
-            max(part.draft_depth for part in (self.options, self._lookup) if part is not None),
-            scheduler.max_num_batched_tokens,
-            device,
+            scheduler.max_num_seqs, config.num_speculative_tokens, max(depths), scheduler.max_num_batched_tokens, device
         )
         self._growth = Growth(self._grow, scheduler.max_num_seqs)
 
     def load_heads(self, target_model: torch.nn.Module) -> None:
-        """Load what the host does not load itself."""
+        """Load weights that vLLM does not load itself."""
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Asked for with every KV cache.  The first one may be small, to measure what graphs take, and is freed again:
-        what was recorded then would read it."""
+        """Called with every KV cache.  The first cache may be small, to measure the memory of graphs, and is freed
+        again: graphs recorded with it would read freed memory."""
         self._growth.forget()
         super().init_cudagraph_manager(cudagraph_mode)
+
+    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        """Draft one tree per request.  A drafter that fails costs speed: its trees then have no nodes.
+
+        Returns:
+            int64 ``[num_reqs, num_speculative_tokens]``; the nodes' tokens.  Their parents are kept in ``trees``.
+        """
+        if dummy_run:
+            return self.draft_trees(input_batch, *args, dummy_run=True, **kwargs)
+        failures = self._guard.failures
+        with self.timer.timed("draft_seconds"):
+            token_ids = self._guard.run(partial(self.draft_trees, input_batch, *args, **kwargs))
+            if token_ids is None:
+                token_ids = self._draft_nothing(input_batch)
+        self.timer.add("proposer failed", self._guard.failures - failures)
+        return token_ids
+
+    def _draft_nothing(self, input_batch: Any) -> torch.Tensor:
+        shape = (input_batch.num_reqs, self.trees.width)
+        parents = torch.full(shape, PADDING, dtype=torch.int64, device=self.trees.parents.device)
+        self.trees.keep(parents, input_batch.idx_mapping)
+        return torch.zeros_like(parents[:, 1:])
 
     def _record(self, *inputs: torch.Tensor) -> None:
         """Record the growth, see ``Growth.record``."""
@@ -63,28 +92,31 @@ class TreeSpeculator:
     def _draft(
         self, input_batch: Any, dummy_run: bool, last_sampled: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Grow the trees, keep their parents, and hand the nodes' tokens to the host.
-
-        Returns:
-            int64 ``[num_reqs, num_speculative_tokens]``.
-        """
+        """Grow the trees, keep their parents and return the nodes' tokens, see ``propose``."""
         slots = input_batch.idx_mapping
         token_ids, parents = self._growth(input_batch.num_reqs, slots, last_sampled[slots].view(-1), *inputs)
+        shape = (input_batch.num_reqs, self.trees.width)
+        if not shape == tuple(token_ids.shape) == tuple(parents.shape) or parents.dtype != torch.int64:
+            raise ValueError(
+                f"a draft must be int64 {shape}, found token ids {tuple(token_ids.shape)} and parents "
+                f"{tuple(parents.shape)} {parents.dtype}"
+            )
         if not dummy_run:
             self.trees.keep(parents, slots)
-        # A node that could not be drafted still is a row of the next forward: any valid id will do.
-        return token_ids[:, 1:].clamp(min=0)
+        # A node that could not be drafted is still a row of the next forward, so that it needs a valid token id.
+        return token_ids[:, 1:].clamp(0, self._vocab_size - 1)
 
     def _grow(
         self, num_reqs: int, slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and parents, int64 ``[num_reqs, num_rows]``; see ``v2_growth.Grow``."""
-        drafts = []
-        if self.options is not None:
-            drafts.append(self._draft_by_model(root_token_ids, *inputs))
-        if self._lookup is not None:
+        """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``."""
+        draft_by_model = partial(self._draft_by_model, root_token_ids, *inputs) if self.options is not None else None
+        if self._proposer is None:
+            tree = draft_by_model().tree
+        else:
             known = self._req_states
-            token_ids, lens = known.all_token_ids.gpu, known.total_len.gpu
-            drafts.append(draft_matches(token_ids, slots, lens, root_token_ids, self._lookup, match_keys))
-        tree = (merge_drafts(drafts, self.trees.width - 1) if self._merges else drafts[0]).tree
+            context = DeviceDraftContext(
+                root_token_ids, slots, known.all_token_ids.gpu, known.total_len.gpu, draft_by_model
+            )
+            tree = self._proposer.propose(context).tree
         return tree.token_ids, tree.parents

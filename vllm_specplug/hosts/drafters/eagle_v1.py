@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_specplug.config import Eagle2Options
+from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
 from vllm_specplug.core.kv import DraftScratch, KvScratch
+from vllm_specplug.core.step import StepPlan
 from vllm_specplug.core.tree import prune
-from vllm_specplug.hosts.drafters.base import RoundHooks
+from vllm_specplug.hosts.drafters.base import DraftHooks
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
@@ -28,16 +29,12 @@ from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
 
-if TYPE_CHECKING:
-    from vllm_specplug.hosts.v1.budgeting import ServingBudget
-
-
 #: From so many rows on, besides those from which drafts grow, the drafter's context is written without the rest of its
 #: forward: with less to save, the calls for that may take as long (benchmarks/test_draft_context.py).
 WRITTEN_ROWS = 32
 
 
-class TreeEagleProposer(RoundHooks, EagleProposer):
+class TreeEagleProposer(DraftHooks, EagleProposer):
     """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) on the host's paged draft KV.
 
     The first forward of a round is the host's own: it re-runs the drafter over the accepted
@@ -45,11 +42,14 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
     behind it keep their key/value in a scratch that is thrown away, so that drafting never touches committed pages.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, runner: Any, options: Eagle2Options):
+    grows_by_level = True
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
         super().__init__(vllm_config, device, runner)
-        self.options, self.runner = options, runner
-        #: int64 ``[num_flat_rows]``: which row of the last forward holds each flat row's accepted token.
-        self.path_rows: torch.Tensor | None = None
+        self.options: Eagle2Options = model_drafter(vllm_config.speculative_config.specplug)
+        self.runner = runner
+        #: ``StepPlan.path_index`` on the drafter's device.
+        self.path_index: torch.Tensor | None = None
         self._head: DraftHead | None = None
         self._has_own_head = False
         self._draft_to_target: torch.Tensor | None = None
@@ -57,10 +57,11 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         self._first_pass: tuple[Any, ...] | None = None
         #: What the drafter has not seen of the requests, see ``catch_up``.
         self.missed = MissedRows(self.max_num_tokens)
-        #: The measured budget; None with a fixed one.
-        self.budget: ServingBudget | None = None
         #: None where every row takes the whole forward.
         self.context: ContextWriter | None = None
+
+    def follow(self, plan: StepPlan) -> None:
+        self.path_index = plan.path_index.to(self.device)
 
     def finish(self, request_ids: Collection[str]) -> None:
         self.missed.finish(request_ids)
@@ -102,14 +103,16 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
 
     # ---- drafting paused
 
-    def skip_round(self, hidden_states: torch.Tensor, sampled_token_ids: list[list[int]], num_drafts: Any) -> None:
-        """Keep the step's accepted rows for later, in place of a round.
-
-        Args:
-            hidden_states: ``[num_flat_rows, hidden_size]`` of the step (EAGLE-3: of all its layers, side by side).
-            sampled_token_ids: what each request emitted.
-            num_drafts: int ``[num_reqs]``; its drafted nodes.
-        """
+    def skip_draft(
+        self,
+        hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        sampled_token_ids: list[list[int]],
+        num_drafts: np.ndarray,
+    ) -> None:
+        """Keep the step's accepted rows for later."""
+        if self.runner.use_aux_hidden_state_outputs:
+            hidden_states = torch.cat(aux_hidden_states, dim=-1)
         batch, num_reqs = self.runner.input_batch, self.runner.input_batch.num_reqs
         first = self.runner.query_start_loc.np[: num_reqs + 1]
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
@@ -119,7 +122,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
             return
         flat = np.arange(counts.sum()) + np.repeat(first[:-1] - np.cumsum(counts) + counts, counts)
         flat_rows = torch.from_numpy(flat[np.repeat(kept, counts)])
-        rows = hidden_states[self.path_rows[flat_rows] if num_drafts.any() else flat_rows]
+        rows = hidden_states[self.path_index[flat_rows] if num_drafts.any() else flat_rows]
         starts = batch.num_computed_tokens_cpu[:num_reqs][kept].tolist()
         request_ids = [batch.req_ids[place] for place in np.flatnonzero(kept)]
         self.missed.add(request_ids, rows, starts, counts[kept].tolist())
@@ -169,8 +172,8 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         Slots stay those of the flat prefix, where the accepted key/value has been moved to.
         """
         metadata, token_indices = super().prepare_inputs(common_attn_metadata, sampled_token_ids, num_draft_tokens)
-        assert self.path_rows is not None
-        return metadata, self.path_rows[token_indices]
+        assert self.path_index is not None
+        return metadata, self.path_index[token_indices]
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any):
         self._first_pass = super().set_inputs_first_pass(*args, **kwargs)
@@ -192,7 +195,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
         if self._vocabulary is not None:
             batch = self.runner.input_batch
             self._vocabulary.look(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
-        growth = _Growth(self.options.level_floor, self.budget)
+        growth = _Growth(self.options.level_floor, self.runner.serving_budget)
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
         def score_level(number: int, hidden: torch.Tensor, top_k: int) -> Children:
@@ -211,8 +214,7 @@ class TreeEagleProposer(RoundHooks, EagleProposer):
             min_node_value=self.options.node_floor,
             may_grow=growth.may_grow,
         )
-        if self.budget is not None:
-            growth.report(first_pass, num_rows, len(rows) * self.options.draft_top_k)
+        growth.report(first_pass, num_rows, len(rows) * self.options.draft_top_k)
         if unread := self.missed.unread:
             read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])
             draft = prune(draft, read[:, None].expand_as(draft.log_values))
@@ -312,7 +314,7 @@ def _metadata(
 class _Growth:
     """Whether a round's next level is drafted, and what each took."""
 
-    def __init__(self, floor: float, budget: ServingBudget | None):
+    def __init__(self, floor: float, budget: Any):
         self.floor, self.budget = floor, budget
         self._asked = 0.0
         self._level_seconds: list[float] = []
@@ -320,7 +322,7 @@ class _Growth:
     def may_grow(self, beam_values: torch.Tensor) -> bool:
         self._asked = time.perf_counter()
         grows = not self.floor or bool(beam_values.sum(dim=1).mean() >= self.floor)
-        return grows and (self.budget is None or self.budget.budget.may_grow(beam_values))
+        return grows and self.budget.may_grow(beam_values)
 
     def scored(self, level: int) -> None:
         """The nodes of a level are known; those of the first come with the first pass."""
@@ -329,7 +331,6 @@ class _Growth:
 
     def report(self, first_pass: float, num_rows: int, level_rows: int) -> None:
         """Tell the budget what the round took: its first pass over ``num_rows`` in seconds, and the levels."""
-        assert self.budget is not None
         self.budget.drafted(first_pass, num_rows, self._level_seconds, level_rows)
 
 

@@ -75,31 +75,27 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         return torch.zeros(num_reqs, dtype=torch.int64, device=hidden_states.device)
 
     @torch.inference_mode()
-    def propose(  # type: ignore[override]
+    def draft_trees(
         self,
         input_batch: Any,
         attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
+        slot_mappings: Any,
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         *args: Any,
+        dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft one tree per request, where the host drafts a chain.
-
-        Returns:
-            int64 ``[num_reqs, num_speculative_tokens]``; the nodes' tokens.  Their parents are kept in ``trees``.
-        """
-        dummy_run = bool(kwargs.get("dummy_run"))
         if not dummy_run:
             self.trees.linearise(input_batch)
             last_hidden_states = self.trees.in_path_order(last_hidden_states)
             if aux_hidden_states:
                 aux_hidden_states = [self.trees.in_path_order(hidden) for hidden in aux_hidden_states]
-        super().propose(
+        EagleSpeculator.propose(
+            self,
             input_batch,
             attn_metadata,
             slot_mappings,
@@ -109,7 +105,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             num_rejected,
             last_sampled,
             *args,
-            **{**kwargs, "num_speculative_tokens": 1},
+            **{**kwargs, "dummy_run": dummy_run, "num_speculative_tokens": 1},
         )
         num_reqs = input_batch.num_reqs
         if attn_metadata is None:  # a profiling run

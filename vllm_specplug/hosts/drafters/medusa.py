@@ -1,51 +1,42 @@
-"""Medusa heads beside a target of the host, for both of its model runners: loading, logits, drafts."""
+"""Medusa heads beside vLLM's loaded target, for both model runners: loading, logits, drafts."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vllm_specplug.config import model_drafter
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
+from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
 from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
+from vllm_specplug.proposers.medusa.options import MedusaOptions
 from vllm_specplug.types import Draft
 
 
 class MedusaHeadsDrafter:
-    """Drafts from the hidden states that enter the target's LM head.
+    """Drafts from the hidden states that enter the target's LM head (``proposer.Heads``).
 
-    The heads keep no state between steps: preemption, prefix caching and chunked prefill need no care.
-
-    Args:
-        vllm_config: the host's.
+    The heads keep no state between steps, so that preemption, prefix caching and chunked prefill need no special case.
     """
 
-    def __init__(self, vllm_config: Any):
-        self.options = model_drafter(vllm_config.speculative_config.specplug)
-        self._dtype = vllm_config.model_config.dtype
-        self._vocab_size = vllm_config.model_config.get_vocab_size()
+    def __init__(self, options: MedusaOptions, target: TargetInfo):
+        self.options, self._target = options, target
+        #: Heads in use, which is the depth of the deepest tree.
+        self.num_levels = options.draft_depth
         self._heads: MedusaHeads | None = None
         self._lm_heads: list[DraftHead] = []
         self._target_model: torch.nn.Module | None = None
         self._draft_ids: torch.Tensor | None = None
 
-    @property
-    def num_heads(self) -> int:
-        """Heads in use, which is the depth of the deepest tree."""
-        return self.options.draft_depth
-
     def load(self, target_model: torch.nn.Module) -> None:
-        """Read the checkpoint; the target's LM head serves heads that have none of their own."""
+        """Read the checkpoint; heads without an LM head of their own use the target's."""
         options, lm_head = self.options, target_model.lm_head.weight.data
-        info = validate_medusa(options.model, lm_head.shape[1], self._vocab_size)
+        info = validate_medusa(options.model, lm_head.shape[1], self._target.vocab_size)
         state = load_medusa(options.model)
-        heads = heads_from_state(state, self.num_heads, info.num_layers, self._dtype)
+        heads = heads_from_state(state, self.num_levels, info.num_layers, self._target.dtype)
         self._heads = heads.to(lm_head.device).eval()
         self._draft_ids = target_ids(state["d2t"]).to(lm_head.device) if info.has_d2t else None
         in_int8 = bool(options.draft_int8)
@@ -64,7 +55,7 @@ class MedusaHeadsDrafter:
         sampling: DraftSampling | None = None,
         min_node_value: float = 0.0,
     ) -> Draft:
-        """Draft one tree per request, without a look at the values.
+        """Draft one tree per request, without reading values back from a device.
 
         Args:
             root_token_ids: int64 ``[num_reqs]``; last emitted tokens.

@@ -20,11 +20,10 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_specplug.config import model_drafter
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.core.request_args import stream_of
 from vllm_specplug.hosts.attention.cpu import scratch_metadata
-from vllm_specplug.hosts.drafters.base import CustomDrafter
+from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet
@@ -57,13 +56,13 @@ class _Open(NamedTuple):
     stream: str
 
 
-class SwiftProposer(CustomDrafter):
+class SwiftProposer(V1Drafter):
     """The target itself, with layers left out; it looks for better layer sets at the end of a round."""
 
-    def __init__(self, vllm_config: Any):
-        super().__init__(vllm_config)
-        self.vllm_config = vllm_config
-        self.options: SwiftOptions = model_drafter(vllm_config.speculative_config.specplug)
+    options: SwiftOptions
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
+        super().__init__(vllm_config, device, runner)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
         self._wanted = np.zeros(0, dtype=bool)
@@ -89,7 +88,7 @@ class SwiftProposer(CustomDrafter):
 
     # ---- one round
 
-    def begin_round(self, wanted: np.ndarray) -> None:
+    def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
         self._wanted = wanted
         batch = self.runner.input_batch
         for place, request_id in enumerate(batch.req_ids):
@@ -101,7 +100,7 @@ class SwiftProposer(CustomDrafter):
                 acceptance.draft_steps += drafted.draft_steps
                 acceptance.accepted += new - 1
 
-    def end_round(self, step_began: float) -> None:
+    def after_draft(self, step_began: float) -> None:
         """Look for better layer sets, if there is time."""
         request_ids, seconds = self.runner.input_batch.req_ids, time.perf_counter() - step_began
         self.ledger.serve(request_ids, seconds)

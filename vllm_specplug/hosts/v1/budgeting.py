@@ -16,8 +16,7 @@ from vllm.forward_context import set_forward_context
 from vllm_specplug.budget.budget import PLAIN, Arm, Budget, compile_loops
 from vllm_specplug.budget.costs import CostModel, fastest, knots_up_to, load, save
 from vllm_specplug.config import TreeOptions, model_drafter
-from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
-from vllm_specplug.hosts.drafters.free_proposer import synthetic_context
+from vllm_specplug.hosts.drafters.model_free import synthetic_context
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.environment import cpu_name, version_of
@@ -41,7 +40,7 @@ class ServingBudget:
     def __init__(self, runner: Any, options: TreeOptions):
         self._runner, self._options = runner, options
         self._drafter = model_drafter(options)
-        self._levelled = isinstance(runner.drafter, TreeEagleProposer)
+        self._levelled = runner.drafter.grows_by_level
         config = runner.vllm_config
         self.facts = {
             "machine": cpu_name(),
@@ -63,11 +62,6 @@ class ServingBudget:
         #: Steps that were timed, by the bit length of the number of requests.
         self._steps_of: Counter[int] = Counter()
         self._round = _Round()
-
-    @classmethod
-    def of(cls, runner: Any, options: TreeOptions) -> ServingBudget | None:
-        """For options that ask for it; None with fixed budgets."""
-        return cls(runner, options) if options.budget == "measured" else None
 
     # ---- the cost model
 
@@ -114,11 +108,11 @@ class ServingBudget:
     def _make(self, saved: dict[str, Any]) -> Budget:
         options, drafter = self._options, self._drafter
         has_make = find_method(options.method).make is not None
-        arms = [Arm(options.method, host=not has_make, free=has_make)]
+        arms = [Arm(options.method, model=not has_make, model_free=has_make)]
         if has_make and drafter is not None and len(options.sources) > 1:
-            arms = [Arm("without the drafter", host=False, free=True), replace(arms[0], host=True)]
+            arms = [Arm("without the drafter", model=False, model_free=True), replace(arms[0], model=True)]
         elif drafter is not None:
-            arms = [replace(arms[0], host=True)]
+            arms = [replace(arms[0], model=True)]
         seconds = saved.get("seconds", {})
         costs = CostModel(CostModel.measured_in(seconds), self.limits, CostModel.terms_in(seconds))
         budget = Budget(
@@ -294,7 +288,7 @@ class ServingBudget:
         try:
             return draft()
         finally:
-            if self.budget.running.free:
+            if self.budget.running.model_free:
                 free = time.perf_counter() - begin - self._round.by_model - self._round.catch_up
                 self._round.free = free
                 self.observe("free", self._round.wanted, free)
@@ -316,6 +310,12 @@ class ServingBudget:
             return None
         return draft.source_bits.numpy() == 1 << draft.source_names.index(self._drafter.method)
 
+    def may_grow(self, beam_values: torch.Tensor) -> bool:
+        return self.budget.may_grow(beam_values)
+
+    def finish(self, request_ids: Any) -> None:
+        self.budget.finish(request_ids)
+
     def handed_over(self, caught_up: bool) -> None:
         """The round that ``plan`` began has its drafts; ``caught_up``: it began with work left over from a pause."""
         done = self._round
@@ -323,9 +323,45 @@ class ServingBudget:
             by_model = done.forwards if self._levelled else done.by_model
             self.observe("round", done.wanted, time.perf_counter() - done.began - by_model - done.free)
 
-    def end_round(self) -> None:
+    def end_draft(self) -> None:
         """Nothing of the round is left to do."""
         self._clock.drafting = time.perf_counter() - self._round.began
+
+
+class FixedBudget:
+    """Always runs everything."""
+
+    def plan(self, wanted):
+        return Arm("fixed", True, True)
+
+    def wants_model_drafter(self, expected):
+        return True
+
+    def may_grow(self, beam_values):
+        return True
+
+    def catch_up(self, catch_up):
+        catch_up()
+
+    def timed(self, draft):
+        return draft()
+
+    propose = timed
+
+    def select(self, draft, wanted):
+        return draft
+
+    def nothing(self, *_, **__):
+        pass
+
+    prepare = begin = staged = forward_begins = forward_ends = sampled = end = finish = handed_over = end_draft = (
+        nothing
+    )
+    drafted = nothing
+
+
+def serving_budget(runner: Any, options: TreeOptions):
+    return ServingBudget(runner, options) if options.budget == "measured" else FixedBudget()
 
 
 @dataclass

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.attention.cpu import TreeRows, scratch_metadata
-from vllm_specplug.hosts.v1.runner import StagedStep, TreeModelRunner
+from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.kernels.tree_attention import write_rows
-from vllm_specplug.types import KvMoves, Walk
 
 
 class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
@@ -58,24 +57,20 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
             kept_of=dict(zip(layers, kept.unbind(0), strict=True)),
         )
 
-    def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
+    def commit(self, plan: StepPlan) -> None:
         """Write the accepted rows' key/value behind the context, in all layers.
 
         In a forward of trees only nothing was written before: rejected rows never reach the pages.
         """
-        if step.rows is None:
+        rows = self._step.rows
+        if rows is None:
             return
-        rows = step.rows
         assert rows.commit_rows is not None
-        if rows.all_rows:
-            # A request that emits nothing (it is in its prefill) has a root all the same.
-            path_rows, num_emitted = walk.path_rows.numpy(), walk.num_emitted.numpy()
-            depths, first = np.arange(path_rows.shape[1]), step.row_start.numpy()[:, None]
-            accepted = depths < np.maximum(num_emitted, 1)[:, None]
-            sources = torch.from_numpy((first + path_rows)[accepted])
-            targets = torch.from_numpy((first + depths)[accepted])
-        else:
-            sources, targets = torch.searchsorted(rows.commit_rows, moves.source_rows), moves.target_rows
+        sources, targets = plan.source_rows.numpy(), plan.target_rows.numpy()
+        written = sources >= 0 if rows.all_rows else sources != targets
+        sources, targets = torch.from_numpy(sources[written]), torch.from_numpy(targets[written])
+        if not rows.all_rows:
+            sources = torch.searchsorted(rows.commit_rows, sources)
         if targets.numel():
             slots = self.input_batch.block_table[0].slot_mapping.gpu[targets]
             layers = self._target_layers().values()

@@ -6,11 +6,11 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.attention.paged_v1 import device_scratch_metadata, upload_rows
-from vllm_specplug.hosts.v1.runner import StagedStep, TreeModelRunner
+from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.hosts.v2.trees import DeviceTreeRows
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
-from vllm_specplug.types import KvMoves, Walk
 
 
 class TreeDeviceModelRunner(TreeModelRunner):
@@ -33,22 +33,16 @@ class TreeDeviceModelRunner(TreeModelRunner):
     def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> DeviceTreeRows:
         return upload_rows(context_lens, start, lens, mask, masked, all_rows, self.device)
 
-    def _commit(self, step: StagedStep, walk: Walk, moves: KvMoves) -> None:
+    def commit(self, plan: StepPlan) -> None:
         """Move the accepted rows' key/value behind the context, in the pages."""
-        if step.rows is None or not moves.source_rows.numel():
+        if self._step.rows is None:
             return
         if self._caches is None:
             caches = [layer.kv_cache for layer in self._target_layers().values()]
             self._caches = caches[0], cache_pointers(caches)
         cache, pointers = self._caches
-        move_rows(
-            pointers,
-            cache,
-            self.input_batch.block_table[0].slot_mapping.gpu,
-            step.row_start.to(torch.int32).to(self.device),
-            walk.path_rows.contiguous().to(self.device),
-            walk.num_emitted.to(torch.int32).to(self.device),
-        )
+        slot_mapping = self.input_batch.block_table[0].slot_mapping.gpu
+        move_rows(pointers, cache, slot_mapping, plan.source_rows.to(self.device), plan.target_rows.to(self.device))
 
 
 class TreeGPUModelRunnerV1(TreeDeviceModelRunner, GPUModelRunner):

@@ -12,7 +12,6 @@ from vllm_specplug.types import TokenTree, Walk
 MAX_TREES = 2000
 
 
-@dataclass
 class TreeTrace:
     """One JSON object per tree: request_id, token_ids, parents (rows, the root first), accepted_rows.
 
@@ -20,20 +19,15 @@ class TreeTrace:
     of the proposers of each node, the root left out): see ``FlatDraft``.
     """
 
-    path: Path
-    written: int = 0
-
-    @classmethod
-    def open(cls, path: str | None) -> TreeTrace | None:
-        """A trace that starts with an empty file, or None without a path."""
-        if path is None:
-            return None
-        Path(path).write_text("")
-        return cls(Path(path))
+    def __init__(self, path: str | None):
+        #: None writes nothing.
+        self.path, self.written = None if path is None else Path(path), 0
+        if self.path is not None:
+            self.path.write_text("")
 
     def write(self, req_ids: list[str], tree: TokenTree, walk: Walk, drafts: dict[str, FlatDraft]) -> None:
         """Write the verified trees of one step; ``drafts`` are those proposed, by request."""
-        if self.written >= MAX_TREES:
+        if self.path is None or self.written >= MAX_TREES:
             return
         lines = []
         for index, req_id in enumerate(req_ids):

@@ -19,16 +19,17 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError, model_drafter
+from vllm_specplug.core.step import StepPlan, before_forward
 from vllm_specplug.hosts.attention.paged import check_caches
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
-from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
-from vllm_specplug.hosts.drafters.lookup_v2 import TreeLookupSpeculator
-from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
+from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows, DeviceTrees
+from vllm_specplug.hosts.v2.trees import DeviceTreeRows
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
+from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room
+from vllm_specplug.utils.lazy import load
 
 
 def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,8 +39,8 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         if options is None:
             return original(vllm_config, device, req_states)
         drafter = model_drafter(options)
-        kinds = {None: TreeLookupSpeculator, "medusa": TreeMedusaSpeculator}
-        return kinds.get(drafter and drafter.method, TreeEagleSpeculator)(vllm_config, device, req_states)
+        speculator = ModelFreeSpeculator if drafter is None else load(find_method(drafter.method).model.v2)
+        return speculator(vllm_config, device, req_states)
 
     return init_speculator
 
@@ -68,8 +69,9 @@ def install_v2() -> None:
 class TreeModelState:
     """The host's model state; the attention metadata that it prepares for target layers carries the trees."""
 
-    def __init__(self, inner: Any, trees: DeviceTrees, draft_layers: set[str]):
-        self._inner, self._trees, self._draft_layers = inner, trees, draft_layers
+    def __init__(self, inner: Any, runner: TreeRunner):
+        self._inner, self._runner = inner, runner
+        self._trees, self._draft_layers = runner.speculator.trees, runner.speculator.draft_attn_layer_names
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -91,7 +93,7 @@ class TreeModelState:
             # A uniform batch of that many tokens is one of trees when it is replayed.
             uniform = input_batch.num_tokens_after_padding == num_reqs * trees.width
             return trees.stage_for_capture(num_reqs, self._inner.max_model_len) if uniform else None
-        rows = trees.stage(input_batch)
+        rows = before_forward(self._runner, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
             longest = int(input_batch.num_scheduled_tokens.max())
             if longest > 1:
@@ -108,10 +110,9 @@ class TreeRunner:
         self._check_config()
         super().load_model(*args, **kwargs)
         self.speculator.load_heads(self.model)
-        trees = self.speculator.trees
-        self.model_state = TreeModelState(self.model_state, trees, self.speculator.draft_attn_layer_names)
+        self.model_state = TreeModelState(self.model_state, self)
         self.rejection_sampler = TreeRejectionSampler(
-            self.sampler, self.speculative_config, self.device, trees, self._commit
+            self.sampler, self.speculative_config, self.device, self, self.speculator.trees
         )
 
     def _check_config(self) -> None:
@@ -158,10 +159,24 @@ class TreeRunner:
                 mapping = self.block_tables.slot_mappings[group]
                 self._committed.append((mapping, caches[0], cache_pointers(caches)))
 
-    def _commit(self, path_rows: torch.Tensor, num_emitted: torch.Tensor) -> None:
+    # ---- the step, see ``core.step.StepRunner``
+
+    def lay_out_trees(self, input_batch: Any) -> DeviceTreeRows | None:
+        """Positions and masks, in one kernel (``core.layout.lay_out`` is its reference)."""
+        rows = self.speculator.trees.stage(input_batch)
+        if rows is not None:
+            self.speculator.timer.begin_step()
+        return rows
+
+    def commit(self, plan: StepPlan) -> None:
         """Move the accepted rows' key/value behind the context, in all layers of the target."""
         for slot_mapping, cache, pointers in self._committed:
-            move_rows(pointers, cache, slot_mapping, self.speculator.trees.tree_start, path_rows, num_emitted)
+            move_rows(pointers, cache, slot_mapping, plan.source_rows, plan.target_rows)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Keep the accepted rows for the speculator's next forward."""
+        self.speculator.trees.plan = plan
+        self.speculator.timer.end_step()
 
 
 class TreeGPUModelRunner(TreeRunner, GPUModelRunner):

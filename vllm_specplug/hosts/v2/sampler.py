@@ -8,7 +8,6 @@ thinking budget, custom processors), the batch is sampled depth by depth, on row
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from vllm_specplug.core.step import StepRunner, after_forward
 from vllm_specplug.core.walk import walk_exact
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.kernels.triton_round import walk_rows
+from vllm_specplug.types import Walk
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -36,8 +37,8 @@ class TreeRejectionSampler(RejectionSampler):
 
     Args:
         sampler, spec_config, device: the host's.
+        runner: commits what is accepted.
         trees: the staged trees.
-        commit: told ``path_rows`` int64 ``[num_reqs, num_rows]`` and ``num_emitted`` int32 ``[num_reqs]``.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class TreeRejectionSampler(RejectionSampler):
         sampler: Any,
         spec_config: Any,
         device: torch.device,
+        runner: StepRunner,
         trees: DeviceTrees,
-        commit: Callable[[torch.Tensor, torch.Tensor], None],
     ):
         super().__init__(sampler, spec_config, device)
-        self.trees, self.commit = trees, commit
+        self.runner, self.trees = runner, trees
 
     def __call__(
         self,
@@ -74,8 +75,8 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        self.trees.set_path(path_rows)
-        self.commit(path_rows, num_sampled)
+        walk = Walk(output, path_rows, num_sampled)
+        after_forward(self.runner, walk, self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens)
         return SamplerOutput(
             sampled_token_ids=output,
             logprobs_tensors=self._logprobs(logits, input_batch, token_ids, pos, output, path_rows, num_sampled),

@@ -13,6 +13,7 @@ import torch
 
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.layout import WORD_BITS, ancestor_bits, ancestor_mask
+from vllm_specplug.core.step import StepPlan
 from vllm_specplug.core.tree import depths_from_parents, valid_rows
 from vllm_specplug.kernels.triton_round import stage_rows, store_trees
 from vllm_specplug.types import PADDING, TokenTree
@@ -70,9 +71,9 @@ class DeviceTrees:
         self.context_lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.tree_start, self.tree_lens = torch.zeros_like(self.context_lens), torch.zeros_like(self.context_lens)
         self.bits = torch.zeros(max_num_reqs, self.width, num_words, dtype=torch.int64, device=device)
-        self._rows = torch.arange(max_num_tokens + 1, device=device)
-        #: int64 ``[max_num_tokens + 1]``: which row of the last forward holds each flat row's accepted token.
-        self.path_index = self._rows.clone()
+        self.max_num_tokens, self._columns = max_num_tokens, torch.arange(self.width, device=device)
+        #: What followed from the walk of the forward in flight; None before.
+        self.plan: StepPlan | None = None
         self._flat_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         #: Whether the forward in flight has trees: host value.
         self.staged = False
@@ -120,7 +121,7 @@ class DeviceTrees:
     def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
         """Full trees without a context, for recording a CUDA graph of ``num_reqs`` of them."""
         self.context_lens.zero_()
-        self.tree_start[:num_reqs].copy_(self._rows[:num_reqs] * self.width)
+        self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * self.width)
         self.tree_lens.fill_(self.width)
         return self._device_rows(num_reqs, self.width, max_model_len, True, True)
 
@@ -152,7 +153,7 @@ class DeviceTrees:
         """
         offsets = input_batch.cu_num_logits.long()
         num_rows = offsets[1:] - offsets[:-1]
-        rows = (offsets[:-1].unsqueeze(1) + self._rows[: self.width]).clamp(max=token_ids.shape[0] - 1)
+        rows = (offsets[:-1].unsqueeze(1) + self._columns).clamp(max=token_ids.shape[0] - 1)
         valid = valid_rows(num_rows, self.width)
         return TokenTree(
             token_ids=token_ids[rows].long().masked_fill(~valid, PADDING),
@@ -160,16 +161,6 @@ class DeviceTrees:
             depths=self.depths[input_batch.idx_mapping].masked_fill(~valid, 0),
             num_rows=num_rows,
         )
-
-    def set_path(self, path_rows: torch.Tensor) -> None:
-        """Note the walked rows, int64 ``[num_reqs, num_rows]``, see ``Walk.path_rows``."""
-        start = self.tree_start[: path_rows.shape[0]].long().unsqueeze(1)
-        nowhere = self._rows.shape[0] - 1
-        walked = path_rows >= 0
-        targets = torch.where(walked, start + self._rows[: self.width], nowhere)
-        sources = torch.where(walked, start + path_rows, nowhere)
-        self.path_index.copy_(self._rows)
-        self.path_index.scatter_(0, targets.flatten(), sources.flatten())
 
     def linearise(self, input_batch: Any) -> None:
         """Make the batch what it would be had the accepted path been drafted as a chain: ids and positions, in place.
@@ -180,13 +171,15 @@ class DeviceTrees:
             return
         num_tokens = input_batch.num_tokens
         ids = input_batch.input_ids[:num_tokens]
-        ids.copy_(ids[self.path_index[:num_tokens]])
+        ids.copy_(ids[self.plan.path_index[:num_tokens]])
         input_batch.positions[:num_tokens].copy_(self._flat_positions[:num_tokens])
 
-    def accepted_rows(self, flat_rows: torch.Tensor) -> torch.Tensor:
-        """Which rows of the last forward hold the accepted tokens at flat rows (int64 ``[n]``)."""
-        return self.path_index[flat_rows] if self.staged else flat_rows
+    def last_rows(self, input_batch: Any) -> torch.Tensor:
+        """Return the row whose logits gave each request's newest token, int64 ``[num_reqs]``."""
+        if self.staged:
+            return self.plan.last_rows
+        return input_batch.query_start_loc[1 : input_batch.num_reqs + 1].long() - 1
 
     def in_path_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows ``[num_tokens, ...]`` of the last forward, the accepted ones first in each tree."""
-        return rows[self.path_index[: rows.shape[0]]] if self.staged else rows
+        """Return rows ``[num_tokens, ...]`` of the last forward, the accepted ones first in each tree."""
+        return rows[self.plan.path_index[: rows.shape[0]]] if self.staged else rows

@@ -1,4 +1,4 @@
-"""Lookup in place of a V2 speculator of the host: no draft model, no KV of its own."""
+"""The V2 speculator of methods without a draft model of vLLM: model-free ones, and heads on hidden states."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 
 
-class TreeLookupSpeculator(TreeSpeculator, BaseSpeculator):
-    """Drafts from the tokens of each request, which the host keeps on the device."""
+class ModelFreeSpeculator(TreeSpeculator, BaseSpeculator):
+    """Drafts from the tokens of each request, which V2 keeps on the device; it has no KV cache of its own."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -31,7 +31,7 @@ class TreeLookupSpeculator(TreeSpeculator, BaseSpeculator):
             self._record()
 
     @torch.inference_mode()
-    def propose(
+    def draft_trees(
         self,
         input_batch: Any,
         attn_metadata: Any,
@@ -45,16 +45,9 @@ class TreeLookupSpeculator(TreeSpeculator, BaseSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft one tree per request.
-
-        Returns:
-            int64 ``[num_reqs, num_speculative_tokens]``; the nodes' tokens.  Their parents are kept in ``trees``.
-        """
-        inputs = self._model_inputs(input_batch, last_hidden_states, num_rejected, dummy_run)
+        inputs = self._model_inputs(input_batch, last_hidden_states, dummy_run)
         return self._draft(input_batch, dummy_run, last_sampled, *inputs)
 
-    def _model_inputs(
-        self, input_batch: Any, hidden_states: torch.Tensor, num_rejected: torch.Tensor, dummy_run: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """What ``_draft_by_model`` gets besides the roots."""
+    def _model_inputs(self, input_batch: Any, hidden_states: torch.Tensor, dummy_run: bool) -> tuple[torch.Tensor, ...]:
+        """Return what ``_draft_by_model`` takes besides the roots."""
         return ()

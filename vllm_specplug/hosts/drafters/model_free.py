@@ -15,24 +15,16 @@ import torch
 from vllm_specplug.config import TreeOptions
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.tree import chain_tree
-from vllm_specplug.hosts.drafters.base import CustomDrafter
 from vllm_specplug.proposer import DraftContext, Proposer, Remembering, as_draft, find_method
 from vllm_specplug.types import Draft
 
 logger = logging.getLogger("vllm_specplug")
 
+#: ``draft_by_model(expected)``: ``expected`` float ``[num_reqs]``, see ``DraftContext``, or None without other drafts.
+DraftByModel = Callable[["torch.Tensor | None"], "Draft | None"]
+
 #: Rounds of the warm-up: by then each proposer has learned from what it drafted.
 WARM_UP_ROUNDS = 24
-
-
-class NoModelDrafter(CustomDrafter):
-    """Stands where the host expects a drafter and leaves drafting to the runner."""
-
-    def load_model(self, _target_model: torch.nn.Module) -> None:
-        """Nothing to load."""
-
-    def propose(self, *_: Any, **__: Any) -> None:
-        """The runner drafts behind this: it knows the requests by id."""
 
 
 def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftContext:
@@ -101,43 +93,46 @@ def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftCo
     )
 
 
+class ModelOnlyDrafting:
+    """Drafts with the drafter with weights alone."""
+
+    def __init__(self, options: TreeOptions, vocab_size: int):
+        self._vocab_size, self._guard = vocab_size, Guard(options.method)
+
+    def propose(self, input_batch: Any, wanted: np.ndarray, draft_by_model: DraftByModel) -> Draft | None:
+        """Draft one tree per request; see ``ModelFreeDrafting``."""
+        context = context_of(input_batch, wanted, self._vocab_size)
+        return self._guard.check(lambda: draft_by_model(None), context)
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Nothing is kept for a request."""
+
+
 class ModelFreeDrafting:
-    """Calls a registered proposer with what the host knows of each request, and checks what it hands over."""
+    """Calls a registered proposer with the tokens of each request, and checks what it returns."""
 
     def __init__(self, options: TreeOptions, proposer: Proposer, vocab_size: int):
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._num_nodes = options.num_speculative_tokens
         self._guard = Guard(options.method)
-        self._host_guard = Guard(f"{options.method}: the host's drafter")
+        self._model_guard = Guard(f"{options.method}: the drafter with weights")
 
-    @classmethod
-    def of(cls, options: TreeOptions, vocab_size: int) -> ModelFreeDrafting | None:
-        """For a method with a proposer of its own; None where the host's drafter is all there is."""
-        make = find_method(options.method).make
-        if make is None:
-            return None
-        warm_up(options, lambda: make(options), vocab_size)
-        return cls(options, make(options), vocab_size)
-
-    def propose(
-        self, input_batch: Any, sampled: np.ndarray, draft_by_model: Callable[[torch.Tensor], Draft | None]
-    ) -> Draft | None:
+    def propose(self, input_batch: Any, wanted: np.ndarray, draft_by_model: DraftByModel) -> Draft | None:
         """Draft one tree per request.
 
         Args:
-            input_batch: the host's batch, its bookkeeping of this step done.
-            sampled: bool ``[num_reqs]``; false for requests in the middle of their prefill.
-            draft_by_model: runs the host's drafter (``NoModelDrafter`` gives None), see ``DraftContext``; where it
-                raises, it has drafted nothing.
+            input_batch: vLLM's batch, its bookkeeping of this step done.
+            wanted: bool ``[num_reqs]``; false for requests whose draft is not used.
+            draft_by_model: runs the drafter with weights, see ``DraftContext``.  If it raises, it has drafted nothing.
 
         Returns:
-            The draft, or None where the proposer failed.
+            The draft, or None if the proposer failed.
         """
-        alone = context_of(input_batch, sampled, self._vocab_size)
+        alone = context_of(input_batch, wanted, self._vocab_size)
 
         def guarded(expected: torch.Tensor) -> Draft | None:
-            return self._host_guard.check(lambda: draft_by_model(expected), alone)
+            return self._model_guard.check(lambda: draft_by_model(expected), alone)
 
         context = replace(alone, draft_by_model=guarded)
         return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
@@ -147,3 +142,12 @@ class ModelFreeDrafting:
         proposer = self._proposer
         if request_ids and isinstance(proposer, Remembering):
             self._guard.run(lambda: proposer.finish(request_ids))
+
+
+def make_drafting(options: TreeOptions, vocab_size: int) -> ModelOnlyDrafting | ModelFreeDrafting:
+    """Make what runs the method's proposers; a model-free one is warmed up first."""
+    make = find_method(options.method).make
+    if make is None:
+        return ModelOnlyDrafting(options, vocab_size)
+    warm_up(options, lambda: make(options), vocab_size)
+    return ModelFreeDrafting(options, make(options), vocab_size)

@@ -1,0 +1,163 @@
+"""The draft phase of the V1 runner, behind each step: catch up, propose, select, keep the trees."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.budget.budget import PLAIN
+from vllm_specplug.core.guard import Guard
+from vllm_specplug.core.request_args import wants_speculation
+from vllm_specplug.hosts.drafters.base import make_v1_drafter
+from vllm_specplug.hosts.drafters.draft_noise import DraftNoise
+from vllm_specplug.hosts.drafters.flat_draft import FlatDraft, flatten
+from vllm_specplug.hosts.drafters.model_free import make_drafting
+from vllm_specplug.hosts.v1.budgeting import serving_budget
+from vllm_specplug.hosts.v1.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
+from vllm_specplug.types import Draft
+from vllm_specplug.utils.metrics import Counters
+
+
+class DraftPhase:
+    """Mixed into the V1 runner."""
+
+    _counters: Counters
+    _verify_start: float
+
+    def _init_drafting(self, vllm_config: Any, device: torch.device, has_custom_processors: bool) -> None:
+        options = self.speculative_config.specplug
+        self.drafter = make_v1_drafter(vllm_config, device, self)
+        self._drafting = make_drafting(options, self.model_config.get_vocab_size())
+        self._draft_guard = Guard(options.method)
+        #: The last draft of each request: a request that is not scheduled keeps its draft.
+        self._drafts: dict[str, FlatDraft] = {}
+        self.draft_noise = DraftNoise(self, options, has_custom_processors)
+        self.serving_budget = serving_budget(self, options)
+
+    def prepare_budget(self) -> None:
+        """Time the parts of a step, unless that was done before; called at the end of the start."""
+        self.serving_budget.prepare()
+
+    def _finish_requests(self, request_ids: set[str]) -> None:
+        for req_id in request_ids:
+            self._drafts.pop(req_id, None)
+        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget):
+            part.finish(request_ids)
+
+    # ---- drafting
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # vLLM asks this of the longest request for the whole batch.  Our draft levels write no pages, and
+        # the scheduler cuts each request's drafts at max_model_len.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        propose_by_model = functools.partial(
+            super().propose_draft_token_ids,
+            *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args),
+            **kwargs,
+        )
+        wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
+        wanted &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
+        budget, drafter, failures = self.serving_budget, self.drafter, Guard.failures_of_all
+        arm = budget.plan(wanted)
+        drafter.before_draft(wanted, hidden_states)
+        ran = caught_up = False
+
+        def draft_by_model(expected: torch.Tensor | None) -> Draft | None:
+            nonlocal ran, caught_up
+            if not (arm.model and budget.wants_model_drafter(expected)):
+                return None
+            ran, caught_up = True, drafter.missed.num_rows > 0
+            if caught_up:
+                budget.catch_up(functools.partial(self._draft_guard.run, drafter.catch_up))
+            return budget.timed(propose_by_model)
+
+        with self._counters.timed("draft_seconds"):
+            draft = None
+            if arm is not PLAIN:
+                propose = functools.partial(self._drafting.propose, self.input_batch, wanted, draft_by_model)
+                draft = budget.propose(propose)
+            if not ran:
+                self._skip_model_drafter(sampled_token_ids, hidden_states, *args, **kwargs)
+            draft = budget.select(draft, wanted)
+        self._counters.add("proposer failed", Guard.failures_of_all - failures)
+        if draft is not None:
+            unread = drafter.missed.unread.intersection(self.input_batch.req_ids)
+            self._counters.add("not read by the drafter", len(unread))
+        flat = self._keep(draft)
+        budget.handed_over(caught_up)
+        self._draft_guard.run(functools.partial(drafter.after_draft, self._verify_start))
+        budget.end_draft()
+        return flat
+
+    def _skip_model_drafter(
+        self,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        *_: Any,
+    ) -> None:
+        # Until 0.31 vLLM has no such metadata in a step without drafts.
+        plain = spec_decode_metadata is None
+        num_drafts = [0] * len(sampled_token_ids) if plain else spec_decode_metadata.num_draft_tokens
+        self.drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, np.asarray(num_drafts))
+
+    # ---- the trees until they are verified
+
+    def _keep(self, draft: Draft | None) -> list[list[int]]:
+        """Keep the drafts by request and return the flat tokens for the scheduler."""
+        req_ids = self.input_batch.req_ids
+        if draft is None:
+            for req_id in req_ids:
+                self._drafts.pop(req_id, None)
+            return [[] for _ in req_ids]
+        flat = flatten(draft, self.draft_noise.rejected(len(req_ids)))
+        for index, req_id in enumerate(req_ids):
+            if not self._speculates(req_id):
+                self._counters.add("turned off by the request")
+                flat[index] = FlatDraft([], [], [])
+            self._drafts[req_id] = flat[index]
+        return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
+
+    def _fill_parents(self, row: np.ndarray, req_id: str, scheduler_output: Any) -> FlatDraft | None:
+        """Write the parents of a request's scheduled drafts.
+
+        Any prefix of a parent-first list is a tree, so that a truncated draft keeps its parents.
+
+        Returns:
+            The draft, if all of it was scheduled.
+        """
+        draft_token_ids = scheduler_output.scheduled_spec_decode_tokens[req_id]
+        count = len(draft_token_ids)
+        draft = self._drafts.get(req_id)
+        if isinstance(scheduler_output, TreeSchedulerOutput) and req_id in scheduler_output.parents:
+            row[1 : count + 1] = scheduler_output.parents[req_id]
+        elif draft is not None and draft.token_ids[:count] == list(draft_token_ids):
+            row[1 : count + 1] = draft.parents[:count]
+            return draft if count == len(draft.token_ids) else None
+        return None
+
+    def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
+        taken = super().take_draft_token_ids()
+        if taken is None:
+            return None
+        parents = [self._drafts[req_id].parents if req_id in self._drafts else [] for req_id in taken.req_ids]
+        return TreeDraftTokenIds(taken.req_ids, taken.draft_token_ids, parents)
+
+    def _speculates(self, req_id: str) -> bool:
+        params = self.requests[req_id].sampling_params
+        return params is None or wants_speculation(params.extra_args)
