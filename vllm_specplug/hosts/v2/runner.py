@@ -20,13 +20,14 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.hosts.attention.paged import check_caches
+from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
 from vllm_specplug.hosts.drafters.lookup_v2 import TreeLookupSpeculator
 from vllm_specplug.hosts.drafters.medusa_v2 import TreeMedusaSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows, DeviceTrees
+from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
 from vllm_specplug.utils.frames import with_room
 
