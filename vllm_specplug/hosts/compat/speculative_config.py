@@ -123,7 +123,7 @@ def build(
     if not was_checked(report, model_runner, on_cpu):
         logger.warning(
             "%s is set: the tests of the %s runner have not passed on %s %s, so compare its answers with plain vLLM's",
-            *(UNCHECKED, model_runner, report.host, report.version),
+            *(UNCHECKED, model_runner, report.distribution, report.version),
         )
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
