@@ -44,10 +44,13 @@ def level_metadata(
         mask: bool ``[num_reqs, width, tree_len]``; which rows of the request's scratch each row sees.
         scratch: by layer name.
     """
-    tree = CpuTreeRows.of_level(context_lens, None, tree_start, mask, scratch, block_table=block_table, mask=mask)
+    num_reqs, width, tree_len = mask.shape
+    tree = CpuTreeRows.of_level(
+        context_lens, None, tree_start, width, tree_len, scratch, block_table=block_table, mask=mask
+    )
     return TreeAttentionMetadata(
-        num_actual_tokens=mask.shape[0] * mask.shape[1],
-        max_query_len=mask.shape[1],
+        num_actual_tokens=num_reqs * width,
+        max_query_len=width,
         query_start_loc=tree.query_start,
         max_seq_len=0,
         seq_lens=context_lens,

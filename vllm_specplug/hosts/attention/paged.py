@@ -61,14 +61,16 @@ def level_metadata(
         query_start: int32 ``[num_reqs]``; the request's first row in the forward, if it is computed already.
         max_context_len: at least the largest of ``context_lens``; None: unknown.
     """
+    _, width, tree_len = mask.shape
     tree = DeviceTreeRows.of_level(
         context_lens,
         query_start,
         tree_start,
-        mask,
+        width,
+        tree_len,
         scratch,
         bits=ancestor_bits(mask),
-        max_query_len=mask.shape[1],
+        max_query_len=width,
         max_context_len=max_context_len,
         uniform=True,
     )

@@ -38,12 +38,12 @@ class TreeRows:
         context_lens: torch.Tensor,
         query_start: torch.Tensor | None,
         tree_start: torch.Tensor,
-        mask: torch.Tensor,
+        width: int,
+        tree_len: int,
         scratch: dict[str, KvScratch],
         **fields: Any,
     ) -> Self:
-        """Rows of a draft level: the same number for each request, their key/value in the scratch."""
-        width, tree_len = mask.shape[1:]
+        """Make the rows of a draft level: ``width`` per request, their key/value in the scratch."""
         if query_start is None:
             query_start = torch.arange(len(context_lens), dtype=torch.int32, device=context_lens.device) * width
         return cls(
