@@ -362,6 +362,8 @@ def check_identity(question: Row) -> Iterator[Row]:
     plain = {row["sampling"]: row for row in question.get("plain", [])}
     options: Row = {"gpu_memory_utilization": 0.3}
     if question["interpret"]:
+        import tests.doubles.interpreted  # noqa: F401
+
         texts = texts[1:5]
         options = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
     with tempfile.TemporaryDirectory() as folder:
@@ -511,6 +513,8 @@ def time_steps(question: Row) -> Iterator[Row]:
         models = write_models(Path(folder), interpret)
         options: Row = {"load_format": "dummy", "max_model_len": max(question["contexts"]) + 4096}
         if interpret:
+            import tests.doubles.interpreted  # noqa: F401
+
             options = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "block_size": 32,
                        "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
         chosen = speculation(method, question["nodes"], path, str(models["eagle"]), str(models["medusa"]))

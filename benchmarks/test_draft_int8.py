@@ -23,7 +23,7 @@ def drafters():
     from vllm import LLM
 
     from vllm_specplug.hosts.drafters.int8_linear import can_quantise
-    from vllm_specplug.hosts.probes.served_threads import use_served_threads
+    from vllm_specplug.hosts.probes.in_process import use_served_threads
 
     if not can_quantise():
         pytest.skip("this CPU does not multiply 8-bit numbers (VNNI)")

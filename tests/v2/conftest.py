@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
-from tests.doubles import tiny
+from tests.doubles import interpreted, tiny  # noqa: F401
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
 from vllm_specplug.core import tree_loops
 

@@ -15,7 +15,8 @@ from vllm_specplug.core import tree
 from vllm_specplug.core.draft_sampling import likeliest
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.step import plan_step
-from vllm_specplug.hosts.attention.paged_v1 import device_scratch_metadata, upload_rows
+from vllm_specplug.hosts.attention.paged import level_metadata
+from vllm_specplug.hosts.attention.rows import upload_rows
 from vllm_specplug.hosts.v1 import gpu_runner as v1_gpu_runner
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -62,7 +63,7 @@ def test_growing_a_tree(static):
         start, rows = on_device(3, dtype=torch.int32), on_device(9, dtype=torch.int64)
         cache = on_device(60, 2, 8)
         scratch = {"layer": KvScratch(cache, cache, rows)}
-        metadata = device_scratch_metadata(on_device(3, 4, dtype=torch.int32), start, 3, start, mask, scratch)
+        metadata = level_metadata(on_device(3, 4, dtype=torch.int32), start, start, mask, scratch)
         assert metadata.tree.bits.device == DEVICE and metadata.tree.query_start.device == DEVICE
         scratch["layer"].write(on_device(9, 2, 8), on_device(9, 2, 8))
         return DraftFeatures(features, features)
@@ -94,7 +95,7 @@ def test_lookup_and_unions():
 def test_verification_of_the_v1_runner(monkeypatch):
     """Host values go up at named places."""
     context, start, lens = (torch.zeros(3, dtype=torch.int32) for _ in range(3))
-    monkeypatch.setattr("vllm_specplug.hosts.attention.paged_v1.int", lambda _: 0, raising=False)  # of a host value
+    monkeypatch.setattr("vllm_specplug.hosts.attention.rows.int", lambda _: 0, raising=False)  # of a host value
     rows = upload_rows(context, start, lens, torch.zeros(3, 5, 5, dtype=torch.bool), [0, 2], False, DEVICE)
     uploaded = (rows.context_lens, rows.query_start, rows.query_lens, rows.tree_start, rows.tree_lens, rows.bits)
     assert {values.device for values in uploaded} == {DEVICE}

@@ -13,9 +13,10 @@ from tests.hosts.test_third_party import parrot  # noqa: F401
 from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.hosts.compat import features, speculative_config
-from vllm_specplug.hosts.compat.check import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL, check_host
+from vllm_specplug.hosts.compat.check import check_symbols
 from vllm_specplug.hosts.compat.features import V1_CUDA, V2, check_options
 from vllm_specplug.hosts.compat.install import PATCHES as ALL_HOSTS
+from vllm_specplug.hosts.compat.manifest import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL
 from vllm_specplug.hosts.compat.speculative_config import WORKERS, TreeSpeculativeConfig
 from vllm_specplug.hosts.v2.runner import PATCHES
 from vllm_specplug.plugin import register
@@ -23,7 +24,7 @@ from vllm_specplug.plugin import register
 
 def test_host_has_the_seams():
     for manifest in (MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL):
-        assert check_host(manifest).problems == []
+        assert check_symbols(manifest).problems == []
     assert [patch.problem() for patch in (*ALL_HOSTS, *PATCHES)] == [None] * 3
 
 

@@ -19,8 +19,9 @@ from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention import flash_context
 from vllm_specplug.hosts.attention.paged import check_caches, use_tree_attention
 from vllm_specplug.hosts.compat import features
-from vllm_specplug.hosts.compat.check import MANIFEST_FLASH, HostReport, check_host
+from vllm_specplug.hosts.compat.check import VllmReport, check_symbols
 from vllm_specplug.hosts.compat.features import Setting, check_tree_attention
+from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.kernels.context_attention import ContextAttention, ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
@@ -221,15 +222,15 @@ def test_controls_in_the_engine(llm, prompts, plain, wrong):
 def test_host_has_the_seams(monkeypatch):
     if not torch.cuda.is_available():
         install_flash(monkeypatch, 2)
-    assert check_host(MANIFEST_FLASH).problems == []
+    assert check_symbols(MANIFEST_FLASH).problems == []
     interface = sys.modules["vllm.vllm_flash_attn.flash_attn_interface"]
     monkeypatch.setattr(interface, "flash_attn_varlen_func", lambda q, k, v, cu_seqlens_q, **_: None)
-    assert "not max_seqlen_q, seqused_k" in check_host(MANIFEST_FLASH).problems[0]
+    assert "not max_seqlen_q, seqused_k" in check_symbols(MANIFEST_FLASH).problems[0]
 
 
 def choose(monkeypatch, name, cuda=True, **changes):
     monkeypatch.setattr(features, "current_platform", SimpleNamespace(is_cuda=lambda: cuda))
-    monkeypatch.setattr(features, "check_host", lambda _: HostReport("vllm", "0.32.0", changes.pop("problems", [])))
+    monkeypatch.setattr(features, "check_symbols", lambda _: VllmReport("vllm", "0.32.0", changes.pop("problems", [])))
     model = SimpleNamespace(
         get_head_size=lambda: changes.get("head_size", 128), dtype=changes.get("dtype", torch.bfloat16)
     )

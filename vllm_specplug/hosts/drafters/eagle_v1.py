@@ -351,9 +351,7 @@ class _Levels:
         num_tokens = num_reqs * width
         tree_start = self.requests * proposer.scratch_capacity
         scratch = proposer.scratch(num_reqs, level)
-        metadata = proposer.runner.scratch_metadata(
-            self.block_table, self.context_lens, width, tree_start, mask, scratch
-        )
+        metadata = proposer.runner.level_metadata(self.block_table, self.context_lens, tree_start, mask, scratch)
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self.positions + level + 1).clamp(max=proposer.max_model_len - 1).repeat_interleave(width)
         with set_forward_context(

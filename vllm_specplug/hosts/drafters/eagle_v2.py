@@ -13,11 +13,9 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core.draft_sampling import Children, likeliest
 from vllm_specplug.core.kv import DraftScratch, KvScratch
-from vllm_specplug.core.layout import ancestor_bits
-from vllm_specplug.hosts.attention.paged import LevelMetadata
+from vllm_specplug.hosts.attention.paged import level_metadata
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -169,23 +167,19 @@ class _Levels:
         speculator = self.speculator
         num_reqs, width = token_ids.shape
         rows = torch.arange(level * width, (level + 1) * width, device=token_ids.device)
-        tree = DeviceTreeRows(
-            context_lens=self.context_lens,
+        metadata = level_metadata(
+            self.block_table,
+            self.context_lens,
+            self.tree_start,
+            mask,
+            speculator.scratch((self.tree_start.long().unsqueeze(1) + rows).flatten()),
             query_start=self.query_start,
-            query_lens=torch.full_like(self.query_start, width),
-            tree_start=self.tree_start,
-            tree_lens=torch.full_like(self.query_start, mask.shape[2]),
-            bits=ancestor_bits(mask),
-            max_query_len=width,
             max_context_len=speculator.draft_max_seq_len,
-            all_rows=True,
-            uniform=True,
-            scratch=speculator.scratch((self.tree_start.long().unsqueeze(1) + rows).flatten()),
         )
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self.positions + level + 1).clamp(max=speculator.max_model_len - 1).repeat_interleave(width)
         with set_forward_context(
-            dict.fromkeys(speculator.draft_attn_layer_names, LevelMetadata(self.block_table, tree)),
+            dict.fromkeys(speculator.draft_attn_layer_names, metadata),
             speculator.vllm_config,
             num_tokens=num_reqs * width,
             slot_mapping={},

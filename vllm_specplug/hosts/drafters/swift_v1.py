@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.core.request_args import stream_of
-from vllm_specplug.hosts.attention.cpu import scratch_metadata
+from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
@@ -264,10 +264,9 @@ class SwiftProposer(V1Drafter):
         start = requests * self._capacity
         rows = (start.unsqueeze(1) + torch.arange(first, first + width)).flatten()
         positions = (context_lens.unsqueeze(1) + torch.arange(first, first + width)).flatten()
-        metadata = scratch_metadata(
+        metadata = level_metadata(
             batch.block_table[0].get_device_tensor(batch.num_reqs)[requests],
             context_lens.to(torch.int32),
-            width,
             start.to(torch.int32),
             mask,
             self._scratch.at(rows, batch.num_reqs * self._capacity),

@@ -1,14 +1,12 @@
-"""One engine of ``specplug bench``, served by ``bench.serving``.
+"""One engine of ``specplug bench``, as a worker process.
 
-It is started with the arguments of ``LLM`` and ``"in_process"`` (true: neither its scheduler nor its worker has a
-process of its own; as many threads as a served worker has).  ``{"texts", "max_tokens"}`` asks for greedy answers
-(``max_tokens`` is one number, or one for each text), or for sampled ones with ``"sampling"`` (arguments of
-``SamplingParams``), as many under way at once as ``"at_once"`` says (default: all).
+The first message has the arguments of ``LLM`` and ``"in_process"`` (see ``in_process.start_in_process``).  A request
+``{"texts", "max_tokens"}`` returns greedy answers (``max_tokens`` is one number, or one per text); ``"sampling"``
+(arguments of ``SamplingParams``) makes them sampled ones, ``"at_once"`` limits how many run at the same time.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -20,7 +18,7 @@ _BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def _read_counters(llm: Any) -> tuple[int, list[int]]:
-    """Drafts so far, and those of which at least 1, 2, ... tokens were accepted."""
+    """Return the number of drafts so far, and of those with at least 1, 2, ... accepted tokens."""
     drafts, by_depth = 0, []
     for metric in llm.get_metrics():
         if metric.name == _DRAFTS:
@@ -31,7 +29,7 @@ def _read_counters(llm: Any) -> tuple[int, list[int]]:
 
 
 def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict[str, Any]]:
-    """Chat messages as token ids, cut so that the answer fits."""
+    """Tokenise chat messages, cut so that the answer fits into the context."""
     tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
     chats = ([{"role": "user", "content": text}] for text in texts)
     return [
@@ -47,9 +45,9 @@ def answer(
     sampling: dict[str, Any] | None = None,
     at_once: int | None = None,
 ) -> dict[str, Any]:
-    """Answers to chat messages, greedy by default, the seconds they took and the draft counters they moved.
+    """Answer chat messages, greedy by default; return the answers, the seconds and the changes of the draft counters.
 
-    With ``at_once`` a request comes in when another has ended, as from so many clients, until there are no more.
+    ``at_once`` requests run at a time, as from so many clients: the next one starts when another has ended.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -82,7 +80,7 @@ def answer(
 
 
 def _generate(engine: Any, prompts: list[dict[str, Any]], params: list[Any], at_once: int) -> list[Any]:
-    """The final outputs, in the order of the prompts."""
+    """Return the final outputs, in the order of the prompts."""
     begin = time.monotonic_ns()
     requests = enumerate(zip(prompts, params, strict=True))
     waiting = {f"{begin}-{number}": request for number, request in requests}
@@ -100,16 +98,15 @@ def _generate(engine: Any, prompts: list[dict[str, Any]], params: list[Any], at_
 
 
 def start(arguments: Message) -> Engine:
-    """The engine, for ``bench.serving``."""
-    if in_process := arguments.pop("in_process", False):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
+    """Start the engine, for ``run_worker``."""
+    if arguments.pop("in_process", False):
+        from vllm_specplug.hosts.probes.in_process import start_in_process
 
-    llm = LLM(**arguments)
-    if in_process:
-        from vllm_specplug.hosts.probes.served_threads import use_served_threads
+        llm = start_in_process(arguments)
+    else:
+        from vllm import LLM
 
-        use_served_threads(llm.llm_engine.vllm_config)
+        llm = LLM(**arguments)
     return {"ready": True}, lambda request: answer(llm, **{k: request[k] for k in _ARGUMENTS if k in request})
 
 

@@ -1,4 +1,4 @@
-"""Offline generation through the host: the target answers prompts, to make training data."""
+"""Offline generation with vLLM: the target answers prompts, to make training data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def start_engine(
     max_num_seqs: int = 96,
     dtype: str = "bfloat16",
 ) -> Generate:
-    """Load the target into the host; the returned function answers prompts of up to `max_prompt_tokens` ids."""
+    """Load the target into vLLM; the returned function answers prompts of up to `max_prompt_tokens` ids."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-    # In one process the engine's threads have all cores; a worker process leaves one to a scheduler that spins.
+    # In one process the engine's threads use all cores; a worker process leaves one to a scheduler that waits busily.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
@@ -59,7 +59,7 @@ def answer_prompts(
     """Append the target's answers to `prompts` ({"source", "prompt"} or conversations) to the file `out_path`.
 
     Returns the tokens written. Resumable: see proposers/training/generate.py. The prompt has the chat template applied
-    (its head is kept where it is longer than `max_prompt_tokens`); the answer keeps its end token.
+    (a prompt longer than `max_prompt_tokens` keeps its first tokens); the answer keeps its end token.
 
     Raises:
         ValueError: the target has no chat template.

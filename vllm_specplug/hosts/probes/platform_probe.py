@@ -1,10 +1,10 @@
-"""What ``specplug doctor`` asks the host about itself."""
+"""The platform and the model runner that vLLM selects, for ``specplug doctor``."""
 
 from __future__ import annotations
 
 
 def find_platform() -> tuple[str, str]:
-    """Name of the host's platform, and its kind: ``cpu``, ``cuda`` or ``other``."""
+    """Return the name of vLLM's platform, and its kind: ``cpu``, ``cuda`` or ``other``."""
     from vllm.platforms import current_platform
 
     kind = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "other"
@@ -12,7 +12,7 @@ def find_platform() -> tuple[str, str]:
 
 
 def find_runner() -> tuple[str, str]:
-    """``V1`` or ``V2``, the model runner an ordinary model gets, and why."""
+    """Return the model runner of an ordinary model, ``V1`` or ``V2``, and the reason."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 

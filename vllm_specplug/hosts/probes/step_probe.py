@@ -1,27 +1,25 @@
-"""Time of decoding steps in a real engine, verification and drafting apart: one JSON line in, one JSON line out.
+"""Times decoding steps of a real engine, verification and drafting apart.
 
-The first line holds the arguments of ``LLM``; then ``{"context", "max_tokens"}`` decodes one random prompt of
-``context`` tokens and answers ``seconds`` of every step that verified a full draft, and ``drafting``, what drafting
-took in it.  ``batch`` decodes as many prompts at once; ``nodes`` cuts a Medusa tree to its first ones.  Without a
-speculative configuration the steps are plain ones.  The stock chain's drafts are random ids, since only their number
-matters to its verification.  The engine has the threads that it has when it serves.
+A worker process.  The first message has the arguments of ``LLM``; without a speculative configuration the steps are
+plain ones.  A request ``{"context", "max_tokens"}`` decodes one random prompt of ``context`` tokens and returns, for the
+steps that verified a full draft, ``seconds`` without drafting, and ``drafting``, the seconds of drafting.  ``batch``
+decodes so many prompts at once; ``nodes`` reduces a Medusa tree to its first nodes.  The drafts of vLLM's own ``ngram``
+method are replaced by random ids, because its verification time depends on their number only.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 import time
 from dataclasses import replace
 from typing import Any
 
-from vllm_specplug.hosts.probes.served_threads import use_served_threads
+from vllm_specplug.hosts.probes.in_process import runner_of, start_in_process
+from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
 
 
 class _StepClock:
-    """Wraps a model runner: seconds of each step without those of the drafting inside it, and those."""
+    """Wraps a model runner; measures each step without its drafting, and its drafting."""
 
     def __init__(self, runner: Any):
         self.expect(0, 1)
@@ -31,7 +29,7 @@ class _StepClock:
             setattr(runner, name, self._timed(name, getattr(runner, name)))
 
     def expect(self, num_drafts: int, batch: int) -> None:
-        """Forget what was measured; from now on count the steps of that many requests with that many drafts each."""
+        """Discard all times; from now on measure steps of ``batch`` requests with ``num_drafts`` drafts each."""
         self.seconds: list[float] = []
         self.drafting: list[float] = []
         self._num_drafts, self._batch = num_drafts, batch
@@ -61,18 +59,13 @@ class _StepClock:
         return timed
 
 
-def main() -> None:
-    """Serve requests on the standard streams."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the host prints goes to the log
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the runner must be within reach
-    from vllm import LLM, SamplingParams
+def start(arguments: Message) -> Engine:
+    """Start the engine and its clock, for ``run_worker``."""
+    from vllm import SamplingParams
 
-    arguments = json.loads(sys.stdin.readline())
     speculative = arguments.get("speculative_config") or {}
-    llm = LLM(**arguments)
-    use_served_threads(llm.llm_engine.vllm_config)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    llm = start_in_process(arguments)
+    runner = runner_of(llm)
     draw = random.Random(0)
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     all_drafts = speculative.get("num_speculative_tokens", 0)
@@ -83,9 +76,8 @@ def main() -> None:
     clock = _StepClock(runner)
     heads = getattr(getattr(runner, "drafter", None), "heads", None)
     whole = getattr(heads, "options", None)
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def measure(request: Message) -> Message:
         if "nodes" in request:
             heads.options = replace(whole, tree=whole.tree[: request["nodes"]])
         batch = request.get("batch", 1)
@@ -95,8 +87,10 @@ def main() -> None:
         ]
         sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
         llm.generate(prompts, sampling, use_tqdm=False)
-        print(json.dumps({"seconds": clock.seconds, "drafting": clock.drafting}), file=replies, flush=True)
+        return {"seconds": clock.seconds, "drafting": clock.drafting}
+
+    return {"ready": True}, measure
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(start)

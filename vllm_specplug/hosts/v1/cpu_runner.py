@@ -7,7 +7,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.hosts.attention.cpu import TreeRows, scratch_metadata
+from vllm_specplug.hosts.attention.cpu import level_metadata
+from vllm_specplug.hosts.attention.rows import CpuTreeRows
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.kernels.tree_attention import write_rows
 
@@ -15,7 +16,7 @@ from vllm_specplug.kernels.tree_attention import write_rows
 class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
     """CPU runner of the host whose drafts are trees."""
 
-    scratch_metadata = staticmethod(scratch_metadata)
+    level_metadata = staticmethod(level_metadata)
 
     def check_target(self) -> None:
         """Refuse a target whose layers keep keys and values of different shapes.
@@ -32,7 +33,7 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
                     f"{shape}, others {first}; serve this model without speculation"
                 )
 
-    def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> TreeRows:
+    def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> CpuTreeRows:
         block_table = self.input_batch.block_table[0].get_device_tensor(len(lens))
         if len(masked) < len(lens):
             index = torch.tensor(masked)
@@ -43,7 +44,7 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         impl = next(iter(layers.values())).impl
         shape = (len(layers), 2, len(flat_rows), impl.num_kv_heads, impl.head_size)
         kept = torch.empty(shape, dtype=self.model_config.dtype)
-        return TreeRows(
+        return CpuTreeRows(
             block_table=block_table,
             context_lens=context_lens,
             query_start=start,

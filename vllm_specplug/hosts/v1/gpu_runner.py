@@ -7,16 +7,16 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.hosts.attention.paged_v1 import device_scratch_metadata, upload_rows
+from vllm_specplug.hosts.attention.paged import level_metadata
+from vllm_specplug.hosts.attention.rows import DeviceTreeRows, upload_rows
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
 
 
 class TreeDeviceModelRunner(TreeModelRunner):
     """Mixed into a V1 runner of the host whose attention is that of ``v1_gpu_attention``."""
 
-    scratch_metadata = staticmethod(device_scratch_metadata)
+    level_metadata = staticmethod(level_metadata)
     may_couple = False  # what we know is the noise of the host's CPU sampler
     _caches: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -9,8 +9,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.attention.paged import check_layers
-from vllm_specplug.hosts.attention.paged_v1 import v1_device_backends
+from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends
 from vllm_specplug.hosts.v1.gpu_runner import TreeGPUModelRunnerV1
 
 
@@ -23,7 +22,7 @@ class DeviceWorkerV1:
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with v1_device_backends():
+        with device_tree_backends():
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
 

@@ -181,15 +181,14 @@ class TreeModelRunner(DraftPhase, ABC):
 
     @staticmethod
     @abstractmethod
-    def scratch_metadata(
+    def level_metadata(
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
-        width: int,
         tree_start: torch.Tensor,
         mask: torch.Tensor,
         scratch: dict[str, KvScratch],
     ) -> Any:
-        """Return the metadata of a draft level, see ``attention.cpu.scratch_metadata``."""
+        """Return the metadata of a draft level, see ``attention.cpu.level_metadata``."""
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)

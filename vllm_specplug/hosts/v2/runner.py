@@ -21,11 +21,11 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.step import StepPlan, before_forward
 from vllm_specplug.hosts.attention.paged import check_caches
+from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
-from vllm_specplug.hosts.v2.trees import DeviceTreeRows
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room

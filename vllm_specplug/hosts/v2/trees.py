@@ -5,47 +5,17 @@ Nothing here is read back.  The buffers live as long as the runner, so that CUDA
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.layout import WORD_BITS, ancestor_bits, ancestor_mask
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.core.tree import depths_from_parents, valid_rows
+from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.kernels.triton_round import stage_rows, store_trees
 from vllm_specplug.types import PADDING, TokenTree
-
-
-@dataclass(frozen=True)
-class DeviceTreeRows:
-    """Rows of a forward that attend by a tree mask.
-
-    Attributes:
-        context_lens: int32 ``[num_trees]``; cached tokens that every row sees.
-        query_start, query_lens: int32 ``[num_trees]``; the tree's rows in the flat batch; 0 rows: no tree.
-        tree_start, tree_lens: int32 ``[num_trees]``; its rows among the tree keys.
-        bits: int64 ``[num_trees, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
-        max_query_len: host value.
-        max_context_len: host value; None: not known.
-        all_rows: whether the forward has no other rows, so that the host's kernel is not needed.
-        uniform: whether, besides, every tree has ``max_query_len`` rows; host value.
-        scratch: by layer, where tree keys live; None: they are this forward's own key/value.
-    """
-
-    context_lens: torch.Tensor
-    query_start: torch.Tensor
-    query_lens: torch.Tensor
-    tree_start: torch.Tensor
-    tree_lens: torch.Tensor
-    bits: torch.Tensor
-    max_query_len: int
-    max_context_len: int | None
-    all_rows: bool
-    uniform: bool
-    scratch: dict[str, KvScratch] | None = None
 
 
 class DeviceTrees:

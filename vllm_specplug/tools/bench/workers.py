@@ -21,7 +21,7 @@ from vllm_specplug.utils.environment import end_of_log, engine_environment
 
 _NUM_WARM_UPS = 3
 ENGINE_MODULE = "vllm_specplug.hosts.probes.bench_worker"
-PROBE_MODULE = "vllm_specplug.hosts.probes.round_probe"
+PROBE_MODULE = "vllm_specplug.hosts.probes.step_parts_probe"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A look inside rounds of the real engine on a tiny model."""
+"""The parts of a step, measured in the real engine on a tiny model."""
 
 import os
 import random
@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE
-from vllm_specplug.hosts.probes import bench_worker, round_probe, served_threads
-from vllm_specplug.hosts.probes.served_threads import use_served_threads
+from vllm_specplug.hosts.probes import bench_worker, in_process, step_parts_probe
+from vllm_specplug.hosts.probes.in_process import use_served_threads
 
 
 @pytest.fixture
@@ -26,40 +26,40 @@ def probed(engine):
         runner.drafter: ["_score"],
         engine: ["step"],
     }
-    clock = round_probe.RoundClock(llm)
+    clock = step_parts_probe.PartsClock(llm)
     yield llm, clock
     for owner, names in named.items():
         for name in names:
-            delattr(owner, name)  # the class's own again: other tests use this engine
+            delattr(owner, name)  # restores the class's methods: other tests use this engine
 
 
 def test_an_engine_to_be_measured_in_one_process(engine, checkpoints, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.setattr(bench_worker, "answer", lambda llm, texts: llm)
-    told = []
-    monkeypatch.setattr(served_threads, "use_served_threads", told.append)
+    seen = []
+    monkeypatch.setattr(in_process, "use_served_threads", seen.append)
     _, ask = bench_worker.start({"model": str(checkpoints["target"]), **ENGINE, "in_process": True})
     llm = ask({"texts": [], "unknown": 0})
     engine.kept.append(llm)
     core = llm.llm_engine.engine_core.engine_core  # it has no process of its own
     assert type(core.model_executor).__name__ == "UniProcExecutor"
-    assert len(told) == 1 and told[0] is llm.llm_engine.vllm_config
+    assert len(seen) == 1 and seen[0] is llm.llm_engine.vllm_config
 
 
 @pytest.mark.parametrize("cpu_lists, threads", [([[5]], 1), ([[0, 1]], 2), ([], 3), (None, None)])
 def test_threads_of_a_server(engine, monkeypatch, cpu_lists, threads):
-    """What the host's workers are given when it serves (None: really), not what an engine in one process takes."""
+    """The threads of vLLM's workers in a server (None: the real number), not those of an engine in one process."""
     from vllm.utils import ompmultiprocessing
 
     config, before = engine().llm_engine.vllm_config, torch.get_num_threads()
-    monkeypatch.setenv("LD_PRELOAD", "/a/libiomp5.so:/a/libgomp.so")  # the host's list refuses both at once
+    monkeypatch.setenv("LD_PRELOAD", "/a/libiomp5.so:/a/libgomp.so")  # vLLM's list refuses both at once
     if cpu_lists is None:
         with monkeypatch.context() as patch:
             patch.delenv("LD_PRELOAD")
             threads = len(ompmultiprocessing.OMPProcessManager(config).cpu_lists[0])
     else:
-        told = SimpleNamespace(cpu_lists=cpu_lists)
-        monkeypatch.setattr(ompmultiprocessing, "OMPProcessManager", lambda given: told if given is config else None)
+        manager = SimpleNamespace(cpu_lists=cpu_lists)
+        monkeypatch.setattr(ompmultiprocessing, "OMPProcessManager", lambda given: manager if given is config else None)
     torch._C.set_num_threads(3)
     try:
         assert use_served_threads(config) == torch.get_num_threads() == threads
@@ -73,16 +73,16 @@ def prompts(count):
     return [{"prompt_token_ids": [rng.randrange(3, tiny.VOCAB) for _ in range(12)]} for _ in range(count)]
 
 
-def test_stages_trees_and_steps(probed, monkeypatch):
+def test_parts_trees_and_steps(probed, monkeypatch):
     llm, clock = probed
-    round_probe.decode(llm, prompts(2), 12, ignore_eos=True)
-    stages = clock.stages()
+    step_parts_probe.decode(llm, prompts(2), 12, ignore_eos=True)
+    found = clock.mean_parts()
     parts = ("verify_ms", "draft_forward_ms", "draft_other_ms", "host_ms")
-    assert stages["rounds"] >= 2 and min(stages[part] for part in parts) > 0
-    assert sum(stages[part] for part in parts) == pytest.approx(stages["round_ms"], abs=0.01)
+    assert found["rounds"] >= 2 and min(found[part] for part in parts) > 0
+    assert sum(found[part] for part in parts) == pytest.approx(found["round_ms"], abs=0.01)
 
     monkeypatch.setattr(type(llm), "get_tokenizer", lambda self: SimpleNamespace(decode=lambda ids: f"<{ids[0]}>"))
-    found = round_probe.traced_trees(llm, clock, prompts(2), 12, 3)
+    found = step_parts_probe.traced_trees(llm, clock, prompts(2), 12, 3)
     assert clock.runner._trace is None and len(found["trees"]) == 3
     for tree in found["trees"]:
         assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["log_values"]) + 1
@@ -100,7 +100,7 @@ def test_stages_trees_and_steps(probed, monkeypatch):
         return forward(*args, **kwargs)
 
     clock.runner._model_forward = counted
-    steps = round_probe.step_costs(llm, clock, [1, 6], 16, 10)
+    steps = step_parts_probe.step_costs(llm, clock, [1, 6], 16, 10)
     clock.runner._model_forward = forward
     assert [step["nodes"] for step in steps] == [1, 6] and min(step["step_ms"] for step in steps) > 0
     assert {2, 7} <= set(seen) and clock.runner.drafter.options is options
@@ -109,16 +109,16 @@ def test_stages_trees_and_steps(probed, monkeypatch):
 def test_the_decisions_own_time(engine):
     tree = {"method": "eagle2", "num_speculative_tokens": 4, "draft_depth": 2, "draft_top_k": 2, "budget": "measured"}
     llm = engine("eagle", tree=tree)  # of this test only
-    clock = round_probe.RoundClock(llm)
-    round_probe.decode_together(llm, prompts(3), 12)
-    stages = clock.stages()
-    assert 0 < stages["decide_ms"] < stages["round_ms"]
-    assert 2 <= stages["rounds"] <= 12  # all three in each
+    clock = step_parts_probe.PartsClock(llm)
+    step_parts_probe.decode_together(llm, prompts(3), 12)
+    found = clock.mean_parts()
+    assert 0 < found["decide_ms"] < found["round_ms"]
+    assert 2 <= found["rounds"] <= 12  # all three in each
 
 
 def test_machine_facts(checkpoints):
     weights = load_file(checkpoints["target"] / "model.safetensors")
     read = [name for name in weights if "lm_head.weight" not in weights or "embed_tokens" not in name]
     expected = sum(weights[name].numel() for name in read) * 2
-    assert round_probe.weight_bytes(str(checkpoints["target"]), 2) == expected > 0
-    assert round_probe.read_bandwidth_gb_s(mib=16, repeats=2) > 0.1
+    assert step_parts_probe.weight_bytes(str(checkpoints["target"]), 2) == expected > 0
+    assert step_parts_probe.read_bandwidth_gb_s(mib=16, repeats=2) > 0.1

@@ -1,14 +1,21 @@
-"""The device attention on a CPU, for tests under Triton's interpreter: the host's page layout, our kernel.
+"""The paged attention, and the V1 runner for devices, on a CPU under Triton's interpreter.
 
-The host's own part is plain torch here: its kernels ask for a CUDA device, or take seconds in the interpreter.
+vLLM's own part is plain torch here: its kernels require a CUDA device, or take seconds in the interpreter.  Importing
+this module makes ``device_tree_backends`` select it on CPUs.
 """
 
 from __future__ import annotations
 
 import torch
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.hosts.attention.paged import TreeImpl, TreeTritonBackend
+from vllm_specplug.hosts.attention.paged import BACKENDS, TreeImpl, TreeTritonBackend
+from vllm_specplug.hosts.v1.gpu_runner import TreeDeviceModelRunner
+from vllm_specplug.hosts.v1.gpu_worker import DeviceWorkerV1
+from vllm_specplug.hosts.v1.processors import custom_processors_hidden
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 
 
@@ -51,3 +58,19 @@ class InterpretedBackend(TreeTritonBackend):
     @staticmethod
     def get_impl_cls() -> type[InterpretedImpl]:
         return InterpretedImpl
+
+
+BACKENDS[AttentionBackendEnum.CPU_ATTN] = f"{__name__}.InterpretedBackend"
+
+
+class InterpretedModelRunnerV1(TreeDeviceModelRunner, CPUModelRunner):
+    pass
+
+
+class InterpretedWorkerV1(DeviceWorkerV1, CPUWorker):
+    """Selected by the tests through ``worker_cls``."""
+
+    def init_device(self) -> None:
+        with custom_processors_hidden(self.model_config):
+            super().init_device()
+        self.model_runner = InterpretedModelRunnerV1(self.vllm_config, self.device)

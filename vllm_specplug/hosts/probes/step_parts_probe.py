@@ -1,19 +1,17 @@
-"""A look inside decode rounds: where their time goes, what trees are drafted, what more nodes cost.
+"""Measures the parts of a decoding step, its drafted trees, and the time that more nodes cost.
 
-Served by ``bench.serving``, like ``bench_worker``, but the engine runs in this process, so that its runner is within
-reach; with the threads that it has when it serves.  It is started with the arguments of ``LLM``, says facts about the
-machine, and is asked by key:
+A worker process with the engine in it.  The first message has the arguments of ``LLM`` and is answered with facts about
+the machine.  The requests:
 
-``stages``   ``{"texts", "max_tokens"}``: milliseconds of a decode round by stage; with ``"together"``, of one batch.
-``trees``    the same, with ``"count"``: drafted trees with their tokens' text, and predicted against real acceptance.
-``nodes``    ``{"nodes": [..], "context", "max_tokens"}``: milliseconds of a step, drafting left out, by verified nodes.
+``{"texts", "max_tokens"}``: milliseconds of a step by part (see ``PartsClock``); with ``"together"``, of one batch.
+``{"texts", "max_tokens", "count"}``: drafted trees with the text of their tokens, and the reliability bins.
+``{"nodes": [..], "context", "max_tokens"}``: milliseconds of a step without drafting, by number of verified nodes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -23,28 +21,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import safe_open
 
 from vllm_specplug.budget.calibration import Reliability
 from vllm_specplug.hosts.probes.bench_worker import prompts_of
-from vllm_specplug.hosts.probes.served_threads import use_served_threads
+from vllm_specplug.hosts.probes.in_process import runner_of, start_in_process
 from vllm_specplug.hosts.v1.trace import TreeTrace, source_shares
 from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
 
-_STAGES = ("verify", "draft", "draft_forward", "decide")
-#: Of the measured budget.
+_PARTS = ("verify", "draft", "draft_forward", "decide")
+#: Methods of the measured budget that decide something.
 _DECISIONS = ("begin", "plan", "wants_model_drafter", "select", "end")
 
 
-class RoundClock:
-    """Wraps an engine in this process: seconds of every decode round (no prompt in it), in all and by stage."""
+class PartsClock:
+    """Wraps an engine in this process; measures each step without a prompt in it: seconds in total and by part."""
 
     def __init__(self, llm: Any):
-        self.rounds: list[dict[str, float]] = []
-        self._spent = dict.fromkeys(_STAGES, 0.0)
+        self.steps: list[dict[str, float]] = []
+        self._spent = dict.fromkeys(_PARTS, 0.0)
         self._decoding = False
         engine = llm.llm_engine
-        self.runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.runner = runner_of(llm)
         drafter = getattr(self.runner, "drafter", None)
         self._wrap(self.runner, "_model_forward", "verify")
         self._wrap(self.runner.model, "compute_logits", "verify")
@@ -68,16 +67,16 @@ class RoundClock:
             return execute(scheduler_output, *args, **kwargs)
 
         def timed() -> Any:
-            self._spent, self._decoding = dict.fromkeys(_STAGES, 0.0), False
+            self._spent, self._decoding = dict.fromkeys(_PARTS, 0.0), False
             start = time.perf_counter()
             result = step()
             if self._decoding:
-                self.rounds.append(self._spent | {"round": time.perf_counter() - start})
+                self.steps.append(self._spent | {"step": time.perf_counter() - start})
             return result
 
         self.runner.execute_model, engine.step = noted, timed
 
-    def _wrap(self, owner: Any, name: str, stage: str = "draft_forward") -> None:
+    def _wrap(self, owner: Any, name: str, part: str = "draft_forward") -> None:
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -85,33 +84,31 @@ class RoundClock:
             try:
                 return call(*args, **kwargs)
             finally:
-                self._spent[stage] += time.perf_counter() - start
+                self._spent[part] += time.perf_counter() - start
 
         setattr(owner, name, timed)
 
-    def stages(self) -> dict[str, float]:
-        """Means in milliseconds over the rounds between the quartiles of their time, so that the stages add up."""
-        if not self.rounds:
-            raise RuntimeError("no round without a prompt was seen: ask for more tokens")
-        ordered = sorted(self.rounds, key=lambda spent: spent["round"])
+    def mean_parts(self) -> dict[str, float]:
+        """Average the steps between the quartiles of the total time, in milliseconds; the parts add up to the total."""
+        if not self.steps:
+            raise RuntimeError("no step without a prompt was measured: increase max_tokens")
+        ordered = sorted(self.steps, key=lambda spent: spent["step"])
         middle = ordered[len(ordered) // 4 : max(3 * len(ordered) // 4, len(ordered) // 4 + 1)]
-        mean = {name: statistics.fmean(spent[name] for spent in middle) * 1e3 for name in ("round", *_STAGES)}
+        mean = {name: statistics.fmean(spent[name] for spent in middle) * 1e3 for name in ("step", *_PARTS)}
         found = {
-            "rounds": len(self.rounds),
-            "round_ms": round(mean["round"], 3),
+            "rounds": len(self.steps),
+            "round_ms": round(mean["step"], 3),
             "verify_ms": round(mean["verify"], 3),
             "draft_forward_ms": round(mean["draft_forward"], 3),
             "draft_other_ms": round(mean["draft"] - mean["draft_forward"], 3),
-            "host_ms": round(mean["round"] - mean["verify"] - mean["draft"], 3),
+            "host_ms": round(mean["step"] - mean["verify"] - mean["draft"], 3),
         }
-        # Within the other parts: the budget's own time.
+        # The budget decides inside the other parts.
         return found | ({"decide_ms": round(mean["decide"], 3)} if mean["decide"] else {})
 
 
 def read_bandwidth_gb_s(mib: int = 256, repeats: int = 5) -> float:
-    """Bytes per second that this process reads from memory with the engine's threads: the best of some passes."""
-    import torch
-
+    """Measure how fast the engine's threads read memory, in GB/s: the best of ``repeats`` passes over ``mib`` MiB."""
     values = torch.ones(mib * 2**18)
     best = float("inf")
     for _ in range(repeats):
@@ -122,7 +119,9 @@ def read_bandwidth_gb_s(mib: int = 256, repeats: int = 5) -> float:
 
 
 def weight_bytes(model: str, element_size: int) -> int:
-    """Bytes of the weights that a decode step reads, from the checkpoint (the host may drop tensors that it packed).
+    """Return the bytes of weights that a decode step reads.
+
+    They are read from the checkpoint, because vLLM may drop tensors that it has packed.
 
     Args:
         model: directory of ``.safetensors`` files.
@@ -132,13 +131,13 @@ def weight_bytes(model: str, element_size: int) -> int:
     for file in Path(model).glob("*.safetensors"):
         with safe_open(str(file), framework="pt") as shard:
             sizes |= {name: math.prod(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
-    if "lm_head.weight" in sizes:  # of an embedding that is no head as well, a step reads single rows
+    if "lm_head.weight" in sizes:  # of an embedding that is not also the head, a step reads single rows
         sizes = {name: size for name, size in sizes.items() if "embed_tokens" not in name}
     return sum(sizes.values()) * element_size
 
 
 def decode(llm: Any, prompts: list[dict], max_tokens: int, ignore_eos: bool = False) -> None:
-    """Greedy answers, one prompt at a time."""
+    """Generate greedy answers, one prompt at a time."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
@@ -147,15 +146,19 @@ def decode(llm: Any, prompts: list[dict], max_tokens: int, ignore_eos: bool = Fa
 
 
 def decode_together(llm: Any, prompts: list[dict], max_tokens: int) -> None:
-    """Greedy answers of one length, all under way at once."""
+    """Generate greedy answers of one length, all in one batch."""
     from vllm import SamplingParams
 
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)
 
 
-def traced_trees(llm: Any, clock: RoundClock, prompts: list[dict], max_tokens: int, count: int) -> dict[str, Any]:
-    """``trees``: ``count`` trees of branching drafts, evenly spaced over all; ``calibration``: the reliability bins;
-    and ``sources``, where drafts are merged: what each proposer earned (``SourceShare``)."""
+def traced_trees(llm: Any, clock: PartsClock, prompts: list[dict], max_tokens: int, count: int) -> dict[str, Any]:
+    """Return drafted trees and how often their nodes were accepted.
+
+    Returns:
+        ``trees``: up to ``count`` branching trees, evenly spaced over all; ``calibration``: the reliability bins; with
+        merged drafts also ``sources``: what each proposer contributed (``SourceShare``).
+    """
     with tempfile.TemporaryDirectory() as folder:
         clock.runner._trace = TreeTrace.open(str(Path(folder) / "trees"))
         try:
@@ -179,30 +182,26 @@ def traced_trees(llm: Any, clock: RoundClock, prompts: list[dict], max_tokens: i
     return found | ({"sources": {name: asdict(share) for name, share in shares.items()}} if shares else {})
 
 
-def step_costs(llm: Any, clock: RoundClock, nodes: list[int], context: int, max_tokens: int) -> list[dict[str, float]]:
-    """Median milliseconds of a step that verifies exactly so many nodes, its drafting left out."""
+def step_costs(llm: Any, clock: PartsClock, nodes: list[int], context: int, max_tokens: int) -> list[dict[str, float]]:
+    """Return the median milliseconds of a step without drafting, for each number of verified nodes."""
     draw, vocab_size = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
     prompt = {"prompt_token_ids": [draw.randrange(vocab_size) for _ in range(context)]}
     drafter, results = clock.runner.drafter, []
     options = drafter.options
     for count in nodes:
         drafter.options = replace(options, num_speculative_tokens=count, min_node_value=0.0, min_level_value=0.0)
-        clock.rounds.clear()
+        clock.steps.clear()
         decode(llm, [prompt], max_tokens, ignore_eos=True)
-        seconds = [spent["round"] - spent["draft"] for spent in clock.rounds]
+        seconds = [spent["step"] - spent["draft"] for spent in clock.steps]
         results.append({"nodes": count, "step_ms": round(statistics.median(seconds) * 1e3, 3)})
     drafter.options = options
     return results
 
 
 def start(arguments: Message) -> Engine:
-    """The engine and its clock, for ``bench.serving``."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the runner must be within reach
-    from vllm import LLM
-
-    llm = LLM(**arguments)
-    threads = use_served_threads(llm.llm_engine.vllm_config)
-    clock = RoundClock(llm)
+    """Start the engine and its clock, for ``run_worker``."""
+    llm = start_in_process(arguments)
+    clock = PartsClock(llm)
     config = llm.llm_engine.model_config
     machine = {"weight_bytes": weight_bytes(config.model, config.dtype.itemsize), "read_gb_s": read_bandwidth_gb_s()}
 
@@ -212,17 +211,17 @@ def start(arguments: Message) -> Engine:
         prompts = prompts_of(llm, request["texts"], request["max_tokens"])
         if request.get("together"):
             decode_together(llm, prompts, request["max_tokens"])
-            clock.rounds.clear()
+            clock.steps.clear()
             decode_together(llm, prompts, request["max_tokens"])
-            return clock.stages()
+            return clock.mean_parts()
         if "count" in request:
             return traced_trees(llm, clock, prompts, request["max_tokens"], request["count"])
         decode(llm, prompts[:1], request["max_tokens"])
-        clock.rounds.clear()
+        clock.steps.clear()
         decode(llm, prompts, request["max_tokens"])
-        return clock.stages()
+        return clock.mean_parts()
 
-    return machine | {"threads": threads}, ask
+    return machine | {"threads": torch.get_num_threads()}, ask
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""Tree rows: what the attention layers of a forward receive about its trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from vllm_specplug.core.kv import KvScratch
+from vllm_specplug.core.layout import ancestor_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeRows:
+    """Rows of a forward that attend by a tree mask.
+
+    Attributes:
+        context_lens: int32 ``[num_trees]``; cached tokens that every row sees.
+        query_start, query_lens: int32 ``[num_trees]``; the tree's rows in the flat batch; 0 rows: no tree.
+        tree_start, tree_lens: int32 ``[num_trees]``; its rows among the tree keys.
+        all_rows: whether the forward has no other rows, so that vLLM's attention kernel is not needed.
+        scratch: by layer name, where the tree keys are kept; None: they are the key/value of this forward.
+    """
+
+    context_lens: torch.Tensor
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    tree_start: torch.Tensor
+    tree_lens: torch.Tensor
+    all_rows: bool
+    scratch: dict[str, KvScratch] | None = None
+
+    @classmethod
+    def of_level(
+        cls,
+        context_lens: torch.Tensor,
+        query_start: torch.Tensor | None,
+        tree_start: torch.Tensor,
+        width: int,
+        tree_len: int,
+        scratch: dict[str, KvScratch],
+        **fields: Any,
+    ) -> Self:
+        """Make the rows of a draft level: ``width`` per request, their key/value in the scratch."""
+        if query_start is None:
+            query_start = torch.arange(len(context_lens), dtype=torch.int32, device=context_lens.device) * width
+        return cls(
+            context_lens=context_lens,
+            query_start=query_start,
+            query_lens=torch.full_like(query_start, width),
+            tree_start=tree_start,
+            tree_lens=torch.full_like(query_start, tree_len),
+            all_rows=True,
+            scratch=scratch,
+            **fields,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuTreeRows(TreeRows):
+    """Tree rows for the CPU attention; all tensors are in CPU memory.
+
+    With ``all_rows``, nothing is written to the pages before the commit.
+
+    Attributes:
+        block_table: int32 ``[num_trees, max_blocks]``.
+        mask: bool ``[num_trees, max_query_len, max_tree_len]``.
+        commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
+        kept: where they are kept, ``[num_layers, 2, num_rows, num_kv_heads, head_size]``; None with a scratch.
+        kept_of: by layer name, its part of ``kept``.
+    """
+
+    block_table: torch.Tensor
+    mask: torch.Tensor
+    commit_rows: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    kept_of: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTreeRows(TreeRows):
+    """Tree rows for the paged attention; all tensors are on the device, all numbers are Python ints on the CPU.
+
+    Attributes:
+        bits: int64 ``[num_trees, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
+        max_query_len: the largest of ``query_lens``.
+        max_context_len: at least the largest of ``context_lens``; None: unknown.
+        uniform: whether the forward has no other rows and every tree has ``max_query_len`` rows.
+    """
+
+    bits: torch.Tensor
+    max_query_len: int
+    max_context_len: int | None
+    uniform: bool
+
+
+def upload_rows(
+    context_lens: torch.Tensor,
+    start: torch.Tensor,
+    lens: torch.Tensor,
+    mask: torch.Tensor,
+    masked: list[int],
+    all_rows: bool,
+    device: torch.device,
+) -> DeviceTreeRows:
+    """Copy the tree rows of a verification forward to the device (arguments: see ``TreeModelRunner._tree_rows``)."""
+    is_masked = torch.zeros(len(lens), dtype=torch.bool)
+    is_masked[masked] = True
+    lens = lens.masked_fill(~is_masked, 0)
+    on_device = [values.to(device) for values in (context_lens, start, lens, ancestor_bits(mask))]
+    return DeviceTreeRows(
+        context_lens=on_device[0],
+        query_start=on_device[1],
+        query_lens=on_device[2],
+        tree_start=on_device[1],
+        tree_lens=on_device[2],
+        bits=on_device[3],
+        max_query_len=mask.shape[1],
+        max_context_len=int(context_lens.max()),
+        all_rows=all_rows,
+        uniform=all_rows and bool((lens == mask.shape[1]).all()),
+    )
