@@ -54,7 +54,7 @@ def test_level(benchmark, drafters, rows, way):
     def level():
         with set_forward_context(None, drafter.vllm_config, num_tokens=rows):
             score, _ = drafter.model(input_ids=token_ids, positions=positions, hidden_states=hidden, inputs_embeds=None)
-        drafter._head(score)
+        drafter._scorer.head(score)
 
     benchmark.group = f"{rows} rows"
     benchmark.extra_info.update(provenance(baseline="the same drafter in bfloat16, same run"))

@@ -67,7 +67,7 @@ def test_own_tokens_are_drafted_beside_a_reduced_vocabulary(engine, monkeypatch)
     """Of one short text, so that few of the tokens that the drafter does not know are in it."""
     llm = engine("reduced", enable_prefix_caching=False, max_num_batched_tokens=64)
     drafter = runner_of(llm).drafter
-    known = set(drafter._draft_to_target.tolist())
+    known = set(drafter._scorer.draft_ids.tolist())
     prompt = [token_id for token_id in range(3, tiny.VOCAB) if token_id not in known][:6]
     answers, drafts, _ = drafted(llm, [{"prompt_token_ids": prompt}], monkeypatch, drafter.context)
     tokens = {token_id for draft in drafts for token_id in draft.tree.token_ids[:, 1:].flatten().tolist()} - {-1}

@@ -60,7 +60,7 @@ def test_only_the_drafter_is_rounded(engine):
     layer = "model.layers.0"
     names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
     assert rounded(runner.drafter.model) == {f"{layer}.{name}" for name in names}
-    assert runner.drafter._head._rounded is not None
+    assert runner.drafter._scorer.head._rounded is not None
     assert not rounded(runner.model)
 
 
@@ -93,7 +93,7 @@ def test_a_rounded_drafter_says_nearly_the_same(engine, monkeypatch):
         monkeypatch.setattr(attention, "forward", lambda query, key, value: query)
         with set_forward_context(None, drafter.vllm_config, num_tokens=24):
             features, _ = drafter.model(input_ids=token_ids, positions=torch.arange(24), hidden_states=hidden)
-        return features, drafter._head(features)
+        return features, drafter._scorer.head(features)
 
     for rounded, whole in zip(said(engine("reduced", INT8)), said(engine("reduced", TREE)), strict=True):
         assert 0 < (rounded - whole).norm() < 0.03 * whole.norm()

@@ -9,22 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
-from vllm_specplug.core.kv import DraftScratch, KvScratch
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.core.tree import prune
 from vllm_specplug.hosts.drafters.base import DraftHooks
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
-from vllm_specplug.hosts.drafters.draft_head import DraftHead
-from vllm_specplug.proposers.eagle2.checkpoint import target_ids
+from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -50,9 +46,6 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self.runner = runner
         #: ``StepPlan.path_index`` on the drafter's device.
         self.path_index: torch.Tensor | None = None
-        self._head: DraftHead | None = None
-        self._has_own_head = False
-        self._draft_to_target: torch.Tensor | None = None
         self._vocabulary: ContextVocabulary | None = None
         self._first_pass: tuple[Any, ...] | None = None
         #: What the drafter has not seen of the requests, see ``catch_up``.
@@ -75,8 +68,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self.model.register_forward_hook(self._keep_output)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
-        shapes = {name: (impl.num_kv_heads, impl.head_size) for name, impl in self.draft_layers.items()}
-        self._scratch = DraftScratch(shapes, self.dtype, self.device)
+        self._scratch = LevelScratch(self.vllm_config, self.draft_layers, self.options, self.dtype, self.device)
         simple = not (self.needs_extra_input_slots or self.use_heterogeneous_vocab or self.uses_mrope)
         if self.device.type == "cpu" and simple and ContextWriter.knows(self.model):
             self.context = ContextWriter(self.model)
@@ -86,20 +78,10 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         super()._maybe_share_lm_head(target_language_model)
-        d2t = getattr(self.model, "d2t", None)
-        if d2t is None:
-            d2t = getattr(self.model, "draft_id_to_target_id", None)
-            if d2t is not None:  # EAGLE-3: a head of its own in the draft vocabulary
-                self._has_own_head = True
-                self._draft_to_target = target_ids(d2t.data)
-            return
-        self._draft_to_target = target_ids(d2t).to(self.device)
-        if get_tensor_model_parallel_world_size() > 1:
-            return  # no rank has all rows of the head
         lm_head = target_language_model.lm_head.weight.data
-        self._head = DraftHead(lm_head[self._draft_to_target].contiguous(), bool(self.options.draft_int8))
-        if self.device.type == "cpu":
-            self._vocabulary = ContextVocabulary(lm_head, self._draft_to_target)
+        self._scorer = EagleScorer(self.model, lm_head, bool(self.options.draft_int8))
+        if self._scorer.head is not None and self.device.type == "cpu":
+            self._vocabulary = ContextVocabulary(lm_head, self._scorer.draft_ids)
 
     # ---- drafting paused
 
@@ -191,7 +173,14 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         _, rows, metadata = self._first_pass
         score, feed = self._last_output
         positions = self.positions[rows]
-        level = _Levels(self, positions, metadata.block_table_tensor)
+        levels = EagleLevels(
+            self.model,
+            self._scratch,
+            positions,
+            metadata.block_table_tensor,
+            len(positions),
+            self.runner.level_metadata,
+        )
         if self._vocabulary is not None:
             batch = self.runner.input_batch
             self._vocabulary.look(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
@@ -207,7 +196,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             kwargs["next_token_ids"].long(),
             DraftFeatures(score[rows], feed[rows]),
             score_level,
-            level.forward,
+            levels.forward,
             num_nodes=self.options.num_speculative_tokens,
             draft_depth=self.options.draft_depth,
             draft_top_k=self.options.draft_top_k,
@@ -254,32 +243,12 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         sampling: DraftSampling | None = None,
         vocabulary: ContextVocabulary | None = None,
     ) -> Children:
-        draft_ids = self._draft_to_target
-        if self._head is not None:
-            logits = self._head(hidden)
-            if vocabulary is not None:
-                logits, draft_ids = vocabulary.extend(logits, hidden), vocabulary.ids
-        elif self._has_own_head:
-            logits = self.model.logits_processor(self.model.lm_head, hidden)
-        else:
-            logits = self.model.compute_logits(hidden)
-            if self._draft_to_target is not None:
-                logits = logits[:, self._draft_to_target]
+        logits, draft_ids = self._scorer.logits(hidden), self._scorer.draft_ids
+        if vocabulary is not None:
+            logits, draft_ids = vocabulary.extend(logits, hidden), vocabulary.ids
         if sampling is None:
             return likeliest(logits, top_k, draft_ids)
         return sampling.children(logits, level, top_k, draft_ids)
-
-    def scratch(self, num_reqs: int, level: int) -> dict[str, KvScratch]:
-        """Scratch of every draft layer for the nodes fed at ``level``, allocated on first use."""
-        top_k, capacity = self.options.draft_top_k, self.scratch_capacity
-        requests = torch.arange(num_reqs, device=self.device).unsqueeze(1) * capacity
-        rows = (requests + torch.arange(level * top_k, (level + 1) * top_k, device=self.device)).flatten()
-        return self._scratch.at(rows, num_reqs * capacity)
-
-    @property
-    def scratch_capacity(self) -> int:
-        """Nodes that one request feeds in a round."""
-        return self.options.draft_top_k * max(self.options.draft_depth - 1, 1)
 
 
 def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
@@ -332,38 +301,3 @@ class _Growth:
     def report(self, first_pass: float, num_rows: int, level_rows: int) -> None:
         """Tell the budget what the round took: its first pass over ``num_rows`` in seconds, and the levels."""
         self.budget.drafted(first_pass, num_rows, self._level_seconds, level_rows)
-
-
-class _Levels:
-    """The drafter forwards of one round behind the first."""
-
-    def __init__(self, proposer: TreeEagleProposer, positions: torch.Tensor, block_table: torch.Tensor):
-        self.proposer = proposer
-        self.positions = positions
-        num_reqs = positions.shape[0]
-        self.block_table = block_table[:num_reqs]
-        self.context_lens = (positions + 1).to(torch.int32)
-        self.requests = torch.arange(num_reqs, dtype=torch.int32, device=positions.device)
-
-    def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> DraftFeatures:
-        proposer = self.proposer
-        num_reqs, width = token_ids.shape
-        num_tokens = num_reqs * width
-        tree_start = self.requests * proposer.scratch_capacity
-        scratch = proposer.scratch(num_reqs, level)
-        metadata = proposer.runner.level_metadata(self.block_table, self.context_lens, tree_start, mask, scratch)
-        # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
-        positions = (self.positions + level + 1).clamp(max=proposer.max_model_len - 1).repeat_interleave(width)
-        with set_forward_context(
-            dict.fromkeys(proposer.draft_layers, metadata),
-            proposer.vllm_config,
-            num_tokens=num_tokens,
-            slot_mapping={},
-        ):
-            score, feed = proposer.model(
-                input_ids=token_ids.flatten().to(torch.int32),
-                positions=positions,
-                hidden_states=features.flatten(0, 1),
-                inputs_embeds=None,
-            )
-        return DraftFeatures(score.unflatten(0, (num_reqs, width)), feed.unflatten(0, (num_reqs, width)))

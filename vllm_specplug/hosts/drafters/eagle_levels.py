@@ -1,0 +1,130 @@
+"""What EAGLE drafters do alike on both model runners: logits of drafted nodes, and the forwards of draft levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_specplug.config import Eagle2Options
+from vllm_specplug.core.kv import DraftScratch
+from vllm_specplug.hosts.drafters.draft_head import DraftHead
+from vllm_specplug.proposers.eagle2.checkpoint import target_ids
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
+
+
+class EagleScorer:
+    """Computes logits over the drafter's vocabulary.
+
+    Args:
+        model: vLLM's draft model.
+        lm_head: ``[vocab_size, hidden_size]``; the target's weights, of which a draft vocabulary takes its rows.
+        in_int8: whether those rows are quantised, see ``int8_linear``.
+
+    Attributes:
+        draft_ids: int64 ``[draft_vocab]``; the target's token id of each logit; None: the target's own vocabulary.
+    """
+
+    def __init__(self, model: Any, lm_head: torch.Tensor, in_int8: bool):
+        self._model = model
+        d2t, own = getattr(model, "d2t", None), getattr(model, "draft_id_to_target_id", None)
+        self._has_own_head = d2t is None and own is not None  # EAGLE-3
+        offsets = own if d2t is None else d2t
+        self.draft_ids = None if offsets is None else target_ids(offsets.data).to(lm_head.device)
+        # With several ranks, no rank has all rows of the target's head.
+        shares = d2t is not None and get_tensor_model_parallel_world_size() == 1
+        self.head = DraftHead(lm_head[self.draft_ids].contiguous(), in_int8) if shares else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
+        if self.head is not None:
+            return self.head(hidden)
+        if self._has_own_head:
+            return self._model.logits_processor(self._model.lm_head, hidden)
+        logits = self._model.compute_logits(hidden)
+        return logits if self.draft_ids is None else logits[:, self.draft_ids]
+
+
+class LevelScratch:
+    """Key/value of drafted nodes, for all draft layers; each request has room for the nodes of one tree.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        layer_names: the draft layers.
+        options: depth and width of the trees.
+        dtype, device: of the layers.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        layer_names: Collection[str],
+        options: Eagle2Options,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
+        shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()}
+        self.vllm_config, self.layer_names = vllm_config, tuple(shapes)
+        self.scratch = DraftScratch(shapes, dtype, device)
+        #: Nodes that one request feeds to the levels.
+        self.capacity = options.draft_top_k * max(options.draft_depth - 1, 1)
+
+
+class EagleLevels:
+    """The drafter's forwards behind its first one, for one draft phase.
+
+    Args:
+        model: vLLM's draft model.
+        scratch: where the levels keep their key/value.
+        positions: int64 ``[num_reqs]``; of each request's newest accepted row.
+        block_table: int32 ``[>= num_reqs, max_blocks]``.
+        max_num_reqs: requests that the scratch must hold.
+        level_metadata: ``attention.cpu.level_metadata`` or that of ``attention.paged``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        scratch: LevelScratch,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        max_num_reqs: int,
+        level_metadata: Callable[..., Any],
+    ):
+        self._model, self._scratch, self._level_metadata = model, scratch, level_metadata
+        self._positions, self._block_table = positions, block_table[: len(positions)]
+        self._context_lens = (positions + 1).to(torch.int32)
+        requests = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        self._tree_start = requests * scratch.capacity
+        self._size = max_num_reqs * scratch.capacity
+        self._max_position = scratch.vllm_config.model_config.max_model_len - 1
+
+    def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> DraftFeatures:
+        """Run the drafter over the nodes of one level, see ``proposers.eagle2.drafting.grow_tree``."""
+        num_reqs, width = token_ids.shape
+        columns = torch.arange(level * width, (level + 1) * width, device=token_ids.device)
+        rows = (self._tree_start.long().unsqueeze(1) + columns).flatten()
+        scratch = self._scratch.scratch.at(rows, self._size)
+        metadata = self._level_metadata(self._block_table, self._context_lens, self._tree_start, mask, scratch)
+        # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
+        positions = (self._positions + level + 1).clamp(max=self._max_position).repeat_interleave(width)
+        with set_forward_context(
+            dict.fromkeys(self._scratch.layer_names, metadata),
+            self._scratch.vllm_config,
+            num_tokens=num_reqs * width,
+            slot_mapping={},
+        ):
+            output = self._model(
+                input_ids=token_ids.flatten().to(torch.int32),
+                positions=positions,
+                hidden_states=features.flatten(0, 1),
+                inputs_embeds=None,
+            )
+        score, feed = output if isinstance(output, tuple) else (output, output)
+        return DraftFeatures(score.unflatten(0, (num_reqs, width)), feed.unflatten(0, (num_reqs, width)))
