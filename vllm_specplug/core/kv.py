@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.core import tree_loops
+from vllm_specplug.core.loops import rows as row_loops
+from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.types import KvMoves, Walk
 
 
@@ -82,10 +83,10 @@ def plan_moves(walk: Walk, row_start: torch.Tensor, compact: bool | None = None)
         compact: drop copies of a row onto itself.  That makes the size depend on the data, which is free on a CPU
             (the default there) and stalls other devices; there, unused places hold a copy of the root onto itself.
     """
-    if compact is not False and tree_loops.is_cpu_without_autograd(walk.path_rows, row_start):
-        rows = tree_loops.plan_moves(walk, row_start)
-        if rows is not None:
-            return KvMoves(*rows)
+    if compact is not False and is_cpu_without_autograd(walk.path_rows, row_start):
+        moves = row_loops.plan_moves(walk, row_start)
+        if moves is not None:
+            return moves
     depths = torch.arange(walk.path_rows.shape[1], device=walk.path_rows.device)
     first = row_start.long().unsqueeze(1)
     moved = (depths < walk.num_emitted.unsqueeze(1)) & (walk.path_rows != depths)

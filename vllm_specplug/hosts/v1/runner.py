@@ -25,10 +25,10 @@ from vllm_specplug.config import model_drafter
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.kv import KvScratch, plan_moves
 from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.loops.warm_up import compile_loops
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.core.seed import last_rows
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.core.tree_loops import compile_loops
 from vllm_specplug.hosts.drafters.base import CustomDrafter
 from vllm_specplug.hosts.drafters.draft_noise import DraftNoise
 from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
@@ -379,7 +379,7 @@ class TreeModelRunner(ABC):
             *args,
             **kwargs,
         )
-        failures = Guard.failures_of_all
+        failures = Guard.total_failures
         runs = caught_up = False
 
         def draft_by_model(expected: torch.Tensor | None = None) -> Draft | None:
@@ -404,7 +404,7 @@ class TreeModelRunner(ABC):
                 self._skip_round(sampled_token_ids, hidden_states, *args, **kwargs)
             if self.serving_budget is not None:
                 draft = self.serving_budget.select(draft, wanted)
-        self._counters.add("proposer failed", Guard.failures_of_all - failures)
+        self._counters.add("proposer failed", Guard.total_failures - failures)
         if isinstance(self.drafter, TreeEagleProposer) and draft is not None:
             unread = self.drafter.missed.unread.intersection(self.input_batch.req_ids)
             self._counters.add("not read by the drafter", len(unread))
