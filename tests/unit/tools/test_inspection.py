@@ -109,7 +109,7 @@ def test_command(tmp_path, capsys):
 
 def test_what_is_no_draft_checkpoint(tmp_path):
     save_head(tmp_path, {"vocab_size": 5}, {"layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)})
-    with pytest.raises(CheckpointError, match="no draft checkpoint of a known layout .*target's own folder"):
+    with pytest.raises(CheckpointError, match="not a draft checkpoint of a known layout .*folder of the target"):
         inspect(str(tmp_path))
 
 
