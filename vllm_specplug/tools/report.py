@@ -30,32 +30,16 @@ def _number(value: float | None, form: str = "{:.2f}") -> str:
 
 def summary(report: dict[str, Any]) -> str:
     """Show the overall figures of every method."""
-    headers = [
-        "method",
-        "tokens/s",
-        "speedup",
-        "speedup by repeat",
-        "tau",
-        "first token ms",
-        "ms per token",
-        "same tokens",
-    ]
+    headers = ["method", "tokens/s", "speedup", "speedup by repeat", "tau"]
+    headers += ["first token ms", "ms per token", "same tokens"]
     rows = []
     for name, method in report["methods"].items():
         o = method["overall"]
         repeats = o.get("speedup_by_repeat") or [o["speedup"]]
-        rows.append(
-            [
-                name,
-                f"{o['tokens_per_s']:.1f}",
-                f"{o['speedup']:.2f}",
-                f"{min(repeats):.2f} to {max(repeats):.2f}" if len(repeats) > 1 else "1 repeat",
-                _number(o["tau"]),
-                _number(o.get("first_token_ms"), "{:.0f}"),
-                _number(o.get("inter_token_ms"), "{:.1f}"),
-                f"{o['agree']}/{o['questions']}",
-            ]
-        )
+        span = f"{min(repeats):.2f} to {max(repeats):.2f}" if len(repeats) > 1 else "1 repeat"
+        row = [name, f"{o['tokens_per_s']:.1f}", f"{o['speedup']:.2f}", span, _number(o["tau"])]
+        row += [_number(o.get("first_token_ms"), "{:.0f}"), _number(o.get("inter_token_ms"), "{:.1f}")]
+        rows.append([*row, f"{o['agree']}/{o['questions']}"])
     text = "Speedup is tokens per second over those of plain decoding in the same run; tau includes the bonus token."
     return section_html("Overall", text, table=html_table(headers, rows))
 
@@ -158,12 +142,8 @@ def stages(report: dict[str, Any]) -> str:
     found = {name: m["stages"] for name, m in report["methods"].items() if m.get("stages")}
     if not found:
         return _missing("Time of a step by stage", "specplug bench --look-inside")
-    parts = {
-        "verify": "verify_ms",
-        "draft forward": "draft_forward_ms",
-        "draft, other": "draft_other_ms",
-        "other": "host_ms",
-    }
+    parts = {"verify": "verify_ms", "draft forward": "draft_forward_ms"}
+    parts |= {"draft, other": "draft_other_ms", "other": "host_ms"}
     rows = {name: {part: max(s[key], 0.0) for part, key in parts.items()} for name, s in found.items()}
     chart = legend(list(parts)) + stacked_bars("Milliseconds of a decode step by stage", rows)
     text = (
@@ -205,7 +185,7 @@ def trees(report: dict[str, Any]) -> str:
             path = "".join(tree["tokens"][row] for row in tree["accepted_rows"])
             caption = f"{escape(name)}, tree {number}: {len(tree['tokens']) - 1} nodes; accepted: “{escape(path)}”"
             parts.append(f"<figure>{svg}<figcaption>{caption}</figcaption></figure>")
-    text = "At even distances over a run; the numbers are predicted acceptance. The first column is the last emitted token."
+    text = "At even distances over a run; the numbers are predicted acceptance. The first column is the root token."
     return section_html("Trees", text, table=sources(report)) + "".join(parts)
 
 
@@ -236,17 +216,8 @@ def reproductions(tables: Sequence[dict[str, Any]]) -> str:
     return "".join(parts)
 
 
-SECTIONS: tuple[Callable[[dict[str, Any]], str], ...] = (
-    summary,
-    speedups,
-    concurrency,
-    tau,
-    acceptance,
-    calibration,
-    step_cost,
-    stages,
-    trees,
-)
+Section = Callable[[dict[str, Any]], str]
+SECTIONS: tuple[Section, ...] = (summary, speedups, concurrency, tau, acceptance, calibration, step_cost, stages, trees)
 
 
 def build_page(report: dict[str, Any], tables: Sequence[dict[str, Any]] = ()) -> str:

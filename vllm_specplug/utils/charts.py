@@ -74,9 +74,9 @@ def bar_chart(
                 x = left + bar * 0.46
                 parts.append(f'<path class="whisker" d="M{x:.1f} {y(span[0]):.1f}V{y(span[1]):.1f}"/>')
     for group, name in enumerate(groups):
-        x, place = _LEFT + step * (group + 0.5), bottom + 16
-        turn = f' transform="rotate(-35 {x:.1f} {place})" text-anchor="end"' if turned else ' text-anchor="middle"'
-        parts.append(f'<text x="{x:.1f}" y="{place}"{turn}>{escape(name)}</text>')
+        x, label_y = _LEFT + step * (group + 0.5), bottom + 16
+        turn = f' transform="rotate(-35 {x:.1f} {label_y})" text-anchor="end"' if turned else ' text-anchor="middle"'
+        parts.append(f'<text x="{x:.1f}" y="{label_y}"{turn}>{escape(name)}</text>')
     if reference is not None:
         parts.append(f'<path class="reference" d="M{_LEFT} {y(reference):.1f}H{width - _RIGHT}"/>')
     return _svg(title, width, height, parts)
@@ -138,7 +138,7 @@ def line_chart(
 
 
 def _marked_line(style: str, name: str, unit: str, points: Sequence[tuple[float, float, float, float]]) -> list[str]:
-    """Draw a line and its points; ``points`` holds the x and y values of each, then its place in the picture."""
+    """Draw a line and its points; ``points`` holds the x and y values of each, then its coordinates in the picture."""
     path = "L".join(f"{left:.1f} {top:.1f}" for _, _, left, top in points)
     parts = [f'<path class="line {style}" d="M{path}"/>']
     for px, py, left, top in points:
@@ -172,10 +172,10 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
     for number, (name, parts) in enumerate(rows.items()):
         top, start = 10 + 30 * number, 0.0
         parts_drawn.append(f'<text x="{left - 6}" y="{top + 15}" text-anchor="end">{escape(name)}</text>')
-        for place, (part, value) in enumerate(parts.items()):
+        for index, (part, value) in enumerate(parts.items()):
             label = f"{escape(name)}, {escape(part)}: {value:.2f}{unit}"
             parts_drawn.append(
-                f'<rect class="s{place % NUM_STYLES}" x="{x(start):.1f}" y="{top}" height="20" '
+                f'<rect class="s{index % NUM_STYLES}" x="{x(start):.1f}" y="{top}" height="20" '
                 f'width="{x(start + value) - x(start):.1f}"><title>{label}</title></rect>'
             )
             start += value

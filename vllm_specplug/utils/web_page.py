@@ -40,7 +40,7 @@ stroke-dasharray:5 4;fill:none}
 
 
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Return a table; the first cell of each row is its header.  ``scope`` tells screen readers what a header covers."""
+    """Return a table; the first cell of each row is its header.  ``scope`` tells screen readers what it heads."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in headers)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>'

@@ -49,16 +49,12 @@ def parse_server(text: str) -> tuple[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug bench``."""
-    parser.add_argument(
-        "--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct, written to the user's cache)"
-    )
+    parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--methods", default="plain,ngram,eagle-chain,eagle2", metavar="A,B:LABEL", help="%(default)s")
     parser.add_argument(
         "--method-config", action="append", default=[], metavar="NAME=JSON", help="change a method's configuration"
     )
-    parser.add_argument(
-        "--questions", type=Path, metavar="FILE", help="JSONL in the layout of Spec-Bench, HumanEval or GSM8K"
-    )
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
     parser.add_argument(
@@ -70,11 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; above 0 with a fixed seed (default: %(default)s)",
+        "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
     )
     parser.add_argument(
         "--concurrency",
@@ -112,9 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="only print the speedups by concurrency of such files",
     )
-    parser.add_argument(
-        "--into", type=Path, metavar="PAGE", help="with a table: write it into this page, between its marks"
-    )
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with a table: write it there, between its marks")
 
 
 def check_arguments(args: argparse.Namespace) -> None:

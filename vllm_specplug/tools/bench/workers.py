@@ -76,8 +76,6 @@ class Measured(Protocol):
 
     def close(self) -> int | None: ...
 
-    def kill(self) -> None: ...
-
 
 class Worker:
     """The parent's end of a worker process: it writes one JSON line and reads one JSON line back.
@@ -89,7 +87,7 @@ class Worker:
     def __init__(
         self, method: Method, engine: dict[str, Any], kv_gib: int, log: Path, module: str = ENGINE_MODULE
     ) -> None:
-        self.method, self.log, self.config = method, log, method.config
+        self.method, self.log = method, log
         self.machine: dict[str, Any] = {}  # the worker's first reply
         environment = engine_environment(kv_gib=kv_gib, plugins=not method.stock)
         if method.by_transformers:  # without Intel's OpenMP runtime, which makes transformers several times slower
