@@ -99,10 +99,9 @@ def _openmp() -> Finding:
 
 
 def _plugin() -> Finding:
-    entries = [
-        entry.name for entry in metadata.entry_points(group=_PLUGIN_GROUP) if entry.value.startswith(__package__)
-    ]
-    blocks = [] if entries else ["the package's entry points are not installed: pip install -e ."]
+    entries = metadata.entry_points(group=_PLUGIN_GROUP)
+    installed = any(entry.value.startswith("vllm_specplug.") for entry in entries)
+    blocks = [] if installed else ["the package's entry points are not installed: pip install -e ."]
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN not in allowed.split(","):
         blocks.append(f"VLLM_PLUGINS={allowed!r} excludes this plugin: add {_PLUGIN!r} or unset the variable")
