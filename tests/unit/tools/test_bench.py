@@ -43,7 +43,7 @@ def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
 
 
 class FakeEngine:
-    """Answers at once; remembers the order of calls over all engines."""
+    """Answers immediately; records the order of calls over all engines."""
 
     calls: list[str] = []
 
@@ -131,7 +131,7 @@ run_worker(start)
 
 
 def states_of(pids):
-    """Letters of ``/proc/PID/stat``; none for one that has ended."""
+    """Return the state letters of ``/proc/PID/stat``; processes that have ended are left out."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_k
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Under nohup it would be ignored; a worker then goes on, and ends at the end of its requests.
+        # Under nohup SIGHUP would be ignored, and the worker would run until its requests end.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     pids = []
@@ -199,7 +199,7 @@ def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
 
 
 class FakeVllm(BaseHTTPRequestHandler):
-    """Two tokens a chunk; every answer moves the counters by 5 drafts, of which 3 and 1 reach depths 1 and 2."""
+    """Sends two tokens per chunk; each answer adds 5 drafts to the counters, 3 of them accepted to depth 1, 1 to 2."""
 
     protocol_version = "HTTP/1.0"
 

@@ -1,4 +1,4 @@
-"""The console commands without any engine: errors, the doctor's report, tables, prompts, question layouts."""
+"""The console commands without an engine: errors, the doctor's report, tables, prompts, question layouts."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from vllm_specplug.utils.tables import format_table
 
 
 def fails_with(capsys, argv, *words):
-    """The command ends with code 2 and one line on stderr that holds all ``words``."""
+    """Check that the command ends with code 2 and one line on stderr that contains all ``words``."""
     assert cli.main(argv) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("specplug: error:") and "\n" not in error
@@ -61,7 +61,7 @@ def test_wrong_arguments_exit_with_2(argv, capsys):
 
 @pytest.fixture
 def scratch(monkeypatch, tmp_path):
-    """Where temporary files go."""
+    """The folder of temporary files."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -433,7 +433,7 @@ def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
 def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
-    """Each generated table is what the results it names give."""
+    """Each generated table equals the table of the result files that it names."""
     root = Path(__file__).parents[3]
     page, copy = (root / name).read_text(), tmp_path / "page.md"
     monkeypatch.chdir(root / "benchmarks" / "results")

@@ -17,7 +17,7 @@ VOID = {"meta", "br", "link", "img"}
 
 
 class Page(HTMLParser):
-    """Tags in order, their nesting checked; texts of table cells; every svg as text."""
+    """Collects tags in order, checks their nesting, and collects links and the texts of table cells."""
 
     def __init__(self, text):
         super().__init__()
@@ -126,7 +126,7 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert "1.00-2.00x" in text and "| concurrency | eagle2 speedup |" in text and "15%" in text
     other = {
         **results,
-        "provenance": results["provenance"] | {"commit": None},  # as of an installed package
+        "provenance": results["provenance"] | {"commit": None},  # an installed package has no commit
         "methods": {k: {**m, "concurrency": {"2": {"speedup": 0.5}}} for k, m in results["methods"].items()},
     }
     table = render_concurrency({"a.json": results, "b.json": other}).splitlines()
@@ -220,7 +220,7 @@ def test_a_browser_shows_the_page(results, tmp_path):
     if browser is None:
         pytest.skip("no Chromium here")
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    # The browser lays the page out and says how wide its content is.
+    # The browser reports the width of the page's content in its title.
     probe = (
         "<script>document.title = document.documentElement.scrollWidth + '/' + innerWidth + ' ' "
         "+ document.querySelectorAll('svg').length</script>"
