@@ -17,7 +17,8 @@ import torch
 from vllm_specplug.budget.budget import Arm, Budget
 from vllm_specplug.budget.costs import CostModel
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.tools.bench import METHODS, Method, read_questions
+from vllm_specplug.tools.bench.methods import METHODS, Method
+from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.tools.bench.workers import PROBE_MODULE, started
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.environment import provenance

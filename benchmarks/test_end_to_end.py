@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from vllm_specplug.tools import bench
+from vllm_specplug.tools.bench.command import add_arguments, run_benchmark
+from vllm_specplug.tools.bench.results import render
 
 NUM_QUESTIONS, MAX_TOKENS = 40, 96
 CHAIN_LENGTHS = (1, 2, 3)
@@ -41,8 +42,8 @@ def run(questions: Path, limit: int, methods: list[str], lengths: dict[str, int]
     for name, length in lengths.items():
         argv += ["--method-config", f"{name}={json.dumps({'num_speculative_tokens': length})}"]
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.run_benchmark(parser.parse_args(argv))
+    add_arguments(parser)
+    return run_benchmark(parser.parse_args(argv))
 
 
 def test_eagle2_is_faster(benchmark, questions):
@@ -54,7 +55,7 @@ def test_eagle2_is_faster(benchmark, questions):
     methods = ["plain", "ngram", "eagle-chain", "eagle2", "lookup", "union"]
     report = benchmark.pedantic(run, args=(questions, NUM_QUESTIONS, methods, {"eagle-chain": length}), rounds=1)
     report["chain_lengths"] = speeds
-    print("\n" + bench.render(report))
+    print("\n" + render(report))
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nwritten to {OUTPUT}")

@@ -10,9 +10,9 @@ import statistics
 
 import pytest
 
-from vllm_specplug.tools.step_command import StepProbe
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
+from vllm_specplug.utils.step_probe import StepProbe
 
 BAR = 1.10
 TURNS = 6

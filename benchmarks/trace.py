@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.tools.bench import METHODS, Measurement, Method, Question, read_questions
-from vllm_specplug.tools.bench.workers import started
+from vllm_specplug.tools.bench.methods import METHODS, Method
+from vllm_specplug.tools.bench.questions import Question, read_questions
+from vllm_specplug.tools.bench.workers import Measurement, started
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.utils.tables import format_table

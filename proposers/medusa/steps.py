@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, resolve_drafter
-from vllm_specplug.tools.step_command import StepProbe
 from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.step_probe import StepProbe
 from vllm_specplug.utils.tables import format_table
 
 from ..eagle2.checkpoint import read_config

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.tools.report import html_table, page_html, section_html
 from vllm_specplug.utils.charts import legend, line_chart, stacked_bars
+from vllm_specplug.utils.web_page import html_table, page_html, section_html
 
 from .layer_set import LayerSet
 from .search import LayerSearch, SearchOptions

@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from vllm_specplug.utils.environment import HOST_DISTRIBUTIONS, command_line, cpu_name, git_commit, version_of
+from vllm_specplug.utils.environment import VLLM_DISTRIBUTIONS, command_line, cpu_name, git_commit, version_of
 
-_PACKAGES = ("vllm-specplug", "torch", "transformers", "safetensors", *HOST_DISTRIBUTIONS)
+_PACKAGES = ("vllm-specplug", "torch", "transformers", "safetensors", *VLLM_DISTRIBUTIONS)
 
 
 def provenance(target_dir: str, **facts) -> dict:

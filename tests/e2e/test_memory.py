@@ -4,8 +4,10 @@ Of pages that the system cannot drop: those of a library's file, like LLVM's 80 
 """
 
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.tools.bench import METHODS, Method, Question, Worker
-from vllm_specplug.tools.bench.serving import family_status
+from vllm_specplug.tools.bench.methods import METHODS, Method
+from vllm_specplug.tools.bench.questions import Question
+from vllm_specplug.tools.bench.workers import Worker
+from vllm_specplug.utils.processes import family_status
 
 KV_GIB = 1
 

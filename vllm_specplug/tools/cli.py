@@ -1,16 +1,16 @@
 """The console command ``specplug``.
 
-A command is a module with ``add_arguments(parser)`` and ``run(args)``; it is imported only when it is asked for.
+A command is a module with ``add_arguments(parser)`` and ``run(args)``, imported only when the command runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from dataclasses import dataclass
 
 from vllm_specplug import __doc__ as _summary
+from vllm_specplug.utils.lazy import load
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,24 @@ _TRAINING = "vllm_specplug.proposers.training"
 
 COMMANDS = (
     Command(("demo",), "serve SmolLM2 plain and with EAGLE-2, and compare them", "vllm_specplug.tools.demo"),
-    Command(
-        ("doctor",), "say what host was found and whether the plugin would be active", "vllm_specplug.tools.doctor"
-    ),
-    Command(("bench",), "measure methods against each other on a file of questions", "vllm_specplug.tools.bench"),
-    Command(("report",), "write what bench measured as one HTML page", "vllm_specplug.tools.report"),
+    Command(("doctor",), "show which vLLM is installed and whether the plugin is active", "vllm_specplug.tools.doctor"),
+    Command(("bench",), "compare methods on a file of questions", "vllm_specplug.tools.bench.command"),
+    Command(("report",), "write the results of bench as one HTML page", "vllm_specplug.tools.report"),
     Command(
         ("swift-report",),
-        "draw what SWIFT has learned: matchness, layer sets, latency by phase",
+        "draw the state of SWIFT: matchness, layer sets, latency by phase",
         "vllm_specplug.proposers.swift.report",
     ),
-    Command(("top",), "watch the speculation of a running server", "vllm_specplug.tools.top"),
+    Command(("top",), "watch the speculation counters of a running server", "vllm_specplug.tools.top"),
     Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.tools.cli"),
-    Command(("inspect",), "say what a draft checkpoint is, and for which target", "vllm_specplug.tools.inspection"),
-    Command(("convert",), "make a speculators checkpoint plain", "vllm_specplug.proposers.eagle3.speculators"),
-    Command(("data",), "let a target answer prompts, and keep what its drafter learns from", f"{_TRAINING}.data"),
+    Command(("inspect",), "show a draft checkpoint's layout, target and acceptance", "vllm_specplug.tools.inspection"),
+    Command(("convert",), "convert a speculators checkpoint to EAGLE-3", "vllm_specplug.proposers.eagle3.speculators"),
+    Command(("data",), "generate training data: answers of a target and its hidden states", f"{_TRAINING}.data"),
     Command(("train", "eagle"), "train an EAGLE head for a target model", f"{_TRAINING}.eagle"),
-    Command(("train", "hass"), "train an EAGLE head the HASS way", "vllm_specplug.proposers.hass.train"),
+    Command(("train", "hass"), "train an EAGLE head with HASS", "vllm_specplug.proposers.hass.train"),
     Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
     Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
-    Command(("calibrate", "cost"), "time a step's parts, and show what pays", "vllm_specplug.tools.cost_command"),
+    Command(("calibrate", "cost"), "time the parts of a step, show the choices", "vllm_specplug.tools.cost_command"),
     Command(
         ("train", "medusa2"),
         "train Medusa heads and their target together",
@@ -53,40 +51,40 @@ COMMANDS = (
     ),
     Command(
         ("calibrate", "medusa"),
-        "measure Medusa heads and grow their sparse tree",
+        "measure the accuracy of Medusa heads and grow their sparse tree",
         "vllm_specplug.proposers.medusa.calibrate",
     ),
-    Command(("steps",), "measure what a step costs by tree size and batch", "vllm_specplug.proposers.medusa.steps"),
+    Command(("steps",), "measure the time of a step by tree size and batch", "vllm_specplug.proposers.medusa.steps"),
     Command(
         ("simulate", "medusa"),
-        "the speedup to expect from a calibrated tree and measured steps",
+        "estimate the speedup from a calibrated tree and measured steps",
         "vllm_specplug.proposers.medusa.simulate",
     ),
 )
 _GROUPS = {
     "train": "train a drafter",
-    "calibrate": "measure what a machine costs, or what a drafter knows",
-    "simulate": "what to expect of a drafter",
+    "calibrate": "measure step times on this machine, or the accuracy of a drafter",
+    "simulate": "estimate the speedup of a drafter",
 }
 
-#: Mistakes of the user or of the machine: one line, exit code 2.  Anything else is a defect of ours: exit code 1.
+#: Errors of usage or of the machine: one line, exit code 2.  Any other error is a defect of this package: exit code 1.
 EXPECTED_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``specplug smollm2``."""
+    """Add the arguments of ``specplug smollm2``."""
     parser.add_argument("--out", metavar="DIR", help="where to write (default: the user's cache)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """``specplug smollm2``: prints the directory."""
+    """Run ``specplug smollm2``: print the directory."""
     from vllm_specplug.utils.smollm2 import prepare
 
     print(prepare(args.out))
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser; only the command that ``argv`` names has its arguments."""
+    """Build the parser; only the command that ``argv`` names gets its arguments."""
     parser = argparse.ArgumentParser(prog="specplug", description=_summary)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parsers = {(): parser.add_subparsers(metavar="COMMAND", required=True)}
@@ -99,9 +97,8 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         leaf = parsers[group].add_parser(command.words[-1], help=command.help, description=command.help)
         leaf.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if words_given[: len(command.words)] == command.words:
-            module = importlib.import_module(command.module)
-            module.add_arguments(leaf)
-            leaf.set_defaults(run=module.run)
+            load(f"{command.module}:add_arguments")(leaf)
+            leaf.set_defaults(run=load(f"{command.module}:run"))
     return parser
 
 
@@ -109,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0, the command's own exit code, 2 for an error of use or of the machine, 1 for a defect.
+        0 or the command's own exit code; 2 for an error of usage or of the machine; 1 for a defect; 130 if interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -118,14 +115,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except Exception as error:  # the last line of defence: every error ends as one line
+    except Exception as error:  # every error is shown as one line
         if "--traceback" in argv:
             raise
         expected = isinstance(error, EXPECTED_ERRORS)
         text = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
         print(f"specplug: error: {text}", file=sys.stderr)
         if not expected:
-            print("specplug: this is a defect; --traceback shows where", file=sys.stderr)
+            print("specplug: this is a defect of vllm-specplug; --traceback shows where", file=sys.stderr)
         return 2 if expected else 1
 
 

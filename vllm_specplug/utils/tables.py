@@ -10,12 +10,12 @@ def _is_number(cell: str) -> bool:
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Aligned columns; a column of numbers is set to the right.
+    """Return a table with aligned columns; columns of numbers are right-aligned.
 
     Args:
         headers: one title per column.
-        rows: cells as text, each row as long as ``headers``.
-        markdown: write a Markdown table instead of a ruled one.
+        rows: cells as text; each row is as long as ``headers``.
+        markdown: return a Markdown table instead of a ruled one.
     """
     widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
     right = [all(_is_number(row[i]) for row in rows) for i in range(len(headers))]

@@ -41,7 +41,7 @@ from vllm_specplug.proposers.medusa.sparse_tree import (
 )
 from vllm_specplug.proposers.training import loop
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
-from vllm_specplug.tools.bench import METHODS
+from vllm_specplug.tools.bench.methods import METHODS
 
 HIDDEN, VOCAB, DRAFT = trained.HIDDEN, trained.VOCAB, trained.DRAFT
 

@@ -18,39 +18,42 @@ import torch
 import transformers
 
 from tests.unit.tools.test_cli import fails_with
-from vllm_specplug.tools import bench, cli
-from vllm_specplug.tools.bench import hf_worker, workers
+from vllm_specplug.tools import cli
+from vllm_specplug.tools.bench import hf_worker
+from vllm_specplug.tools.bench.methods import Method
+from vllm_specplug.tools.bench.questions import Question, make_batches, spread_lengths
 from vllm_specplug.tools.bench.server import Server
+from vllm_specplug.tools.bench.workers import Measurement, Part, Worker, measure
 
 
 def test_mixed_batches_are_full():
-    questions = [bench.Question(str(i), "abc"[i % 3], "?") for i in range(7)]
-    batches = bench.make_batches(questions, 4, mixed=True)
+    questions = [Question(str(i), "abc"[i % 3], "?") for i in range(7)]
+    batches = make_batches(questions, 4, mixed=True)
     assert [len(batch) for batch in batches] == [4, 3]
     assert sorted(question.name for batch in batches for question in batch) == [str(i) for i in range(7)]
 
 
 def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
-    questions = [bench.Question(str(i), "c", "?") for i in range(40)]
-    lengths = [q.max_tokens for q in bench.spread_lengths(questions, 40, 0.5)]
+    questions = [Question(str(i), "c", "?") for i in range(40)]
+    lengths = [q.max_tokens for q in spread_lengths(questions, 40, 0.5)]
     assert len(set(lengths)) > 30
     assert min(lengths) in range(20, 23) and max(lengths) in range(58, 61) and abs(sum(lengths) / 40 - 40) < 1
     assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) > 10
-    assert [q.max_tokens for q in bench.spread_lengths(questions[:3], 1, 0.9)] == [1, 1, 1]
+    assert [q.max_tokens for q in spread_lengths(questions[:3], 1, 0.9)] == [1, 1, 1]
 
 
 class FakeEngine:
-    """Answers at once; remembers the order of calls over all engines."""
+    """Answers immediately; records the order of calls over all engines."""
 
     calls: list[str] = []
 
     def __init__(self, label):
-        self.method = bench.Method(label, None)
+        self.method = Method(label, None)
 
     def generate(self, questions, max_tokens, temperature=0.0, at_once=None):
         self.calls.append(self.method.label)
         names = [question.name for question in questions]
-        return bench.Measurement(names, questions[0].category, 1.0, [[1]] * len(names), 0, 0)
+        return Measurement(names, questions[0].category, 1.0, [[1]] * len(names), 0, 0)
 
     def close(self):
         return 7
@@ -58,10 +61,10 @@ class FakeEngine:
 
 def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
     monkeypatch.setattr(FakeEngine, "calls", [])
-    questions = [bench.Question(str(i), "ab"[i % 2], "?") for i in range(4)]
-    parts = [workers.Part(1, repeat, bench.make_batches(questions, 1)) for repeat in range(2)]
-    parts.append(workers.Part(4, 0, bench.make_batches(questions, 4, mixed=True)))
-    results, peaks = workers.measure([FakeEngine("x"), FakeEngine("y")], parts, 8)
+    questions = [Question(str(i), "ab"[i % 2], "?") for i in range(4)]
+    parts = [Part(1, repeat, make_batches(questions, 1)) for repeat in range(2)]
+    parts.append(Part(4, 0, make_batches(questions, 4, mixed=True)))
+    results, peaks = measure([FakeEngine("x"), FakeEngine("y")], parts, 8)
     assert peaks == {"x": 7, "y": 7}
     warm_ups, calls = FakeEngine.calls[:6], FakeEngine.calls[6:]
     assert sorted(warm_ups) == ["x"] * 3 + ["y"] * 3
@@ -72,7 +75,7 @@ def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
 
 
 CHATTY = """
-from vllm_specplug.tools.bench.serving import run_worker
+from vllm_specplug.utils.worker_pipe import run_worker
 
 def start(arguments):
     print("loading")
@@ -93,10 +96,10 @@ def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch)
     (tmp_path / "chatty.py").write_text(CHATTY)
     root = Path(__file__).parents[3]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
-    worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, tmp_path / "log", "chatty")
+    worker = Worker(Method("x", None), {"model": "m"}, 1, tmp_path / "log", "chatty")
     try:
         assert worker.receive() == {"model": "m"}
-        asked = [worker.generate([bench.Question("q", "c", "?")], 8) for _ in range(2)]
+        asked = [worker.generate([Question("q", "c", "?")], 8) for _ in range(2)]
         assert [found.token_ids for found in asked] == [[[1]], [[2]]]
         assert 1 < worker.close() < 2000
         assert worker.process.returncode == 0
@@ -108,15 +111,16 @@ def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch)
 PARENT = """
 import subprocess, sys
 from pathlib import Path
-from vllm_specplug.tools import bench
+from vllm_specplug.tools.bench.methods import Method
+from vllm_specplug.tools.bench.workers import Worker
 
-worker = bench.Worker(bench.Method("x", None), {"model": "m"}, 1, Path(sys.argv[1]), "family")
+worker = Worker(Method("x", None), {"model": "m"}, 1, Path(sys.argv[1]), "family")
 print(worker.process.pid, worker.receive()["child"], flush=True)
 sys.stdin.read()
 """
 FAMILY = """
 import subprocess, sys
-from vllm_specplug.tools.bench.serving import run_worker
+from vllm_specplug.utils.worker_pipe import run_worker
 
 def start(arguments):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -127,7 +131,7 @@ run_worker(start)
 
 
 def states_of(pids):
-    """Letters of ``/proc/PID/stat``; none for one that has ended."""
+    """Return the state letters of ``/proc/PID/stat``; processes that have ended are left out."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -153,7 +157,7 @@ def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_k
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Under nohup it would be ignored; a worker then goes on, and ends at the end of its requests.
+        # Under nohup SIGHUP would be ignored, and the worker would run until its requests end.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     pids = []
@@ -195,7 +199,7 @@ def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
 
 
 class FakeVllm(BaseHTTPRequestHandler):
-    """Two tokens a chunk; every answer moves the counters by 5 drafts, of which 3 and 1 reach depths 1 and 2."""
+    """Sends two tokens per chunk; each answer adds 5 drafts to the counters, 3 of them accepted to depth 1, 1 to 2."""
 
     protocol_version = "HTTP/1.0"
 
@@ -250,7 +254,7 @@ def server():
 
 def test_a_server_is_measured(server):
     fake, url = server
-    found = Server("plain", url + "/v1/").generate([bench.Question(str(i), "c", "?" * i) for i in (1, 2)], 6, 0.5)
+    found = Server("plain", url + "/v1/").generate([Question(str(i), "c", "?" * i) for i in (1, 2)], 6, 0.5)
     assert found.token_ids == [[0, 1, 1, 1, 2, 1], [0, 2, 1, 2, 2, 2]]
     assert (found.drafts, found.accepted, found.accepted_by_depth) == (10, 8, [6, 2])
     assert len(found.first_token_s) == len(found.inter_token_s) == 2 and min(found.first_token_s) > 0
@@ -258,7 +262,7 @@ def test_a_server_is_measured(server):
 
 
 def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):
-    waiting = [bench.Question(str(i), "c", "wait") for i in range(4)]
+    waiting = [Question(str(i), "c", "wait") for i in range(4)]
     assert len(Server("plain", server[1]).generate(waiting, 6, at_once=2).token_ids) == 4
     with pytest.raises(RuntimeError, match="alone"):
         Server("plain", server[1]).generate(waiting, 6, at_once=1)
@@ -267,7 +271,7 @@ def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):
 @pytest.mark.parametrize(("text", "said"), [("bad", "too long"), ("mute", "no token ids")])
 def test_a_server_that_refuses_is_quoted(server, text, said):
     with pytest.raises(RuntimeError, match=said):
-        Server("plain", server[1]).generate([bench.Question("7", "c", text)], 6)
+        Server("plain", server[1]).generate([Question("7", "c", text)], 6)
 
 
 def test_bench_of_servers(server, tmp_path, capsys):
@@ -284,7 +288,7 @@ def test_bench_of_servers(server, tmp_path, capsys):
     assert ours["peak_rss_mib"] is None and "| ours" not in capsys.readouterr().err
     fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
     for option in ("--look-inside", "--in-process"):
-        fails_with(capsys, [*command, "--server", url, option], f"{option} needs engines of its own")
+        fails_with(capsys, [*command, "--server", url, option], f"{option} needs its own engines")
     fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
     assert {body["max_tokens"] for body in fake.bodies} == {6}
     fake.bodies.clear()

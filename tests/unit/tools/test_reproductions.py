@@ -114,7 +114,7 @@ def test_the_sweep_of_hass_has_the_papers_pairs():
 
 
 def test_a_sparse_tree_is_ahead_of_dense_ones(monkeypatch):
-    """Heads whose first guess is mostly right: width is wasted on deep levels."""
+    """The first guess of these heads is mostly right, so width on deep levels is wasted."""
     monkeypatch.setattr(reproduce_medusa, "DENSE", (8, 16, 32))
     draw = random.Random(0)
     shares = [[0.6, 0.1, 0.05, 0.05], [0.5, 0.1, 0.05, 0.05], [0.4, 0.1, 0.05, 0.05]]

@@ -1,4 +1,4 @@
-"""The stress command's own judgement, without servers."""
+"""The checks of the stress command, without servers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def test_other_answers_differ(change):
     assert not stress.same([ANSWER], [ANSWER, ANSWER])
 
 
-def test_what_is_left_is_seen():
+def test_remaining_work_is_reported():
     assert stress.left_behind(AT_REST) == []
     for name in AT_REST:
         assert stress.left_behind({**AT_REST, name: 0.1})
 
 
-def test_growth_is_seen_and_the_plain_servers_own_is_not_held_against_us():
+def test_growth_is_reported_unless_the_plain_server_grows_too():
     steady, growing = [100.0, 900.0, 900.0] * 30, [10.0 * i for i in range(90)]
     assert stress.grown({"trees": steady, "plain": steady}) == []
     assert stress.grown({"trees": growing, "plain": growing}) == []
     assert stress.grown({"trees": growing, "plain": steady})
 
 
-def test_cases_are_the_mixture_that_is_promised():
+def test_cases_are_the_documented_mixture():
     rng = random.Random(0)
     cases = [stress.make_case(rng) for _ in range(2000)]
     assert sum(case.abort_after is not None for case in cases) / len(cases) == pytest.approx(0.2, abs=0.03)

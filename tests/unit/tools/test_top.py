@@ -1,4 +1,4 @@
-"""The plugin's counters, and ``specplug top`` on a text that a server could have sent."""
+"""The plugin's counters, and ``specplug top`` on the metrics text of a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_specplug.tools import top
 from vllm_specplug.tools.cli import main
 from vllm_specplug.utils import metrics
 
-#: As vLLM 0.32.0 writes it, of two engines.
+#: Metrics text of two engines in the form of vLLM 0.32.0.
 TEXT = """
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 30.0
@@ -34,7 +34,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 2.0
 
 @pytest.fixture
 def counters():
-    """What a worker would open; the process shows it."""
+    """Counters as a worker opens them; this process reports them."""
     counters = metrics.Counters(metrics.publish())
     counters.add("steps", 20)
     counters.add("draft_seconds", 0.04)
@@ -54,7 +54,7 @@ def test_counters_reach_the_registry(counters):
     text = generate_latest(REGISTRY).decode()
     assert "specplug:steps_total 20.0" in text
     assert 'specplug:fallbacks_total{reason="proposer failed"} 4.0' in text
-    metrics.publish()  # another engine of this process: its counters are shown, from 0
+    metrics.publish()  # a second engine in this process: its counters start at 0
     assert "specplug:steps_total 0.0" in generate_latest(REGISTRY).decode()
 
 
@@ -68,7 +68,7 @@ def test_counters_without_a_file_go_nowhere():
 def test_table(counters):
     lines = [line.split("│")[1:3] for line in shown(TEXT + generate_latest(REGISTRY).decode()).splitlines()]
     rows = {line[0].strip(): line[1].strip() for line in lines if len(line) == 2}
-    assert rows["tau (the bonus token counted)"] == "2.25"  # 1 + 50 / 40
+    assert rows["tau (bonus token included)"] == "2.25"  # 1 + 50 / 40
     assert rows["nodes per tree"] == "8.00"
     assert (rows["accepted at depth 1"], rows["accepted at depth 2"]) == ("75.00 %", "50.00 %")
     assert "accepted at depth 3" not in rows

@@ -1,4 +1,4 @@
-"""Compiled loops: what loading the compiler does to the process, and where nothing can be kept."""
+"""Compiled loops: their effect on loaded modules, and compilation without a writable cache folder."""
 
 import sys
 
@@ -18,8 +18,8 @@ def total(values):
     return found
 
 
-def test_what_modules_hold_can_be_looked_into():
-    """As vLLM does when a CPU engine starts: each ``__dict__`` is a mapping, llvmlite's library's included."""
+def test_objects_of_loaded_modules_have_a_dict():
+    """vLLM reads each ``__dict__`` when a CPU engine starts; that of llvmlite's library must be a mapping too."""
     assert total(np.arange(4.0)) == 6.0
     library = sys.modules["llvmlite.binding.ffi"].lib
     for _ in range(2):
@@ -32,7 +32,7 @@ def double(count):
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_it_compiles_where_nothing_can_be_kept(monkeypatch, writable):
+def test_it_compiles_without_a_cache_folder(monkeypatch, writable):
     tried = []
 
     def njit(function=None, cache=False):

@@ -1,4 +1,4 @@
-"""Python's frames: room for them, wherever the stack stands."""
+"""Memory for Python's frames at any depth of the stack."""
 
 import resource
 import sys
@@ -19,7 +19,7 @@ def _leaf() -> None:
 
 
 def _loop_at(depth: int) -> int:
-    """Page faults of a loop of calls, so many frames further down."""
+    """Return the page faults of a loop of calls, ``depth`` frames further down."""
     if depth:
         return _loop_at(depth - 1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -31,5 +31,5 @@ def _loop_at(depth: int) -> int:
 @pytest.mark.skipif(sys.implementation.name != "cpython" or sys.version_info < (3, 11), reason="frames are elsewhere")
 def test_no_depth_maps_memory_at_every_call():
     depths = range(400)  # three chunks
-    assert any(_loop_at(depth) >= 200 for depth in depths)  # the fault is there to be avoided
+    assert any(_loop_at(depth) >= 200 for depth in depths)  # without ``with_room`` it happens
     assert not any(with_room(_loop_at, depth) >= 200 for depth in depths)

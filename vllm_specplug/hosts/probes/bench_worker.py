@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
+from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _ARGUMENTS = ("texts", "max_tokens", "sampling", "at_once")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_specplug.hosts.probes.in_process import runner_of, start_in_process
-from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
+from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 
 class _StepClock:

@@ -1,7 +1,8 @@
-"""Hugging Face transformers as a peer: plain and prompt-lookup decoding, asked as ``hosts.bench_worker`` is.
+"""Worker with Hugging Face transformers for comparison: plain and prompt-lookup decoding.
 
-Assisted generation with the drafters of this package is not possible: an EAGLE head reads the target's hidden states,
-while transformers' assistant is a language model of its own.  Requests of a batch run one after the other.
+It answers the same requests as ``hosts.probes.bench_worker``; those of a batch run one after the other.  Assisted
+generation with the drafters of this package is not possible: an EAGLE head reads the target's hidden states, while the
+assistant of transformers is a separate language model.
 """
 
 from __future__ import annotations
@@ -9,25 +10,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_specplug.tools.bench.serving import Engine, Message, run_worker
+from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 
-class FirstToken:
-    """A streamer that notes when tokens come; transformers hands it the prompt first."""
+class TokenTimes:
+    """A streamer that records the time of each token; transformers passes it the prompt first."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        """Tokens have come."""
+        """Record the time of the next token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """All have."""
+        """Do nothing at the end of the answer; transformers calls it."""
 
 
 def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Answers to chat messages; ``options`` go to ``generate``."""
+    """Answer chat messages; ``options`` are arguments of ``generate``."""
     import torch
 
     prompts = []
@@ -43,7 +44,7 @@ def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[st
     start = time.perf_counter()
     for prompt, max_tokens in zip(prompts, request["max_tokens"], strict=True):
         torch.manual_seed(0)
-        streamer = FirstToken()
+        streamer = TokenTimes()
         begin = time.perf_counter()
         output = model.generate(
             prompt,
@@ -65,7 +66,7 @@ def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[st
 
 
 def start(arguments: Message) -> Engine:
-    """The model, for ``serving``."""
+    """Load the model, for ``run_worker``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

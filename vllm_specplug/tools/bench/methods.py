@@ -1,4 +1,4 @@
-"""Methods: what ``--methods`` and ``--method-config`` mean to the host."""
+"""Methods to compare: vLLM's speculative configuration for each name of ``--methods``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.config import resolve_drafter
+
 _DRAFTER = "smollm2-135m-instruct"
 _STOCK_EAGLE = "eagle-chain"
 BASELINE = "plain"
 
-#: No traffic: it would hold the answers of the warm-up and of earlier repeats, word for word.
+#: The traffic index is off, because it would hold the exact answers of the warm-up and of earlier repeats.
 _LOOKUP = {"method": "lookup", "traffic_tokens": 0}
 
 #: Speculative configurations by method name; ``None`` is plain decoding.
@@ -31,18 +33,19 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "swift": {"method": "swift"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, _LOOKUP]},
 }
-_STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without any plugin loaded
+_STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without this plugin
 
 
 @dataclass(frozen=True)
 class Method:
-    """A column of the result: ``name`` or ``name:label``, and the host's speculative configuration."""
+    """One compared method: its label, ``name`` or ``name:variant``, and vLLM's speculative configuration."""
 
     label: str
     config: dict[str, Any] | None
 
     @property
     def stock(self) -> bool:
+        """Whether it runs without this plugin."""
         return self.label.partition(":")[0] in _STOCK
 
     @property
@@ -52,10 +55,10 @@ class Method:
 
 
 def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:
-    """Methods from ``a,b:label`` and ``NAME=JSON`` overrides; a null value removes a key.
+    """Parse ``a,b:variant`` and ``NAME=JSON`` overrides to methods; a null value removes a key.
 
     Raises:
-        ValueError: an unknown method without a configuration, a malformed override, or no plain baseline.
+        ValueError: a method is unknown and has no override, an override is malformed, or the plain baseline is missing.
     """
     labels = [name.strip() for name in names.split(",") if name.strip()]
     changes: dict[str, dict] = {}
@@ -70,12 +73,14 @@ def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:
         if label not in labels:
             raise ValueError(f"--method-config {label}: not one of --methods {','.join(labels)}")
     if BASELINE not in labels or len(set(labels)) != len(labels):
-        raise ValueError("--methods must name 'plain', the baseline, and every method once (variants: NAME:LABEL)")
+        raise ValueError("--methods must contain 'plain', the baseline, and each method once (variants: NAME:LABEL)")
     methods = []
     for label in labels:
         name = label.partition(":")[0]
         if name not in METHODS and label not in changes:
-            raise ValueError(f"unknown method {name!r}: known are {', '.join(METHODS)}; others need --method-config")
+            raise ValueError(
+                f"unknown method {name!r}: known methods are {', '.join(METHODS)}; others need --method-config"
+            )
         base = METHODS.get(name, {"method": name})
         config = None if base is None else {k: v for k, v in (base | changes.get(label, {})).items() if v is not None}
         methods.append(Method(label, config))
@@ -83,8 +88,7 @@ def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:
 
 
 def full_vocabulary_copy(drafter: Path, out: Path) -> Path:
-    """A copy of an EAGLE checkpoint without its draft vocabulary, for the stock host, which then shares the
-    target's whole LM head: same weights, larger head."""
+    """Copy an EAGLE checkpoint without its draft vocabulary, so that stock vLLM uses the target's whole LM head."""
     from safetensors.torch import load_file, save_file
 
     out.mkdir(parents=True, exist_ok=True)
@@ -97,11 +101,9 @@ def full_vocabulary_copy(drafter: Path, out: Path) -> Path:
     return out
 
 
-def for_stock_host(method: Method, scratch: Path) -> Method:
-    """The method as the stock host can load it; files that this takes go to ``scratch``."""
+def for_stock_vllm(method: Method, scratch: Path) -> Method:
+    """Return the method in a form that stock vLLM can load; converted checkpoints go to ``scratch``."""
     if method.config is None or method.config.get("method") != "eagle":
         return method
-    from vllm_specplug.config import resolve_drafter
-
     drafter = full_vocabulary_copy(resolve_drafter(method.config["model"]), scratch / method.label.replace(":", "-"))
     return Method(method.label, method.config | {"model": str(drafter)})

@@ -1,4 +1,4 @@
-"""Questions: JSON lines in the layouts of Spec-Bench, HumanEval and GSM8K."""
+"""Questions of a benchmark: JSON lines in the layouts of Spec-Bench, HumanEval and GSM8K."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIXED = "mixed"
 
 @dataclass(frozen=True)
 class Question:
-    """One user message with its category; the most tokens of its answer, None for those of the run."""
+    """One user message with its category; ``max_tokens`` limits its answer, None means the limit of the run."""
 
     name: str
     category: str
@@ -21,7 +21,7 @@ class Question:
 
 
 def parse_question(record: dict, number: int) -> Question:
-    """One line of Spec-Bench (``turns``, first turn), HumanEval (``prompt``) or GSM8K (``question``)."""
+    """Parse one line of Spec-Bench (``turns``, first turn), HumanEval (``prompt``) or GSM8K (``question``)."""
     if turns := record.get("turns"):
         return Question(str(record.get("question_id", number)), record.get("category", "none"), turns[0])
     if "prompt" in record:
@@ -32,7 +32,7 @@ def parse_question(record: dict, number: int) -> Question:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Questions of a JSONL file; with a ``limit``, that many at even distances, so that all categories take part."""
+    """Read a JSONL file; ``limit`` takes that many questions at even distances, so that they cover all categories."""
     questions = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
@@ -41,17 +41,17 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
             except (ValueError, AttributeError, IndexError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not questions:
-        raise ValueError(f"{path} holds no questions")
+        raise ValueError(f"{path} contains no questions")
     if limit is None or limit >= len(questions):
         return questions
     return [questions[i * len(questions) // limit] for i in range(limit)]
 
 
 def spread_lengths(questions: list[Question], max_tokens: int, spread: float) -> list[Question]:
-    """The questions with lengths of their own, evenly from ``1 - spread`` to ``1 + spread`` times ``max_tokens``.
+    """Give each question its own ``max_tokens``, evenly from ``1 - spread`` to ``1 + spread`` times the given one.
 
-    Answers that all reach one and the same length end together, and the prompts behind them come together: neither
-    happens in a server.  Neighbours get lengths far apart (multiples of the golden ratio).
+    With one common length all answers end together and the next prompts start together, which does not happen in a
+    server.  Neighbours get lengths far apart (multiples of the golden ratio).
     """
     shares = [1 + spread * (2 * (number * 0.6180339887 % 1) - 1) for number in range(len(questions))]
     return [
@@ -60,7 +60,7 @@ def spread_lengths(questions: list[Question], max_tokens: int, spread: float) ->
 
 
 def make_batches(questions: list[Question], size: int, mixed: bool = False) -> list[list[Question]]:
-    """Batches of at most ``size`` questions, each of one category; ``mixed`` fills them across categories."""
+    """Split into batches of at most ``size`` questions, each of one category, or of all with ``mixed``."""
     by_category: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
         by_category[MIXED if mixed else question.category].append(question)

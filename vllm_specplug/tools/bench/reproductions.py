@@ -1,4 +1,4 @@
-"""Claims of the papers beside what was measured here: files of ``benchmarks/reproduce_*.py``, and their Markdown.
+"""Claims of the papers beside our measurements: the files of ``benchmarks/reproduce_*.py`` and their Markdown.
 
     python -m vllm_specplug.tools.bench.reproductions FILE... [--into PAGE]
 
@@ -20,18 +20,18 @@ from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.tables import format_table
 
-#: Of one method on every answer: tokens, and the cycles that they took.
+#: Tokens and cycles (drafted steps) of each answer, of one method.
 Cycles = Sequence[tuple[int, int]]
 
 
 def tau(cycles: Cycles) -> float:
-    """Tokens by cycles."""
+    """Return tokens per cycle."""
     tokens, steps = np.sum(cycles, axis=0)
     return float(tokens / steps)
 
 
 def gain(own: Cycles, base: Cycles, draws: int = 2000) -> tuple[float, float, float]:
-    """tau by ``base``'s on the same answers, with its 95% interval over draws of the answers."""
+    """Return tau over that of ``base`` on the same answers, and the bounds of its 95% bootstrap interval."""
     chosen = np.random.default_rng(0).integers(len(own), size=(draws, len(own)))
     own_sums, base_sums = (np.asarray(cycles)[chosen].sum(axis=1) for cycles in (own, base))
     ratios = own_sums[:, 0] / own_sums[:, 1] / (base_sums[:, 0] / base_sums[:, 1])
@@ -40,19 +40,19 @@ def gain(own: Cycles, base: Cycles, draws: int = 2000) -> tuple[float, float, fl
 
 
 def gain_text(own: Cycles, base: Cycles) -> str:
-    """``gain`` for a cell: ``1.034x (1.021 to 1.047)``."""
+    """Format ``gain`` for a table cell: ``1.034x (1.021 to 1.047)``."""
     ratio, low, high = gain(own, base)
     return f"{ratio:.3f}x ({low:.3f} to {high:.3f})"
 
 
 def verdict_on(own: Cycles, base: Cycles) -> str:
-    """Whether ``own`` is ahead: ``holds``, ``does not hold``, or ``cannot be told``, where the interval has 1 in it."""
+    """Say whether ``own`` is better: ``holds``, ``does not hold``, or ``cannot be told`` if the interval contains 1."""
     _, low, high = gain(own, base)
     return "holds" if low > 1 else "does not hold" if high < 1 else "cannot be told"
 
 
 def summary(verdicts: dict[str, str]) -> str:
-    """Verdicts of ``verdict_on`` by what was compared with: how many hold, and which do not."""
+    """Say how many verdicts of ``verdict_on`` hold and which do not; the keys name the baselines."""
     others = [f"{verdict} against {name}" for name, verdict in verdicts.items() if verdict != "holds"]
     held = f"holds in {len(verdicts) - len(others)} of {len(verdicts)} comparisons"
     return "; ".join([held, *others]) + "."
@@ -62,10 +62,10 @@ def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: An
     """Write the file and print its tables.
 
     Args:
-        out: JSON file; ``specplug report`` takes it too.
-        tables: ``title``, ``source``, ``claim``, ``verdict``, ``headers``, ``rows`` and perhaps ``note`` of each.
+        out: JSON file; ``specplug report`` reads it too.
+        tables: each with ``title``, ``source``, ``claim``, ``verdict``, ``headers``, ``rows`` and optionally ``note``.
         baseline: what the tables compare with.
-        more: further entries of the file.
+        more: other entries of the file.
     """
     content = {"reproductions": list(tables), **more, "provenance": provenance(baseline)}
     with replacing(out) as temporary:
@@ -74,7 +74,7 @@ def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: An
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """All tables of a file, and where they come from."""
+    """Return all tables of a file and their provenance as Markdown."""
     parts = []
     for table in content["reproductions"]:
         rows = [[str(cell) for cell in row] for row in table["rows"]]
@@ -88,10 +88,10 @@ def markdown(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """See the module's text."""
+    """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="write them into this page")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="write the tables into this page")
     args = parser.parse_args()
     for file in args.files:
         text = markdown(json.loads(file.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Figures from measurements, and their tables."""
+"""Figures from measurements, the report with all of them, and its tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CONCURRENCY_MARKS = ("<!-- concurrency -->", "<!-- /concurrency -->")
 
 
 def mark_agreement(results: dict[str, list[Measurement]]) -> None:
-    """Fill ``agree``: whether each answer has the baseline's tokens."""
+    """Set ``agree`` of all measurements: whether each answer has the same tokens as the baseline's."""
     for measurements in results.values():
         for measurement, baseline in zip(measurements, results[BASELINE], strict=True):
             measurement.agree = [a == b for a, b in zip(measurement.token_ids, baseline.token_ids, strict=True)]
 
 
 def speedup_of(measurements: Sequence[Measurement], baseline: Sequence[Measurement]) -> float:
-    """Tokens per second over all batches, against those of the baseline."""
+    """Return tokens per second over all batches, divided by the baseline's."""
 
     def rate(found: Sequence[Measurement]) -> float:
         return sum(m.tokens for m in found) / sum(m.seconds for m in found)
@@ -34,7 +34,7 @@ def speedup_of(measurements: Sequence[Measurement], baseline: Sequence[Measureme
 
 
 def summarise(measurements: Sequence[Measurement], baseline: Sequence[Measurement]) -> dict[str, Any]:
-    """Figures of one method over some batches; ``baseline`` holds plain decoding of the same batches."""
+    """Return the figures of one method over some batches; ``baseline`` is plain decoding of the same batches."""
     pairs = list(zip(measurements, baseline, strict=True))
     tokens, seconds = sum(m.tokens for m in measurements), sum(m.seconds for m in measurements)
     drafts, accepted = sum(m.drafts for m in measurements), sum(m.accepted for m in measurements)
@@ -57,7 +57,7 @@ def summarise(measurements: Sequence[Measurement], baseline: Sequence[Measuremen
         "speedup_median": round(statistics.median(m.rate / b.rate for m, b in pairs), 3),
         "speedup_by_repeat": [round(value, 3) for value in by_repeat],
         "tau": round(1 + accepted / drafts, 3) if drafts else None,
-        #: share of the drafts of which at least 1, 2, ... tokens were accepted
+        # share of the drafts of which at least 1, 2, ... tokens were accepted
         "acceptance_by_depth": [round(count / drafts, 4) for count in by_depth if count] if drafts else [],
         "first_token_ms": _median_ms(first_token_s),
         "inter_token_ms": _median_ms(inter_token_s),
@@ -72,7 +72,7 @@ def _median_ms(seconds: list[float]) -> float | None:
 def _grouped(
     own: list[Measurement], baseline: list[Measurement], key: Callable[[Measurement], Any]
 ) -> dict[Any, dict[str, Any]]:
-    """Summaries by ``key``, in order of appearance."""
+    """Return summaries by ``key``, in order of appearance."""
     groups: dict[Any, list[tuple[Measurement, Measurement]]] = {}
     for pair in zip(own, baseline, strict=True):
         groups.setdefault(key(pair[0]), []).append(pair)
@@ -85,9 +85,9 @@ def build_report(
     peaks: dict[str, int | None],
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything that goes into the JSON file.
+    """Return the content of the JSON file.
 
-    ``overall`` and ``categories`` are of the first concurrency of the run, ``concurrency`` has all of them.
+    ``overall`` and ``categories`` are figures at the first concurrency of the run; ``concurrency`` has all of them.
     """
     mark_agreement(results)
     first = results[BASELINE][0].concurrency
@@ -116,7 +116,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def render(report: dict[str, Any], markdown: bool = False) -> str:
-    """The overall table, the speedups by category and concurrency, and where the numbers come from."""
+    """Return the overall table, the speedups by category and concurrency, and the origin of the numbers."""
     methods = report["methods"]
     others = [name for name in methods if name != BASELINE]
     repeated = any(len(m["overall"].get("speedup_by_repeat", ())) > 1 for m in methods.values())
@@ -153,10 +153,10 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
 
 
 def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
-    """Speedups over plain by requests under way at once, in Markdown: a row per method, each of its own run.
+    """Return a Markdown table of speedups over plain by concurrent requests, with a row per method and run.
 
     Args:
-        reports: by the name of their file.
+        reports: reports by the name of their file.
     """
     found = {
         (label, name): {int(c): summary["speedup"] for c, summary in method["concurrency"].items()}
@@ -180,13 +180,13 @@ def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
 
 
 def stage_table(stages: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows: milliseconds per round, by method."""
-    headers = ["method", "ms per round", "verify", "draft forward", "draft, other", "host", "neither forward"]
+    """Return headers and rows of the milliseconds per decode step and stage, by method."""
+    headers = ["method", "ms per step", "verify", "draft forward", "draft, other", "other", "outside forwards"]
     keys = ("round_ms", "verify_ms", "draft_forward_ms", "draft_other_ms", "host_ms")
     rows = []
     for name, s in stages.items():
-        neither = (s["draft_other_ms"] + s["host_ms"]) / s["round_ms"]
-        rows.append([name, *(f"{s[key]:.2f}" for key in keys), f"{neither:.0%}"])
+        outside = (s["draft_other_ms"] + s["host_ms"]) / s["round_ms"]
+        rows.append([name, *(f"{s[key]:.2f}" for key in keys), f"{outside:.0%}"])
     return headers, rows
 
 
@@ -199,7 +199,7 @@ def _lengths(settings: dict[str, Any]) -> str:
 
 
 def origin(report: dict[str, Any]) -> str:
-    """Settings and provenance in one paragraph."""
+    """Return settings and provenance as one paragraph."""
     s = report["settings"]
     sampling = f"temperature {s['temperature']}, seeded" if s.get("temperature") else "greedy"
     repeats = f", {s['repeats']} repeats" if s.get("repeats", 1) > 1 else ""
@@ -211,7 +211,7 @@ def origin(report: dict[str, Any]) -> str:
 
 
 def origin_of(found: dict[str, Any]) -> str:
-    """A provenance in one sentence."""
+    """Return a provenance as one sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     commit = found["commit"] or "unknown"
     return (
@@ -221,7 +221,7 @@ def origin_of(found: dict[str, Any]) -> str:
 
 
 def write_table(table: str, page: Path, marks: tuple[str, str] = MARKS) -> None:
-    """Replace what stands between the marks of a Markdown page."""
+    """Replace the text between the marks of a Markdown page."""
     head, begin, rest = page.read_text().partition(marks[0])
     _, end, tail = rest.partition(marks[1])
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""A running OpenAI-compatible server as something to measure."""
+"""A running OpenAI-compatible server to measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTER = re.compile(
 
 
 class Server:
-    """Asks a server for chat answers."""
+    """Client of a server that was started by someone else."""
 
     def __init__(self, label: str, url: str) -> None:
         self.method, self.url = Method(label, {"server": url}), url.rstrip("/").removesuffix("/v1")
@@ -31,10 +31,10 @@ class Server:
             with urllib.request.urlopen(self.url + path, timeout=30) as reply:
                 return reply.read().decode()
         except (urllib.error.URLError, TimeoutError) as error:
-            raise OSError(f"{self.url}{path} does not answer: {error}; is the server up?") from None
+            raise OSError(f"{self.url}{path} does not answer: {error}; is the server running?") from None
 
     def counters(self) -> tuple[int, list[int]]:
-        """Drafts so far, and those of which at least 1, 2, ... tokens were accepted."""
+        """Return the number of drafts so far, and of those with at least 1, 2, ... accepted tokens."""
         drafts, by_depth = 0, {}
         for name, labels, value in _COUNTER.findall(self._get("/metrics")):
             if name == "drafts":
@@ -46,7 +46,7 @@ class Server:
     def generate(
         self, questions: list[Question], max_tokens: int, temperature: float = 0.0, *, at_once: int | None = None
     ) -> Measurement:
-        """Answer a batch, all of it ``at_once`` unless a number is given."""
+        """Let the server answer a batch, ``at_once`` questions at a time (default: all)."""
         drafts, by_depth = self.counters()
         start = time.perf_counter()
         with ThreadPoolExecutor(at_once or len(questions)) as pool:
@@ -97,12 +97,9 @@ class Server:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{self.url} refused question {question.name}: {error.read().decode()[:300]}") from None
         if not token_ids:
-            raise RuntimeError(f"{self.url} sent no token ids for question {question.name}: it must be a vLLM server")
+            raise RuntimeError(f"{self.url} sent no token ids for question {question.name}: only vLLM servers do")
         gap = (last - first) / (len(token_ids) - 1) if len(token_ids) > 1 else None
         return token_ids, first - start, gap
 
     def close(self) -> None:
-        """A server that others started lives on, and its memory is not seen from here."""
-
-    def kill(self) -> None:
-        """See ``close``."""
+        """Do nothing: the server keeps running, and its memory cannot be read from here."""

@@ -1,4 +1,4 @@
-"""Engines to be measured: each method has one of its own, in a worker process."""
+"""Worker processes with one engine per method, and the measurement that gives them questions in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_specplug.tools.bench.methods import Method, for_stock_host
+from vllm_specplug.tools.bench.methods import Method, for_stock_vllm
 from vllm_specplug.tools.bench.questions import Question
 from vllm_specplug.utils.environment import end_of_log, engine_environment
 
@@ -26,19 +26,19 @@ PROBE_MODULE = "vllm_specplug.hosts.probes.step_parts_probe"
 
 @dataclass
 class Measurement:
-    """What one method did with one batch of questions.
+    """Measurement of one method on one batch of questions.
 
     Attributes:
-        questions: their names.
-        category: theirs, or ``mixed``.
-        seconds: from the first request to the last answer.
-        token_ids: of each answer.
-        drafts, accepted: verified drafts and accepted drafted tokens.
-        accepted_by_depth: drafts of which at least 1, 2, ... tokens were accepted; empty where not known.
-        first_token_s, inter_token_s: of each answer, where known: seconds to its first token, and mean seconds from
-            token to token after it.
-        agree: of each answer, whether it has the baseline's tokens.
-        concurrency, repeat: of which part of the run.
+        questions: names of the questions.
+        category: category of the questions, or ``mixed``.
+        seconds: time from the first request to the last answer.
+        token_ids: tokens of each answer.
+        drafts, accepted: numbers of verified drafts and of accepted drafted tokens.
+        accepted_by_depth: number of drafts with at least 1, 2, ... accepted tokens; empty if unknown.
+        first_token_s, inter_token_s: seconds to the first token of each answer, and mean seconds between its later
+            tokens; empty if unknown.
+        agree: for each answer, whether it has the baseline's tokens.
+        concurrency, repeat: the part of the run that it belongs to.
     """
 
     questions: list[str]
@@ -56,15 +56,17 @@ class Measurement:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens of all answers."""
         return sum(map(len, self.token_ids))
 
     @property
     def rate(self) -> float:
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
-class Engine(Protocol):
-    """What is measured: a worker process or a running server."""
+class Measured(Protocol):
+    """A method to measure: a worker process or a running server."""
 
     method: Method
 
@@ -74,24 +76,21 @@ class Engine(Protocol):
 
     def close(self) -> int | None: ...
 
-    def kill(self) -> None: ...
-
 
 class Worker:
-    """The parent's end of a worker process: one JSON line out, one JSON line back.
+    """The parent's end of a worker process: it writes one JSON line and reads one JSON line back.
 
-    Between its requests it is stopped (``SIGSTOP``): the threads of an idle engine wake up all the time, and would take
-    a share of the cores that another one is measured on.
+    The process is stopped (``SIGSTOP``) between its requests.  Otherwise the threads of an idle engine would wake up
+    all the time and take CPU time from the engine that is measured.
     """
 
     def __init__(
         self, method: Method, engine: dict[str, Any], kv_gib: int, log: Path, module: str = ENGINE_MODULE
     ) -> None:
-        self.method, self.log, self.config = method, log, method.config
-        self.machine: dict[str, Any] = {}  # what the worker said when it was ready
-        # Intel's OpenMP runtime, which vLLM wants, makes transformers several times slower.
+        self.method, self.log = method, log
+        self.machine: dict[str, Any] = {}  # the worker's first reply
         environment = engine_environment(kv_gib=kv_gib, plugins=not method.stock)
-        if method.by_transformers:
+        if method.by_transformers:  # without Intel's OpenMP runtime, which makes transformers several times slower
             environment = dict(os.environ, HF_HUB_OFFLINE="1")
         with open(log, "wb") as sink:
             self.process = subprocess.Popen(
@@ -101,39 +100,39 @@ class Worker:
                 stderr=sink,
                 text=True,
                 env=environment,
-                # So that its engine processes can be signalled with it.  The session stays: of a stopped group whose
-                # parent has died the kernel makes an end (SIGHUP) in its own session only.
+                # A group of its own, so that signals reach its engine processes too, but in the same session: if the
+                # parent dies, the kernel ends a stopped group (SIGHUP) only within the parent's session.
                 process_group=0,
             )
         self.send(engine | ({} if method.config is None else {"speculative_config": method.config}))
 
     def send(self, message: dict) -> None:
-        """Let it run, and write a request."""
+        """Let the worker continue and send it a request."""
         self._signal(signal.SIGCONT)
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise RuntimeError(self._obituary()) from None
+            raise RuntimeError(self._end_message()) from None
 
     def receive(self) -> dict:
-        """Wait for a reply, and stop it.
+        """Wait for a reply and stop the worker.
 
         Raises:
-            RuntimeError: the worker died; the message carries the end of its log.
+            RuntimeError: the worker has ended; the message holds the end of its log.
         """
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(self._obituary())
+            raise RuntimeError(self._end_message())
         self._signal(signal.SIGSTOP)
         return json.loads(line)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the worker and its engine, if they live."""
+        """Send a signal to the worker and its engine if they are running."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def _obituary(self) -> str:
+    def _end_message(self) -> str:
         return f"the engine of {self.method.label!r} has ended (code {self.process.wait()}); {end_of_log(self.log)}"
 
     def generate(
@@ -144,7 +143,7 @@ class Worker:
         sampling: dict[str, Any] | None = None,
         at_once: int | None = None,
     ) -> Measurement:
-        """Answer a batch, or as ``SamplingParams`` of ``sampling`` say; tokenisation is not timed."""
+        """Let the worker answer a batch, tokenisation not timed; ``sampling`` are arguments of ``SamplingParams``."""
         sampling = sampling or ({"temperature": temperature, "seed": 0} if temperature else {})
         texts = [question.text for question in questions]
         lengths = [question.max_tokens or max_tokens for question in questions]
@@ -152,18 +151,18 @@ class Worker:
         return Measurement([question.name for question in questions], questions[0].category, **self.receive())
 
     def close(self) -> int | None:
-        """Ask for the peak memory (MiB, the worker and its engine together) and end the worker."""
+        """End the worker and return its peak memory in MiB, that of its engine included."""
         self.send({"close": True})
         peak = self.receive()["peak_rss_mib"]
         self._signal(signal.SIGCONT)
         try:
             self.process.wait(60)
-        except subprocess.TimeoutExpired:  # all was said: an engine that is slow to leave is no failure
+        except subprocess.TimeoutExpired:  # all replies were received: an engine that ends slowly is no failure
             self.kill()
         return peak
 
     def kill(self) -> None:
-        """End the worker and its engine, whatever they do."""
+        """End the worker and its engine in any state."""
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -174,7 +173,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Part:
-    """One pass over the questions, ``concurrency`` of a batch under way at once."""
+    """One pass over the questions, ``concurrency`` at a time."""
 
     concurrency: int
     repeat: int
@@ -183,16 +182,18 @@ class Part:
 
 @contextlib.contextmanager
 def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = ENGINE_MODULE):
-    """Workers of all methods, ready; they are killed if anything fails inside, and their logs are kept then."""
+    """Start workers for all methods; if the block fails, they are killed and their logs are kept."""
     scratch = Path(tempfile.mkdtemp(prefix="specplug-bench-"))
     workers: list[Worker] = []
     try:
         for method in methods:
             log = scratch / f"{method.label.replace(':', '-')}.log"
             print(f"starting {method.label} (log: {log})", file=sys.stderr)
-            own = "vllm_specplug.tools.bench.hf_worker" if method.by_transformers else module
-            workers.append(Worker(for_stock_host(method, scratch), engine, kv_gib, log, own))
-            workers[-1].machine = workers[-1].receive()  # one start at a time: compilers share the cores badly
+            worker_module = "vllm_specplug.tools.bench.hf_worker" if method.by_transformers else module
+            workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, worker_module))
+            workers[-1].machine = workers[
+                -1
+            ].receive()  # one start at a time, because two compilers slow each other down
         yield workers
     except BaseException:
         for worker in workers:
@@ -202,12 +203,12 @@ def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, modu
 
 
 def measure(
-    engines: Sequence[Engine], parts: list[Part], max_tokens: int, temperature: float = 0.0
+    engines: Sequence[Measured], parts: list[Part], max_tokens: int, temperature: float = 0.0
 ) -> tuple[dict[str, list[Measurement]], dict[str, int | None]]:
-    """Warm all engines up, and give every batch to one after the other.
+    """Warm all engines up, then give each batch to one engine after the other.
 
     Returns:
-        Measurements (in the same order for all) and peak memory in MiB, by method label.
+        Measurements (in the same order for all engines) and peak memory in MiB, both by method label.
     """
     engines = list(engines)
     results: dict[str, list[Measurement]] = {engine.method.label: [] for engine in engines}

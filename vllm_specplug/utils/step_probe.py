@@ -1,4 +1,4 @@
-"""Timing the decoding steps of an engine in a process of its own."""
+"""Client of ``vllm_specplug.hosts.probes.step_probe``, which times the steps of an engine in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_specplug.utils.environment import end_of_log, engine_environment
 
 
 class StepProbe:
-    """An engine in a process of its own that times its steps (``vllm_specplug.hosts.probes.step_probe``)."""
+    """Starts the engine process and sends it requests, one JSON line each."""
 
     def __init__(self, model: str, speculative_config: dict[str, Any] | None, **engine: Any):
         self._log = tempfile.NamedTemporaryFile(prefix="specplug-step-", suffix=".log")  # noqa: SIM115
@@ -31,7 +31,7 @@ class StepProbe:
         self.ask(arguments | ({} if speculative_config is None else {"speculative_config": speculative_config}))
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and wait for the answer.
+        """Send a request and wait for the reply.
 
         Raises:
             RuntimeError: the engine has ended; the message holds the end of its log.

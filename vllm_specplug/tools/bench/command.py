@@ -1,0 +1,193 @@
+"""``specplug bench``: compare methods on the same questions in one run.
+
+Each method has its own engine in a worker process (``vllm_specplug.hosts.probes.bench_worker``).  All engines are alive
+at once, and each batch of questions goes to one method after the other, so that drift of the machine affects all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.tools.bench.look_inside import look_inside
+from vllm_specplug.tools.bench.methods import BASELINE, parse_methods
+from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions, spread_lengths
+from vllm_specplug.tools.bench.results import (
+    CONCURRENCY_MARKS,
+    MARKS,
+    build_report,
+    render,
+    render_concurrency,
+    write_table,
+)
+from vllm_specplug.tools.bench.server import Server
+from vllm_specplug.tools.bench.workers import Part, measure, started
+from vllm_specplug.utils.smollm2 import prepare
+
+
+def parse_levels(text: str) -> list[int]:
+    """Parse ``1,4,16`` to numbers, each at least 1 and given once."""
+    try:
+        levels = [int(word) for word in text.split(",")]
+    except ValueError:
+        levels = [0]
+    if min(levels) < 1 or len(set(levels)) != len(levels):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of at least 1, each once, like 1,4,16")
+    return levels
+
+
+def parse_server(text: str) -> tuple[str, str]:
+    """Parse ``LABEL=URL`` or ``URL``."""
+    label, separator, url = text.partition("=")
+    label, url = (label, url) if separator and not label.startswith("http") else (BASELINE, text)
+    if not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected URL or LABEL=URL; a URL starts with http:// or https://")
+    return label, url
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``specplug bench``."""
+    parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--methods", default="plain,ngram,eagle-chain,eagle2", metavar="A,B:LABEL", help="%(default)s")
+    parser.add_argument(
+        "--method-config", action="append", default=[], metavar="NAME=JSON", help="change a method's configuration"
+    )
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
+    parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="limit answers to M (1 - S) up to M (1 + S) tokens, by question, so that they do not all end together",
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=parse_levels,
+        default=[1],
+        metavar="C,..",
+        help="concurrent questions (a new one starts when one ends); categories are measured at the first number",
+    )
+    parser.add_argument("--repeats", type=int, default=1, metavar="R", help="number of passes over the questions")
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        type=parse_server,
+        metavar="LABEL=URL",
+        help="measure running servers instead of own engines; one label must be 'plain', as for a URL without a label",
+    )
+    parser.add_argument(
+        "--look-inside",
+        action="store_true",
+        help="then start each engine in one process and measure time by stage, trees, calibration and step costs",
+    )
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="run scheduler and worker of each engine in one process: no messages between them, so less noise",
+    )
+    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of each engine")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
+    parser.add_argument(
+        "--concurrency-table",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="only print the speedups by concurrency of such files",
+    )
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="with a table: write it there, between its marks")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for arguments that are out of range or exclude each other."""
+    if args.questions is None:
+        raise ValueError("--questions FILE is needed (or --table FILE to print earlier results)")
+    for name in ("max_tokens", "kv_gib", "limit", "repeats"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.spread < 1:
+        raise ValueError("--spread must be at least 0 and below 1")
+    if not 0 <= args.temperature <= 2:
+        raise ValueError("--temperature must be from 0 to 2")
+    labels = [label for label, _ in args.server]
+    if labels and (BASELINE not in labels or len(set(labels)) != len(labels)):
+        raise ValueError("--server: one label must be 'plain' (the baseline), and each label must be given once")
+    for name in ("look_inside", "in_process"):
+        if labels and getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs its own engines: remove --server")
+
+
+def batch_size(concurrency: int) -> int:
+    """Return how many questions one method answers per turn; many, because the last ones of a turn run alone."""
+    return 1 if concurrency == 1 else 8 * concurrency
+
+
+def make_parts(questions: list[Question], concurrency: list[int], repeats: int) -> list[Part]:
+    """Return the passes over the questions: by category at the first concurrency, mixed at the others."""
+    first, *more = concurrency
+    parts = [Part(first, repeat, make_batches(questions, batch_size(first))) for repeat in range(repeats)]
+    for c in more:
+        batches = make_batches(questions, batch_size(c), mixed=True)
+        parts += [Part(c, repeat, batches) for repeat in range(repeats)]
+    return parts
+
+
+def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the measurements of the arguments and return the report."""
+    check_arguments(args)
+    methods = [] if args.server else parse_methods(args.methods, args.method_config)
+    questions = read_questions(args.questions, args.limit)
+    if args.spread:
+        questions = spread_lengths(questions, args.max_tokens, args.spread)
+    parts = make_parts(questions, args.concurrency, args.repeats)
+    settings = {"questions": args.questions.name, "num_questions": len(questions), "max_tokens": args.max_tokens}
+    settings |= {"concurrency": ",".join(map(str, args.concurrency)), "repeats": args.repeats}
+    settings |= {"temperature": args.temperature, "spread": args.spread}
+    if args.server:
+        servers = [Server(label, url) for label, url in args.server]
+        settings |= {"dtype": "dtype of the server", "model": servers[0].model}
+        results, peaks = measure(servers, parts, args.max_tokens, args.temperature)
+        return build_report([server.method for server in servers], results, peaks, settings)
+    engine = {
+        "model": str(args.model or prepare()),
+        "dtype": args.dtype,
+        "max_model_len": 2048,
+        "max_num_seqs": max(8, *args.concurrency),
+        "enable_prefix_caching": False,  # so that each answer computes its own prompt
+        "disable_log_stats": False,
+    }
+    settings |= {key: engine[key] for key in ("dtype", "max_model_len", "max_num_seqs", "enable_prefix_caching")}
+    settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name, "in_process": args.in_process}
+    with started(methods, engine | {"in_process": args.in_process}, args.kv_gib) as workers:
+        results, peaks = measure(workers, parts, args.max_tokens, args.temperature)
+    report = build_report(methods, results, peaks, settings)
+    if args.look_inside:
+        look_inside(report, methods, engine, args.kv_gib, questions, args.max_tokens)
+    return report
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run ``specplug bench``."""
+    tables: list[tuple[str, tuple[str, str]]] = []
+    if args.table is not None:
+        tables.append((render(json.loads(args.table.read_text()), markdown=True), MARKS))
+    if args.concurrency_table is not None:
+        reports = {file.name: json.loads(file.read_text()) for file in args.concurrency_table}
+        tables.append((render_concurrency(reports), CONCURRENCY_MARKS))
+    for table, marks in tables:
+        print(table) if args.into is None else write_table(table, args.into, marks)
+    if tables:
+        return
+    report = run_benchmark(args)
+    print(render(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
