@@ -46,7 +46,7 @@ class SettledWalk(SampledWalk, ABC):
     def settle(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
     ) -> torch.Tensor:
-        """Choose the first tokens to emit (arguments as of the walk): int64 ``[num_reqs, any width]``, padded with -1."""
+        """Choose the first tokens to emit: int64 ``[num_reqs, any width]``, padded with ``PADDING``."""
 
     def __call__(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
