@@ -1,4 +1,4 @@
-"""Install the two patches of the host; everything else is reached through its seams."""
+"""Install the two patches that every process needs; all other code subclasses or registers with vLLM."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
 def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _validate_spec_decode(self, speculative_config):
-        # Our walk runs the host's whole sampler pipeline at every node, so min_p and
-        # logit_bias mean what they mean in plain decoding.
+        # Our walk runs vLLM's whole sampler at every node, so min_p and logit_bias work as in plain decoding.
         options = getattr(speculative_config, "specplug", None)
         if options is not None:
             from vllm_specplug.core.request_args import check_request
@@ -51,19 +50,19 @@ PATCHES = (
         target="vllm.engine.arg_utils:EngineArgs",
         attribute="create_speculative_config",
         parameters=("self", "target_model_config", "target_parallel_config"),
-        reason="the host's list of methods is closed, and it builds its own class",
+        reason="vLLM's list of methods is fixed, and it builds its own class",
         wrap=_wrap_create_speculative_config,
     ),
     Patch(
         target="vllm.sampling_params:SamplingParams",
         attribute="_validate_spec_decode",
         parameters=("self", "speculative_config"),
-        reason="min_p and logit_bias are refused whenever a speculative config is set",
+        reason="vLLM refuses min_p and logit_bias with every speculative config",
         wrap=_wrap_validate_spec_decode,
     ),
 )
 
 
 def install() -> list[str]:
-    """Apply the patches if the host is known; returns the problems otherwise."""
+    """Apply the patches if this version of vLLM is accepted; return the problems otherwise."""
     return check_version().problems or apply_all(PATCHES)

@@ -1,4 +1,4 @@
-"""Patches of the host as data: checked all together, applied once, undoable."""
+"""Patches of vLLM as data: all are checked before any is applied; applying is idempotent and can be undone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MARK = "__specplug_original__"
 
 @dataclass(frozen=True)
 class Patch:
-    """One wrapped host function.
+    """One wrapped vLLM function.
 
     Attributes:
-        target: dotted module path and class, ``module:Class``.
+        target: its module, or module and class: ``module:Class``.
         attribute: the function's name.
-        parameters: the parameter names that the wrapper relies on, in order.
-        reason: why no seam of the host serves.
+        parameters: all its parameters, in order.
+        reason: why neither registering nor subclassing is enough.
         wrap: makes the replacement from the original.
     """
 
@@ -35,7 +35,7 @@ class Patch:
         return getattr(found, name) if name else found
 
     def problem(self) -> str | None:
-        """Why this patch cannot be applied to this host, or None."""
+        """Return why this patch cannot be applied to the installed vLLM, or None."""
         try:
             function = getattr(self.owner(), self.attribute)
         except (ImportError, AttributeError) as error:
@@ -47,14 +47,14 @@ class Patch:
 
 
 def apply_all(patches: Sequence[Patch]) -> list[str]:
-    """Apply every patch, or none; returns the problems that prevented it."""
+    """Apply all patches, or none of them; return the problems that prevented it."""
     problems = [problem for patch in patches if (problem := patch.problem())]
     if problems:
         return problems
     for patch in patches:
         original = getattr(patch.owner(), patch.attribute)
         if hasattr(original, _MARK):
-            continue  # another load of the plugin in this process
+            continue  # applied by an earlier call in this process
         wrapper = patch.wrap(original)
         setattr(wrapper, _MARK, original)
         setattr(patch.owner(), patch.attribute, wrapper)
@@ -62,7 +62,7 @@ def apply_all(patches: Sequence[Patch]) -> list[str]:
 
 
 def undo_all(patches: Sequence[Patch]) -> None:
-    """Restore the host's functions."""
+    """Restore vLLM's functions."""
     for patch in patches:
         function = getattr(patch.owner(), patch.attribute)
         if hasattr(function, _MARK):

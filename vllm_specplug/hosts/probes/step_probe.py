@@ -1,7 +1,7 @@
 """Times decoding steps of a real engine, verification and drafting apart.
 
 A worker process.  The first message has the arguments of ``LLM``; without a speculative configuration the steps are
-plain ones.  A request ``{"context", "max_tokens"}`` decodes one random prompt of ``context`` tokens and returns, for the
+plain ones.  A request ``{"context", "max_tokens"}`` decodes one random prompt of ``context`` tokens; it returns, for
 steps that verified a full draft, ``seconds`` without drafting, and ``drafting``, the seconds of drafting.  ``batch``
 decodes so many prompts at once; ``nodes`` reduces a Medusa tree to its first nodes.  The drafts of vLLM's own ``ngram``
 method are replaced by random ids, because its verification time depends on their number only.

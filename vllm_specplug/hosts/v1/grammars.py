@@ -1,4 +1,4 @@
-"""Grammars on trees, and how the host's versions constrain structured output: what differs between them lies here."""
+"""Grammars on trees, and all differences between vLLM versions in constraining structured output."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import numpy as np
 def tree_masks(
     manager: Any, requests: Sequence[Any], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> np.ndarray:
-    """The mask of every row of every tree: that of the row's path, where the worker looks for it.
+    """Compute the token masks of all trees: each row has the mask of its path.
 
     Args:
-        manager: the host's ``StructuredOutputManager``.
-        requests: the host's, with structured output.
-        trees: of each request, tokens and parents as of ``walk_grammar``.
+        manager: vLLM's ``StructuredOutputManager``.
+        requests: vLLM's, all with structured output.
+        trees: by request, tokens and parents as of ``walk_grammar``.
+
+    Returns:
+        int32 ``[num_rows, words]`` bit masks, in the row order that the worker expects.
     """
     *first_rows, end = first_mask_rows(manager, [len(token_ids) + 1 for token_ids, _ in trees])
     bitmask = manager.backend.allocate_token_bitmask(end)
-    bitmask.fill_(-1)  # everything allowed
+    bitmask.fill_(-1)  # all tokens are allowed
     words = bitmask.numpy().view(np.uint32)
     for request, (token_ids, parents), first_row in zip(requests, trees, first_rows, strict=True):
 
@@ -42,15 +45,15 @@ def walk_grammar(
     parents: Sequence[int],
     visit: Callable[[int, Any, Sequence[int]], None],
 ) -> None:
-    """Visit every row whose path the request's grammar allows, with the grammar standing behind that path.
+    """Visit every row whose path the request's grammar allows, with the grammar advanced along that path.
 
     Args:
-        manager: the host's ``StructuredOutputManager``.
-        request: the host's, with structured output.
-        token_ids: of the nodes, parent-first; negative ones are no tokens.
+        manager: vLLM's ``StructuredOutputManager``.
+        request: vLLM's, with structured output.
+        token_ids: of the nodes, parents before children; negative ones are placeholders.
         parents: row of each node's parent; node ``i`` is row ``i + 1``.
-        visit: gets the row, its grammar, or None where nothing is constrained there (before the end of reasoning,
-            behind the end of the grammar), and the tokens that are forbidden all the same.
+        visit: receives the row, its grammar, and the tokens that are forbidden besides.  The grammar is None if it does
+            not constrain the row (before the end of reasoning, behind the end of the grammar).
     """
     grammar = request.structured_output_request.grammar
     children: dict[int, list[int]] = {}
@@ -82,14 +85,14 @@ def walk_grammar(
 
 
 def constraint_bounds(manager: Any, request: Any, path: Sequence[int]) -> tuple[int, int]:
-    """From which token on a path is fed to the grammar, and from which row on the grammar masks.
+    """Find the first token of a path that advances the grammar, and the first row that the grammar masks.
 
     Returns:
-        Indices into ``path``, which follows the request's tokens; ``len(path) + 1`` where it all is reasoning.
+        Indices into ``path``, which follows the request's tokens; ``len(path) + 1`` if all of it is reasoning.
     """
     if hasattr(manager, "_get_constraint_bounds"):
         return manager._get_constraint_bounds(request, path)
-    if hasattr(manager, "_get_constraint_start"):  # until 0.31: what ends reasoning is never content
+    if hasattr(manager, "_get_constraint_start"):  # until 0.31: the token that ends reasoning is never content
         start = manager._get_constraint_start(request, path)
     else:
         start = _start_token_by_token(manager, request, path)
@@ -97,7 +100,7 @@ def constraint_bounds(manager: Any, request: Any, path: Sequence[int]) -> tuple[
 
 
 def _start_token_by_token(manager: Any, request: Any, path: Sequence[int]) -> int:
-    """Until 0.29 the host looks for the end of reasoning while it fills its masks; this does the same."""
+    """Find the end of reasoning token by token, as vLLM until 0.29 does while it fills its masks."""
     if manager.should_fill_bitmask(request):
         return 0
     reasoner, seen = manager._get_reasoner(request), list(request.all_token_ids)
@@ -109,13 +112,13 @@ def _start_token_by_token(manager: Any, request: Any, path: Sequence[int]) -> in
 
 
 def forbidden_in_reasoning(manager: Any, request: Any) -> Sequence[int]:
-    """Tokens that would end reasoning with content that the grammar does not begin with; older hosts forbid none."""
+    """Return tokens that would end reasoning with content that the grammar cannot start with; none before vLLM 0.33."""
     return manager._masked_reasoning_ends(request) if _since_033(manager) else ()
 
 
 def first_mask_rows(manager: Any, counts: Sequence[int]) -> list[int]:
-    """Where the masks of requests with so many rows each begin, and where the last ones end."""
-    if _since_033(manager):  # all requests have as many; the worker divides
+    """Return the first mask row of each request, and the end of the last one's rows, from their row counts."""
+    if _since_033(manager):  # all requests get the same number: the worker divides
         return [index * max(counts) for index in range(len(counts) + 1)]
     return [0, *accumulate(counts)]
 

@@ -1,4 +1,4 @@
-"""Logits processors and the thinking budget as in plain decoding: the walk shows them one row per request."""
+"""Logits processors and the thinking budget as in plain decoding, since the walk samples one row per request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_st
 
 @contextlib.contextmanager
 def custom_processors_hidden(model_config: Any) -> Iterator[None]:
-    """The host's runner raises where it finds custom processors beside a speculative config."""
+    """Hide custom processors: vLLM's runner refuses them with a speculative config."""
     hidden, model_config.logits_processors = model_config.logits_processors, None
     try:
         yield
@@ -23,10 +23,10 @@ def custom_processors_hidden(model_config: Any) -> Iterator[None]:
 
 
 def restore_processors(runner: Any) -> bool:
-    """Give back min_p, logit_bias and custom processors, which the host drops beside a speculative config.
+    """Restore min_p, logit_bias and custom processors, which vLLM drops with a speculative config.
 
     Returns:
-        Whether there are custom ones, named (``--logits-processors``) or installed as the host's plugins.
+        Whether there are custom ones, from ``--logits-processors`` or from plugins of vLLM.
     """
     config = copy.copy(runner.vllm_config)
     config.speculative_config = None
@@ -38,7 +38,7 @@ def restore_processors(runner: Any) -> bool:
 
 
 def restore_thinking_budget(runner: Any) -> None:
-    """Beside a speculative config, the host's thinking budget looks for its rows behind those of the drafts."""
+    """Make a thinking budget without drafts: with a speculative config, vLLM's expects its rows behind draft rows."""
     runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
         runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY
     )

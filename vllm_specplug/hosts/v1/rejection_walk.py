@@ -1,4 +1,4 @@
-"""Multi-round rejection in the host's walk."""
+"""Acceptance of sampled drafts by multi-round rejection sampling."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_specplug.types import PADDING, Proposal, TokenTree
 
 
 class RejectionWalk(SettledWalk):
-    """Walks requests whose drafts were sampled by rejection, the others exactly.
+    """Walks requests with sampled drafts by rejection sampling, the others exactly.
 
     Args:
-        drafts: of each request, None where what is verified is not the whole of what was drafted.
+        drafts: by request; None if only a part of the draft is verified.
     """
 
     def __init__(self, *args: Any, drafts: Sequence[FlatDraft | None]):
@@ -40,21 +40,21 @@ class RejectionWalk(SettledWalk):
         shape = (max_depth, int(children.max()) + 1)
         uniform = torch.zeros(len(active), *shape, dtype=torch.float64)
         generators = self.sampling_metadata.generators
-        for place in sampled.nonzero().flatten().tolist():
-            uniform[place] = torch.rand(shape, dtype=torch.float64, generator=generators[place])
+        for request in sampled.nonzero().flatten().tolist():
+            uniform[request] = torch.rand(shape, dtype=torch.float64, generator=generators[request])
         proposal = _stack(self.drafts, tree)
         return accept_rejection(tree, proposal, target_probs, uniform, sampled, max_depth)
 
 
 def _stack(drafts: Sequence[FlatDraft | None], tree: TokenTree) -> Proposal:
-    """The proposals of a batch, those of different rounds side by side."""
+    """Stack the proposals of a batch, padded to the largest of them."""
     drawn = [draft.drawn_from if draft is not None else None for draft in drafts]
     index = torch.full_like(tree.parents, PADDING)
     shape = [max(d.token_ids.shape[axis] for d in drawn if d is not None) for axis in (0, 1)]
     token_ids, probs = torch.zeros(len(drafts), *shape, dtype=torch.int64), torch.zeros(len(drafts), *shape)
-    for place, one in enumerate(drawn):
+    for request, one in enumerate(drawn):
         if one is not None:
-            index[place, 1 : len(one.index) + 1] = one.index
-            token_ids[place, : one.token_ids.shape[0], : one.token_ids.shape[1]] = one.token_ids
-            probs[place, : one.probs.shape[0], : one.probs.shape[1]] = one.probs
+            index[request, 1 : len(one.index) + 1] = one.index
+            token_ids[request, : one.token_ids.shape[0], : one.token_ids.shape[1]] = one.token_ids
+            probs[request, : one.probs.shape[0], : one.probs.shape[1]] = one.probs
     return Proposal(index, token_ids, probs)

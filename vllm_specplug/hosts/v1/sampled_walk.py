@@ -1,4 +1,4 @@
-"""The exact walk over the host's own sampler: one call per depth on a ``[num_reqs, vocab]`` batch."""
+"""The exact walk by vLLM's own sampler: one call per depth on a ``[num_reqs, vocab]`` batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_specplug.types import PADDING, TokenTree, Walk
 
 
 def is_argmax(metadata: SamplingMetadata) -> bool:
-    """Whether the host's sampler takes the largest logit of every row, as it is, and reports nothing but it."""
+    """Whether vLLM's sampler returns the argmax of the unchanged logits of every row, and nothing else."""
     holder = metadata.thinking_budget_state_holder
     return (
         metadata.all_greedy
@@ -32,8 +32,8 @@ def is_argmax(metadata: SamplingMetadata) -> bool:
 
 
 def _is_idle(processor: Any) -> bool:
-    """Whether a logits processor changes nothing in a greedy batch, and need not be told of its steps."""
-    kind = type(processor)  # what a custom one has made of the host's is not known
+    """Whether a logits processor changes nothing in a greedy batch, so that its state need not be updated."""
+    kind = type(processor)  # a custom subclass may do more
     if kind is MinTokensLogitsProcessor:
         return not processor.min_toks
     if kind is LogitBiasLogitsProcessor:
@@ -42,11 +42,16 @@ def _is_idle(processor: Any) -> bool:
 
 
 class SampledWalk:
-    """Walks a batch of trees by the host's sampler, as if each visited node were a plain decoding step.
+    """Walks a batch of trees by vLLM's sampler, as if each visited node were a plain decoding step.
 
-    Between depths the accepted tokens stand in the requests' output histories, and the logits
-    processors are told that a step has passed: penalties, bad words, min_tokens and the like see
-    what they would see in plain decoding.  A stopped request draws nothing more from its generator.
+    Before each depth the accepted tokens are appended to the requests' output histories and the logits processors are
+    updated, so penalties, bad words, min_tokens and the like work as in plain decoding.  A request whose walk has ended
+    draws no more numbers from its generator.
+
+    Args:
+        sampler: vLLM's.
+        sampling_metadata: vLLM's, of the batch.
+        histories: by request, its output tokens; changed during the walk and restored after it.  None: not needed.
     """
 
     def __init__(self, sampler: Any, sampling_metadata: SamplingMetadata, histories: list[list[int] | None]):
@@ -57,7 +62,7 @@ class SampledWalk:
     def __call__(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
     ) -> tuple[Walk, SamplerOutput]:
-        """Walk.
+        """Walk the trees.
 
         Args:
             tree: the verified trees.
@@ -66,14 +71,14 @@ class SampledWalk:
             active: bool ``[num_reqs]``; requests to sample.
 
         Returns:
-            The walk, and the host's output: int32 ``[num_reqs, max_emitted]`` padded with -1.
+            The walk, and vLLM's sampler output: int32 ``[num_reqs, max_emitted]`` padded with -1.
         """
         if is_argmax(self.sampling_metadata) and greedy_walk.is_available(logits):
             walk = greedy_walk.greedy_walk(tree, logits, first_rows, active, tree.token_ids.shape[1])
             return walk, SamplerOutput(walk.output_token_ids, None)
-        # Full-vocabulary logprobs come in a shape the host cannot cut by rows: emit one token per step.
+        # vLLM cannot split full-vocabulary logprobs by rows: emit one token per step.
         max_emitted = 1 if self.sampling_metadata.max_num_logprobs == -1 else tree.token_ids.shape[1]
-        # The same walk as ``walk.walk_exact`` on lists: on a CPU a node takes a microsecond, not twenty tensor ops.
+        # ``walk.walk_exact`` on lists: on a CPU this takes a microsecond per node instead of twenty tensor operations.
         token_ids, parents = tree.token_ids.tolist(), tree.parents.tolist()
         running, rows = active.tolist(), [0] * len(token_ids)
         logprobs: list[LogprobsTensors | None] = []
@@ -102,7 +107,7 @@ class SampledWalk:
         return walk, SamplerOutput(output_token_ids, _stack(logprobs))
 
     def _sample(self, logits: torch.Tensor, running: list[bool], depth: int) -> SamplerOutput:
-        """One token per request; only running requests may draw from their generators."""
+        """Sample one token per request; only running requests draw from their generators."""
         metadata = self.sampling_metadata
         generators = {i: generator for i, generator in metadata.generators.items() if running[i]}
         return self.sampler(
@@ -111,6 +116,7 @@ class SampledWalk:
         )
 
     def _remember(self, token_ids: list[int]) -> None:
+        """Append one token per request to the histories, and update the logits processors."""
         for history, token_id in zip(self.histories, token_ids, strict=True):
             if token_id >= 0 and history is not None:
                 history.append(token_id)
@@ -118,7 +124,7 @@ class SampledWalk:
             processor.update_state(None)
 
     def _forget(self, emitted: list[list[int]]) -> None:
-        """Take the tokens out again: the host's bookkeeping appends them itself."""
+        """Remove the appended tokens: vLLM appends them itself after the step."""
         for index, history in enumerate(self.histories):
             count = sum(token_ids[index] >= 0 for token_ids in emitted)
             if count and history is not None:
@@ -126,15 +132,15 @@ class SampledWalk:
 
 
 def _rows_of(logits: torch.Tensor, first_rows: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """One row of each request, which the host's sampler may write to: it works on a float32 copy, or in place."""
-    if len(rows) == 1 and logits.dtype != torch.float32:  # a view
+    """Return one row per request that vLLM's sampler may write to: it works in place on float32, else on a copy."""
+    if len(rows) == 1 and logits.dtype != torch.float32:  # a view suffices
         row = int(first_rows[0]) + rows[0]
         return logits[row : row + 1]
     return logits[first_rows + torch.tensor(rows)]
 
 
 def _find_child(token_ids: list[int], parents: list[int], row: int, token: int) -> int | None:
-    """The first child of ``row`` that holds ``token``; a request that emits nothing (``PADDING``) has none."""
+    """Find the first child of ``row`` with this token; None if there is none, or the token is ``PADDING``."""
     if token == PADDING:
         return None
     for child in range(row + 1, len(parents)):
@@ -144,7 +150,7 @@ def _find_child(token_ids: list[int], parents: list[int], row: int, token: int) 
 
 
 def _stack(logprobs: list[LogprobsTensors | None]) -> LogprobsTensors | None:
-    """Logprobs per depth -> request-major rows ``[num_reqs * max_emitted, ...]``, as the host filters them."""
+    """Stack logprobs per depth into request-major rows ``[num_reqs * max_emitted, ...]``, as vLLM expects them."""
     if not logprobs or logprobs[0] is None:
         return None
     if len(logprobs) == 1:

@@ -1,7 +1,7 @@
-"""The host's scheduler with grammars that follow trees, where its own follow the flat list of drafts.
+"""vLLM's scheduler with grammars that follow trees; vLLM's own follow the flat list of drafts.
 
-The worker sends its drafts with its output, and their parents along.  Of a request with structured output only the
-nodes that its grammar allows behind their path are scheduled, and every row's logits get the mask of that row's path.
+The worker sends its drafts and their parents with its output.  For a request with structured output only the nodes that
+its grammar allows on their path are scheduled, and the logits of each row get the mask of the row's path.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DRAFTS = "tree_draft_token_ids"
 
 @dataclass
 class TreeDraftTokenIds(DraftTokenIds):
-    """The host's flat drafts, and per draft the row of each node's parent (0 is the root)."""
+    """vLLM's flat drafts with, per draft, the row of each node's parent (0 is the root)."""
 
     parents: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
 class TreeSchedulerOutput(SchedulerOutput):
-    """The host's output, and the parents of drafts that the scheduler has pruned, by request."""
+    """vLLM's scheduler output with, by request, the parents of drafts that the scheduler has pruned."""
 
     parents: dict[str, list[int]] = field(default_factory=dict)
 
@@ -44,33 +44,33 @@ def _wrap_post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return post_step
 
 
-#: A host that has changed here still works, more slowly: asked again, the worker gives the same drafts.
+#: Optional: without it vLLM queries the worker again, and receives the same drafts later.
 POST_STEP = Patch(
     target="vllm.v1.engine.core:EngineCore",
     attribute="post_step",
     parameters=("self", "model_executed"),
-    reason="it asks the worker for drafts that have come with the worker's output",
+    reason="it queries the worker for drafts that the worker's output already contained",
     wrap=_wrap_post_step,
 )
 
 
 def attach_drafts(output: Any, drafts: TreeDraftTokenIds | None) -> Any:
-    """Send a worker's drafts with its output: the host asks for them in a call of its own, a step's third."""
-    # Without requests it may be the host's one empty output, shared by all such steps.
+    """Attach a worker's drafts to its output, which saves vLLM's separate call for them in each step."""
+    # Without requests it may be vLLM's constant empty output, shared by all such steps.
     if drafts is not None and isinstance(output, ModelRunnerOutput) and output.req_ids:
         setattr(output, _DRAFTS, drafts)
     return output
 
 
 class TreeScheduler(Scheduler):
-    """Takes drafts from the worker's output, and changes the steps of requests with structured output."""
+    """Takes drafts from the worker's output, and prunes and masks the trees of requests with structured output."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        #: Whether the last output brought its drafts.
+        #: Whether the last worker output contained its drafts.
         self.has_drafts = False
         apply_all([POST_STEP])
-        #: Of structured requests: the drafts last allowed, and their parents.
+        #: By request with structured output: the drafts that its grammar allowed last, and their parents.
         self._trees: dict[str, tuple[list[int], list[int]]] = {}
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
@@ -82,7 +82,7 @@ class TreeScheduler(Scheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: TreeDraftTokenIds) -> None:
-        free = DraftTokenIds([], [])
+        unconstrained = DraftTokenIds([], [])
         for req_id, token_ids, parents in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_token_ids.parents, strict=True
         ):
@@ -93,8 +93,8 @@ class TreeScheduler(Scheduler):
                 or request.is_prefill_chunk
                 or not request.use_structured_output
             ):
-                free.req_ids.append(req_id)
-                free.draft_token_ids.append(token_ids)
+                unconstrained.req_ids.append(req_id)
+                unconstrained.draft_token_ids.append(token_ids)
                 continue
             rows: list[int] = []
             walk_grammar(
@@ -105,10 +105,10 @@ class TreeScheduler(Scheduler):
                 lambda row, _grammar, _forbidden, kept=rows: kept.append(row),
             )
             rows.sort()
-            place = {row: new for new, row in enumerate(rows)}
+            new_rows = {row: new for new, row in enumerate(rows)}
             request.spec_token_ids = [token_ids[row - 1] for row in rows[1:]]
-            self._trees[req_id] = (request.spec_token_ids, [place[parents[row - 1]] for row in rows[1:]])
-        super().update_draft_token_ids(free)
+            self._trees[req_id] = (request.spec_token_ids, [new_rows[parents[row - 1]] for row in rows[1:]])
+        super().update_draft_token_ids(unconstrained)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
@@ -117,7 +117,7 @@ class TreeScheduler(Scheduler):
         parents = {}
         for req_id, token_ids in output.scheduled_spec_decode_tokens.items():
             known, known_parents = self._trees.get(req_id, ((), ()))
-            # Not so for the host's placeholders of a request that waits with one token left.
+            # They differ for the placeholders of vLLM, for a request that waits with one token left.
             if token_ids and list(known[: len(token_ids)]) == list(token_ids):
                 parents[req_id] = list(known_parents[: len(token_ids)])
         if not parents:

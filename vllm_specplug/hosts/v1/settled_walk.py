@@ -1,4 +1,4 @@
-"""Walks whose first tokens are settled before the host's sampler is asked: typical acceptance and rejection."""
+"""Walks whose first tokens are chosen before vLLM's sampler runs: typical acceptance and rejection."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vllm_specplug.types import TokenTree, Walk
 
 
 def is_plainly_sampled(params: SamplingParams | None) -> bool:
-    """Whether temperature, top_k and top_p are all that shapes the distribution, and no logprobs are asked for.
+    """Whether temperature (above 0), top_k and top_p alone define the distribution, and no logprobs are requested.
 
-    Those belong to sampled tokens; and at temperature 0 there is nothing to settle.
+    Logprobs are computed by the sampler, for the tokens that it samples; at temperature 0 the walk is greedy.
     """
     if params is None or params.temperature < 1e-5:
         return False
@@ -38,7 +38,7 @@ def is_plainly_sampled(params: SamplingParams | None) -> bool:
 
 
 class SettledWalk(SampledWalk, ABC):
-    """Emits what ``settle`` says; where a path ends in it, the walk goes on exactly."""
+    """Emits the tokens that ``settle`` chooses, and continues exactly behind them."""
 
     _settled = torch.empty(0)
 
@@ -46,7 +46,7 @@ class SettledWalk(SampledWalk, ABC):
     def settle(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens to emit, int64 ``[num_reqs, any width]``, ``PADDING`` behind them (arguments as of the walk)."""
+        """Choose the first tokens to emit: int64 ``[num_reqs, any width]``, padded with ``PADDING``."""
 
     def __call__(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
@@ -55,9 +55,9 @@ class SettledWalk(SampledWalk, ABC):
         return super().__call__(tree, logits, first_rows, active)
 
     def log_probs(self, logits: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
-        """What the host's sampler draws from, given temperature, top_k and top_p."""
+        """Return the log-probabilities that vLLM's sampler draws from, after temperature, top_k and top_p."""
         metadata = self.sampling_metadata
-        assert metadata.temperature is not None  # only where all requests are greedy
+        assert metadata.temperature is not None  # None only if all requests are greedy
         temperature = metadata.temperature[requests]
         logits = logits.float() / temperature.where(temperature > 0, 1.0).unsqueeze(1)
         top_k = None if metadata.top_k is None else metadata.top_k[requests]

@@ -1,4 +1,4 @@
-"""Write the first trees of a server to a file, for looking at them."""
+"""Write the first verified trees of a server to a file, for inspection."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_TREES = 2000
 
 
 class TreeTrace:
-    """One JSON object per tree: request_id, token_ids, parents (rows, the root first), accepted_rows.
+    """Writes one JSON object per tree: request_id, token_ids, parents (by row, the root first), accepted_rows.
 
-    Where the draft is known, also log_values (per node, the root left out) and, for merged drafts, sources (the names
-    of the proposers of each node, the root left out): see ``FlatDraft``.
+    If the draft is known, also log_values (per node, without the root) and, for merged drafts, sources (the names of
+    each node's proposers, without the root): see ``FlatDraft``.
     """
 
     def __init__(self, path: str | None):
@@ -26,7 +26,7 @@ class TreeTrace:
             self.path.write_text("")
 
     def write(self, req_ids: list[str], tree: TokenTree, walk: Walk, drafts: dict[str, FlatDraft]) -> None:
-        """Write the verified trees of one step; ``drafts`` are those proposed, by request."""
+        """Write the verified trees of one step; ``drafts`` has the proposed drafts by request."""
         if self.path is None or self.written >= MAX_TREES:
             return
         lines = []
@@ -52,12 +52,12 @@ class TreeTrace:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What one proposer of merged drafts has earned.
+    """The contribution of one proposer to merged drafts.
 
     Attributes:
-        drafted: nodes of it that were verified.
-        accepted: accepted ones.
-        alone: accepted ones that no other proposer drafted: lost without it.
+        drafted: its verified nodes.
+        accepted: its accepted nodes.
+        alone: its accepted nodes that no other proposer drafted.
     """
 
     drafted: int = 0
@@ -66,7 +66,7 @@ class SourceShare:
 
 
 def source_shares(path: str | Path) -> tuple[float, dict[str, SourceShare]]:
-    """tau (the bonus token counted) over the traced trees, and what each source earned of it."""
+    """Return tau (with the bonus token) over the traced trees, and the share of each source."""
     steps = emitted = 0
     counts: dict[str, list[int]] = {}
     for line in Path(path).read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Typical acceptance in the host's walk: the accepted tokens are settled first, the rest is sampled as ever."""
+"""Typical acceptance: the accepted tokens are chosen first, then the walk continues exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from vllm_specplug.types import TokenTree
 
 
 def limits_of(params: SamplingParams | None, options: TreeOptions) -> tuple[float, float] | None:
-    """Epsilon and delta of a request, or None where it is walked exactly.
+    """Return epsilon and delta of a request, or None if it is walked exactly.
 
-    That is at temperature 0, where typical acceptance is greedy, and where more shapes the distribution.
+    It is walked exactly at temperature 0, where typical acceptance is greedy, and with parameters other than those that
+    ``is_plainly_sampled`` allows.
     """
     if not is_plainly_sampled(params):
         return None
@@ -25,7 +26,11 @@ def limits_of(params: SamplingParams | None, options: TreeOptions) -> tuple[floa
 
 
 class TypicalWalk(SettledWalk):
-    """Walks each request along the path that typical acceptance settles on, and from its end exactly."""
+    """Walks each request along the path that typical acceptance selects, and exactly behind its end.
+
+    Args:
+        limits: by request, see ``limits_of``.
+    """
 
     def __init__(self, *args: Any, limits: list[tuple[float, float] | None]):
         super().__init__(*args)

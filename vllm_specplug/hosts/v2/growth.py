@@ -1,4 +1,4 @@
-"""The growth of the trees as recorded CUDA graphs, one per batch size; elsewhere as it is."""
+"""Draft phases as recorded CUDA graphs, one per batch size; without CUDA they run directly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 logger = logging.getLogger("vllm_specplug")
 
-#: ``grow(num_reqs, *inputs)``, inputs ``[num_reqs, ...]`` -> token ids and parents, ``[num_reqs, num_rows]`` each; all
-#: else it reads lies in places that stay.
+#: ``grow(num_reqs, *inputs)``, inputs ``[num_reqs, ...]`` -> token ids and parents, ``[num_reqs, num_rows]`` each.  All
+#: other tensors that it reads keep their addresses.
 Grow = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Growth:
-    """Calls ``grow``, or replays what it did.
+    """Calls ``grow``, or replays a graph of it.
 
     Args:
         grow: drafts the trees of a batch.
@@ -28,17 +28,17 @@ class Growth:
         self._recorded: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def record(self, *inputs: torch.Tensor) -> None:
-        """Record graphs for powers of two of requests.
+        """Record graphs for 1, 2, 4, ... and ``max_num_reqs`` requests.
 
         Args:
-            inputs: ``[max_num_reqs, ...]`` each, as wide as any; the graphs' own.  Zeros: requests that only fill up a
-                graph read what is there, which later is what some earlier batch left.
+            inputs: zeros ``[max_num_reqs, ...]``, as wide as any input; the graphs keep them as their own.  Unused
+                requests of a graph read the zeros, or the values of an earlier batch.
         """
         sizes = {self._max_num_reqs, *(1 << i for i in range(self._max_num_reqs.bit_length()))}
         self._inputs, pool = inputs, torch.cuda.graph_pool_handle()
         for size in sorted((size for size in sizes if size <= self._max_num_reqs), reverse=True):
             given = [own[:size] for own in inputs]
-            self._grow(size, *given)  # compiles what is to be recorded
+            self._grow(size, *given)  # compiles the kernels before recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -47,11 +47,11 @@ class Growth:
         logger.info("tree growth: recorded graphs for %s requests", sorted(self._recorded))
 
     def forget(self) -> None:
-        """Drop the graphs: what they read may lie elsewhere from now on."""
+        """Delete the graphs, because the tensors that they read may get other addresses."""
         self._inputs, self._recorded = (), {}
 
     def __call__(self, num_reqs: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and parents, int64 ``[num_reqs, num_rows]``; valid until the next call."""
+        """Draft; return token ids and parents, int64 ``[num_reqs, num_rows]``, valid until the next call."""
         size = min((size for size in self._recorded if size >= num_reqs), default=None)
         pairs = list(zip(self._inputs, inputs, strict=False))
         if size is None or any(given.shape[1:] > own.shape[1:] for own, given in pairs):

@@ -1,7 +1,7 @@
-"""The host's schedulers for the V2 runner: some requests are decoded plainly, in the batch of those that are not.
+"""vLLM's schedulers for the V2 runner, with some requests decoded plainly in the same batch.
 
-Drafts stay on the device there.  To prune a tree by a grammar the host would have to wait for them, so a request with
-structured output gets none, like one that has turned speculation off: a step gives it one row, as plain decoding does.
+On this runner drafts stay on the device.  Pruning a tree by a grammar would need them on the CPU, so a request with
+structured output gets no drafts, as does a request with speculation turned off: it has one row in a step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from vllm_specplug.core.request_args import wants_speculation
 
 
 def decodes_plainly(request: Any) -> bool:
-    """Whether a request of the host gets no drafts on the V2 runner."""
+    """Whether a request gets no drafts on the V2 runner."""
     params = request.sampling_params
     return request.use_structured_output or (params is not None and not wants_speculation(params.extra_args))
 
 
 class PlainRequests:
-    """Mixed into a scheduler of the host."""
+    """Mixed into a scheduler of vLLM: removes the drafts of requests that are decoded plainly."""
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -50,6 +50,6 @@ class AsyncTreeScheduler(PlainRequests, AsyncScheduler):
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
-    """In the place of a class: the host decides late whether its scheduling is asynchronous."""
+    """Make the scheduler; used in place of a class, because vLLM decides late whether scheduling is asynchronous."""
     chosen = AsyncTreeScheduler if vllm_config.scheduler_config.async_scheduling else SyncTreeScheduler
     return chosen(vllm_config, *args, **kwargs)
