@@ -24,10 +24,11 @@ from tests.hosts.conftest import (
     token_ids,
 )
 from vllm_specplug.proposers.medusa import steps
-from vllm_specplug.proposers.medusa.joint import JointTraining, train_joint
-from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.medusa.joint import JointTask, JointTraining
+from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
+from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 HEADS = 3
@@ -59,9 +60,8 @@ def data(checkpoints, prompts, plain, tmp_path_factory):
 def heads(checkpoints, data, tmp_path_factory):
     """Heads fitted to the answers that they will draft, so that trees are accepted often."""
     root = tmp_path_factory.mktemp("medusa")
-    train_medusa(
-        str(checkpoints["target"]), data, str(root / "heads"), torch.arange(tiny.VOCAB), TRAINING, progress=False
-    )
+    task = MedusaTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), TRAINING)
+    train(task, data, str(root / "heads"), RunSettings(progress=False))
     checkpoints["medusa"] = root / "heads"
     return root / "heads"
 
@@ -203,8 +203,8 @@ def test_merged_backbone_and_its_heads_are_served(engine, checkpoints, prompts, 
     out = heads.parent / "joint"
     settings = {"num_heads": HEADS, "num_layers": 2, "draft_vocab_size": tiny.VOCAB, "batch_tokens": 4096}
     options = JointTraining(**settings, lr=5e-3, epochs=60, heads_first=0.7, heads_weight=1.0)
-    ids = torch.arange(tiny.VOCAB)
-    train_joint(str(checkpoints["target"]), data, str(out), ids, options, progress=False)
+    task = JointTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), options)
+    train(task, data, str(out), RunSettings(progress=False))
     backbone = str(out / "backbone")
     alone = LLM(backbone, **ENGINE)
     engine.kept.append(alone)

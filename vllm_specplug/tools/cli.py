@@ -6,11 +6,11 @@ A command is a module with ``add_arguments(parser)`` and ``run(args)``; it is im
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from dataclasses import dataclass
 
 from vllm_specplug import __doc__ as _summary
+from vllm_specplug.utils.lazy import load
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         leaf = parsers[group].add_parser(command.words[-1], help=command.help, description=command.help)
         leaf.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if words_given[: len(command.words)] == command.words:
-            module = importlib.import_module(command.module)
+            module = load(command.module)
             module.add_arguments(leaf)
             leaf.set_defaults(run=module.run)
     return parser

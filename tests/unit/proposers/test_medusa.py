@@ -39,7 +39,7 @@ from vllm_specplug.proposers.medusa.sparse_tree import (
     grow_from_accuracies,
     parents_of,
 )
-from vllm_specplug.proposers.training import loop
+from vllm_specplug.proposers.training import loop, trainer
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
 from vllm_specplug.tools.bench import METHODS
 
@@ -397,9 +397,8 @@ def fit(target, data, out, **changes) -> MedusaHeads:
     stop = changes.pop("max_steps", None)
     settings = {"epochs": 1, "batch_tokens": 96, "draft_vocab_size": DRAFT, "num_heads": 3} | changes
     options = train.MedusaTraining(**settings)
-    return train.train_medusa(
-        target, data, str(out), torch.arange(DRAFT), options, dev=data, max_steps=stop, progress=False
-    )
+    task = train.MedusaTask(target, torch.arange(DRAFT), options)
+    return trainer.train(task, data, str(out), trainer.RunSettings(dev=data, max_steps=stop, progress=False))
 
 
 @pytest.mark.parametrize("label_topk", [0, 5])
