@@ -160,7 +160,7 @@ class JointTask(MedusaTask):
 
 
 def answer_loss(data: FeatureSet, lm_head: torch.Tensor) -> float:
-    """Mean negative log-likelihood of the answers' tokens, given the features that predict them."""
+    """Mean negative log-likelihood of the answers' tokens, by the features that predict them."""
     total, count = 0.0, 0
     for start, length, prompt in zip(
         data.starts.tolist(), data.lengths.tolist(), data.prompt_lengths.tolist(), strict=True

@@ -252,7 +252,7 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
     ("changes", "message"),
     [
         ({"tree": [[0], [1, 0]]}, r"not parent-closed: list \[1\], the parent of \[1, 0\], before it"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "asks for 4 heads.*the checkpoint has 3"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads.*the checkpoint has 3"),
         ({"tree": [[0], [160]]}, "rank 160 .* beyond the heads' vocabulary of 160"),
         ({"tree": [[0], [0]]}, "twice"),
         ({"tree": [0]}, "no rank path"),
@@ -262,7 +262,7 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
         ({"draft_top_k": 3}, "set dynamic to true"),
         ({"min_node_value": 0.1}, "min_node_value is for dynamic trees: set dynamic to true"),
         ({"dynamic": True, "min_node_value": 0.6}, "min_node_value=0.6"),
-        ({"draft_depth": 4}, r"asks for more heads than .* has \(3\)"),
+        ({"draft_depth": 4}, r"needs more heads than .* has \(3\)"),
     ],
 )
 def test_bad_options(configure, changes, message):
@@ -272,7 +272,7 @@ def test_bad_options(configure, changes, message):
 
 def test_bad_checkpoints(configure, checkpoints, heads):
     variant(checkpoints, heads, "more-heads", medusa_num_heads=5)
-    with pytest.raises(ValueError, match="asks for 5 heads .* the weights have 3"):
+    with pytest.raises(ValueError, match="has 5 heads .* the weights have 3"):
         configure("more-heads")
     variant(checkpoints, heads, "vocabulary", vocab_size=300, base_model_name_or_path="some/base")
     with pytest.raises(ValueError, match="vocabulary of 300, the target 160.*some/base, and they have no LM heads"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
+from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import HeadConfig, rotary_table
 from vllm_specplug.proposers.eagle3 import train as eagle3
@@ -18,12 +18,6 @@ ROWS = 8
 def tiny_head() -> Eagle3Head:
     torch.manual_seed(0)
     return Eagle3Head(HeadConfig(HIDDEN, 24, 4, 2, 4), DRAFT)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

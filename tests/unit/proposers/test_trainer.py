@@ -20,17 +20,6 @@ IDS = torch.arange(DRAFT)
 SMALL = eagle.EagleOptions(epochs=1, batch_tokens=96, draft_vocab_size=DRAFT, align_steps=2)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory):
-    return make_features(target, make_answers(), tmp_path_factory.mktemp("features"))
-
-
 def train(target, data, out, options=SMALL, **settings):
     task = eagle.EagleTask(target, IDS, options, device=settings.get("team", Team()).device)
     return trainer.train(task, data, str(out), trainer.RunSettings(progress=False, **settings))

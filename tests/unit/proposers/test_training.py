@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
+from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
 from vllm_specplug.proposers.training import answers as answer_files
@@ -17,19 +17,8 @@ from vllm_specplug.proposers.training.evaluate import chain_acceptance, tree_tau
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def answers() -> list[Answer]:
     return make_answers()
-
-
-@pytest.fixture(scope="module")
-def data(target, answers, tmp_path_factory) -> features.FeatureSet:
-    return make_features(target, answers, tmp_path_factory.mktemp("features"))
 
 
 def small(**changes) -> eagle.EagleOptions:
