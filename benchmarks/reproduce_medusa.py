@@ -23,7 +23,7 @@ import torch
 
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import best_dense
-from vllm_specplug.proposers.medusa.ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_tau
+from vllm_specplug.proposers.medusa.ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_tau
 from vllm_specplug.proposers.medusa.simulate import simulate
 from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, dense_paths, grow
 from vllm_specplug.proposers.medusa.steps import read_steps
@@ -156,7 +156,9 @@ def main() -> None:
     heads, draft_head, draft_ids = load_for_ranking(model, target_head(args.target)[2])
     ranks = rank_answers(heads, data, draft_head, draft_ids)
     growing, held_out = ranks[::2], ranks[1::2]
-    sparse, values = grow(MeasuredChances(torch.cat(growing), PRIOR), growing[0].shape[1], MAX_RANKS, max(BUDGETS))
+    sparse, values = grow(
+        MeasuredProbabilities(torch.cat(growing), PRIOR), growing[0].shape[1], MAX_RANKS, max(BUDGETS)
+    )
     taus = {n: simulate_tau(held_out, sparse[:n]) for n in BUDGETS if n <= len(sparse)}
     tables = [
         sparse_against_dense(growing, held_out, sparse),

@@ -12,18 +12,26 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
 
-from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
+from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.hass.train import HassTrainOptions
-from vllm_specplug.proposers.training.eagle import Objective
+from vllm_specplug.proposers.training.eagle import EagleTask
 from vllm_specplug.proposers.training.loop import Batch
 from vllm_specplug.utils.environment import provenance
 
 HIDDEN, VOCAB, DRAFT = 576, 49152, 8192
+CONFIG = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": VOCAB,
+}
 SEQUENCES, ROWS = 8, 512
 TURNS = 3
 
@@ -37,10 +45,11 @@ def serve() -> None:
     align_steps = int(sys.argv[1])
     torch.manual_seed(0)
     embedding = (torch.randn(VOCAB, HIDDEN) * 0.14).bfloat16()
-    head = EagleHead(HeadConfig(HIDDEN, 1536, 9, 3, 64))
     options = HassTrainOptions(align_steps=align_steps, draft_vocab_size=DRAFT)
-    objective = Objective(embedding, embedding, torch.arange(DRAFT), options)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
+    with tempfile.TemporaryDirectory() as target:
+        save_head(target, CONFIG, {"model.embed_tokens.weight": embedding})
+        task = EagleTask(target, torch.arange(DRAFT), options)
+    optimizer = torch.optim.AdamW(task.head.parameters(), lr=1e-4)
     shape = (SEQUENCES, ROWS)
     features, targets = (torch.randn(*shape, HIDDEN).bfloat16() for _ in range(2))
     in_answer = (torch.arange(ROWS) >= ROWS // 2).expand(shape)
@@ -50,7 +59,7 @@ def serve() -> None:
     for line in sys.stdin:
         started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        losses = objective.losses(head, batch, align_steps, torch.Generator().manual_seed(int(line)))
+        losses = task.losses(batch, 0, 1, torch.Generator().manual_seed(int(line)))
         sum(losses.values()).backward()
         optimizer.step()
         print(json.dumps([time.perf_counter() - started, peak_mib() - before]), flush=True)

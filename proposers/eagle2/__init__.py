@@ -1,4 +1,4 @@
-"""EAGLE-2: a drafter on the target's features whose tree follows its own confidence (EAGLE-2, section 4)."""
+"""EAGLE-2: a feature-level drafter whose draft tree follows its own confidence (EAGLE-2, section 4)."""
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo

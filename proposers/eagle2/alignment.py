@@ -1,10 +1,11 @@
-"""Attention of a drafter that trains on its own features: HASS's context alignment, EAGLE-3's training-time test.
+"""Attention for training a drafter on its own features: HASS's context alignment, EAGLE-3's training-time test.
 
-Pass n of a head sees, at row t, the drafter's own inputs of the last n-1 passes on the last n-1 diagonals, and the
-target's features before them: a causal mask shifted left by n-1, plus diagonals. Two forms compute the same:
+In pass n the query of row t reads the last n-1 rows from the drafter's own passes, one diagonal for each pass, and the
+rows before them from the target's features. The mask is a causal one shifted left by n-1, plus n-1 diagonals. Two
+implementations compute the same values:
 
     aligned_attention       plain torch with masked scores, on any device; the reference
-    FlexAlignedAttention    torch's flex attention over the keys of all passes side by side, where it compiles
+    FlexAlignedAttention    torch's flex attention over the keys of all passes side by side, on devices that compile it
 
 Axis names: B sequences, H query heads, G key/value heads, T rows, D head size.
 """
@@ -21,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 logger = logging.getLogger(__name__)
 
-#: (query [B, H, T, D], keys, values: a list of [B, G, T, D], one of each pass so far) -> [B, H, T, D]
+#: (query [B, H, T, D], keys, values: one [B, G, T, D] for each pass so far) -> [B, H, T, D]
 AlignedAttention = Callable[[torch.Tensor, list[torch.Tensor], list[torch.Tensor]], torch.Tensor]
 
 ATTENTIONS = ("auto", "plain", "flex")
@@ -63,14 +64,14 @@ def _shift(x: torch.Tensor, count: int) -> torch.Tensor:
 class FlexAlignedAttention:
     """`aligned_attention` as one flex attention over [rows of pass 0 | rows of pass 1 | ...].
 
-    compile: False runs torch's uncompiled form, for comparing.
+    compile: False runs torch's uncompiled flex attention, for comparison.
     """
 
     def __init__(self, compile: bool = True):
         self.attention = torch.compile(flex.flex_attention, dynamic=True) if compile else flex.flex_attention
 
     def __call__(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-        if len(keys) == 1:  # plain causal attention has kernels of its own
+        if len(keys) == 1:  # torch has faster kernels for plain causal attention
             return aligned_attention(query, keys, values)
         mask = _block_mask(len(keys), query.shape[2], str(query.device))
         return self.attention(
@@ -79,9 +80,9 @@ class FlexAlignedAttention:
 
 
 def choose_attention(name: str, device: torch.device, head_size: int = 64) -> AlignedAttention:
-    """The form called `name`; "auto" takes flex on CUDA devices where it compiles and agrees with the plain one.
+    """The implementation called `name`; "auto" takes flex on CUDA devices where it compiles and is correct, else plain.
 
-    head_size: D of the head that is to use it, since not every size compiles everywhere.
+    head_size: D of the draft head; flex does not compile for every size on every device.
 
     Raises:
         ValueError: unknown name, or "flex" where it does not work.
@@ -90,42 +91,42 @@ def choose_attention(name: str, device: torch.device, head_size: int = 64) -> Al
         raise ValueError(f"attention {name!r} is unknown: choose one of {', '.join(ATTENTIONS)}")
     if name == "plain" or (name == "auto" and device.type != "cuda"):
         return aligned_attention
-    form = FlexAlignedAttention()
-    reason = _failure(form, device, head_size)
+    flex_attention = FlexAlignedAttention()
+    reason = _failure(flex_attention, device, head_size)
     if reason is None:
-        return form
+        return flex_attention
     if name == "flex":
         raise ValueError(f"flex attention does not work on {device} ({reason}): choose attention plain")
-    logger.warning("flex attention does not work on %s (%s): the plain form is used", device, reason)
+    logger.warning("Flex attention does not work on %s (%s); training uses plain attention.", device, reason)
     return aligned_attention
 
 
-def _failure(form: AlignedAttention, device: torch.device, head_size: int = 64) -> str | None:
-    """Why `form` cannot stand in for the plain one in training, tried on small cases; None if it can."""
+def _failure(attention: AlignedAttention, device: torch.device, head_size: int = 64) -> str | None:
+    """Compare `attention` with the plain one on small cases: why it cannot be used in training, or None."""
     for passes, rows in ((2, 40), (3, 130)):
         generator = torch.Generator().manual_seed(0)
         shapes = [(1, 4, rows, head_size)] + [(1, 2, rows, head_size)] * 2 * passes
         leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
         results = []
-        for attend in (aligned_attention, form):
+        for attend in (aligned_attention, attention):
             try:
                 output = attend(leaves[0], leaves[1 : 1 + passes], leaves[1 + passes :])
                 results.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
-            except Exception as error:  # compilers fail in as many ways as there are compilers
+            except Exception as error:  # each compiler has exceptions of its own
                 return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         worst = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
         if worst > 0.05:
-            return f"it differs from the plain form by {worst:.3g}"
+            return f"it differs from plain attention by {worst:.3g}"
     return None
 
 
 @lru_cache(maxsize=256)
 def _block_mask(passes: int, rows: int, device: str) -> flex.BlockMask:
-    # tensors, not numbers: a compiled mask would be compiled again for every other number
+    # Tensors, because a mask over Python numbers is compiled again for each new number.
     own, length = (torch.tensor(number, device=device) for number in (passes - 1, rows))
 
     def sees(_batch, _head, query_row, key_row):
-        # pass s holds the row own - s behind the query's, pass 0 all rows before those
+        # Pass s > 0 gives the row that is own - s rows before the query's; pass 0 gives all rows before those.
         source, age = key_row // length, query_row - key_row % length
         return torch.where(source == 0, age >= own, age == own - source)
 

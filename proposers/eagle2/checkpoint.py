@@ -1,6 +1,6 @@
 """Reading, writing and validating draft-head checkpoints.
 
-Two layouts are understood (h = hidden size, V = target vocabulary, D = draft vocabulary):
+Two layouts are supported (h = hidden size, V = target vocabulary, D = draft vocabulary):
 
 kind "eagle" (EAGLE-1, EAGLE-2, HASS)         kind "eagle3"
   fc.weight            [h, 2h]  embed | hidden   fc.weight            [h, 3 * target h]
@@ -11,9 +11,9 @@ kind "eagle" (EAGLE-1, EAGLE-2, HASS)         kind "eagle3"
   layers.0.post_attention_layernorm.weight [h]   norm.weight [h], lm_head.weight [D, h]
   d2t                  [D]      optional         d2t [D], t2d [V] (optional when D = V)
 
-`d2t` holds offsets: target id = draft id + d2t[draft id]. An "eagle" head with d2t scores only those D target
-ids, with the matching rows of the target's LM head. Weights come as safetensors or as the official
-`pytorch_model.bin`. `validate_checkpoint` reads headers only (and d2t), so it may run before a server starts.
+`d2t` has offsets: target id = draft id + d2t[draft id]. An "eagle" head with d2t scores only those D target ids, with
+their rows of the target's LM head. Weights are safetensors files or the official `pytorch_model.bin`.
+`validate_checkpoint` reads only headers and d2t, so it is fast enough to run before a server starts.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from vllm_specplug.utils.files import replacing
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
-#: Pickled weights, read with tensors only; the second is Medusa's.
+#: Pickled weights, of which only plain tensors are read; the second is Medusa's.
 PICKLE_NAMES = ("pytorch_model.bin", "medusa_lm_head.pt")
-SPECULATORS_KEY = "speculators_model_type"  # only configs of that format have it
+SPECULATORS_KEY = "speculators_model_type"  # only configs of the speculators format have this key
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class CheckpointError(ValueError):
-    """A draft checkpoint that cannot be used; the message says what is wrong and how to put it right."""
+    """A draft checkpoint cannot be used; the message has the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a validated checkpoint is, from its config and tensor headers alone."""
+    """Facts about a validated checkpoint, from its config and tensor headers."""
 
     path: Path
     kind: str  # "eagle" (also EAGLE-2 and HASS) or "eagle3"
@@ -70,7 +70,11 @@ def validate_checkpoint(
     target_vocab_size: int,
     expected_kind: str | None = None,
 ) -> CheckpointInfo:
-    """Check that the head at `path` fits the target; raise `CheckpointError` with one message if it does not."""
+    """Check that the head at `path` is complete and belongs to the target.
+
+    Raises:
+        CheckpointError: it is incomplete or another target's; one line with the cause and the remedy.
+    """
     path = Path(path)
     config = read_config(path)
     if SPECULATORS_KEY in config:
@@ -89,8 +93,8 @@ def validate_checkpoint(
         path,
         shapes,
         _expected_shapes(config, kind, shapes, target_hidden_size, target_vocab_size),
-        incomplete="it is not a complete EAGLE head: export or download it again.",
-        mismatch="config.json and the weights do not belong together, or the head was trained for another target.",
+        missing_hint="it is not a complete EAGLE head: export or download it again.",
+        shape_hint="config.json and the weights do not belong together, or the head was trained for another target.",
     )
     draft_vocab_size = check_draft_vocabulary(path, shapes, target_vocab_size)
     return CheckpointInfo(
@@ -108,7 +112,7 @@ def validate_checkpoint(
 
 
 def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The config and every tensor of a checkpoint, with plain names (a leading `model.` is taken off)."""
+    """Read the config and all tensors of a checkpoint; a leading `model.` is removed from names."""
     path = Path(path)
     config = read_config(path)
     state: dict[str, torch.Tensor] = {}
@@ -123,7 +127,7 @@ def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tensor]) -> None:
-    """Write a checkpoint; an existing one is replaced file by file, each atomically, weights first."""
+    """Write a checkpoint: the weights, then config.json, each atomically, so that a config never lacks its weights."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -134,7 +138,7 @@ def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tens
 
 
 def read_config(path: Path) -> dict:
-    """config.json of a checkpoint folder."""
+    """Read config.json of a checkpoint folder."""
     if not path.is_dir():
         hint = "give the folder that holds config.json" if path.exists() else "check the path, or download it first"
         raise CheckpointError(f"Draft checkpoint {path} is not a folder: {hint}.")
@@ -143,7 +147,10 @@ def read_config(path: Path) -> dict:
         raise CheckpointError(f"{path} has no config.json; copy the head's config.json next to its weights.")
     try:
         config = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:  # ill-formed, not UTF-8, or a number or nesting without end
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ill-formed, not UTF-8, or with too large a number or too deep a nesting
         raise CheckpointError(f"{file} is not valid JSON ({error}); fetch the file again.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} must hold one JSON object, found {type(config).__name__}; fetch it again.")
@@ -151,7 +158,7 @@ def read_config(path: Path) -> dict:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's name and shape, without reading the tensors of a safetensors file."""
+    """Read all tensors' names and shapes; of a safetensors file only the header."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(path):
         if file.suffix != ".safetensors":
@@ -163,12 +170,12 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def target_ids(d2t: torch.Tensor) -> torch.Tensor:
-    """Target token id of every draft id: int64 [draft_vocab]."""
+    """Target token id of each draft id: int64 [draft_vocab]."""
     return torch.arange(d2t.numel(), dtype=torch.int64, device=d2t.device) + d2t.to(torch.int64)
 
 
 def offsets(ids: torch.Tensor) -> torch.Tensor:
-    """The d2t tensor, int64 [draft_vocab], of a draft vocabulary given as target ids."""
+    """The d2t tensor, int64 [draft_vocab], of the draft vocabulary `ids` (target ids)."""
     return ids.to(torch.int64) - torch.arange(ids.numel(), dtype=torch.int64)
 
 
@@ -191,7 +198,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_safetensors_header(file: Path) -> dict[str, dict]:
-    """Parse the header and compare the file's length with what it announces."""
+    """Parse the header, and compare the file's size with the size that follows from it."""
     size = file.stat().st_size
     broken = CheckpointError(
         f"{file} is truncated or not a safetensors file ({size} bytes); download or export it again."
@@ -209,7 +216,7 @@ def _read_safetensors_header(file: Path) -> dict[str, dict]:
             ends = [entry["data_offsets"][1] for entry in header.values()]
             numbers = [*ends, *(size for entry in header.values() for size in entry["shape"])]
             is_sound = all(isinstance(number, int) for number in numbers)
-        # Valid JSON may still be no header: entries or lists of another type, keys that are missing.
+        # Valid JSON may not be a header: its entries can have other types or lack keys.
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
             raise broken from error
     if not is_sound or size != 8 + length + max(ends, default=0):
@@ -227,12 +234,12 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    """An official `.bin` or `.pt`, tensors only: a pickle that wants to run code is refused."""
+    """Read an official `.bin` or `.pt` file of plain tensors; a pickle that would run code is refused."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} is a pickle with more than plain tensors in it and is refused, because loading it could run "
+            f"{file} is a pickle with other objects than plain tensors and is refused, because loading it could run "
             f"code; convert it to {WEIGHTS_NAME} in an environment you trust: "
             f"safetensors.torch.save_file(torch.load(file, weights_only=False), ...)."
         ) from error
@@ -293,7 +300,7 @@ def _check_model_fields(path: Path, config: dict, kind: str, target_hidden_size:
 def _expected_shapes(
     config: dict, kind: str, found: dict, target_hidden_size: int, target_vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor the layout asks for, optional ones only where present."""
+    """Name -> shape of each tensor of the layout; optional tensors only if `found` has them."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
@@ -324,21 +331,21 @@ def _expected_shapes(
     return shapes
 
 
-def check_tensors(path: Path, found: dict, expected: dict, incomplete: str, mismatch: str) -> None:
-    """Raise `CheckpointError` unless `found` has all `expected` names with their shapes; the words say what to do."""
+def check_tensors(path: Path, found: dict, expected: dict, missing_hint: str, shape_hint: str) -> None:
+    """Raise `CheckpointError` unless `found` has all `expected` names and shapes; the hints end the messages."""
     if missing := sorted(expected.keys() - found.keys()):
-        raise CheckpointError(f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; {incomplete}")
+        raise CheckpointError(f"{path} lacks {len(missing)} tensor(s): {', '.join(missing)}; {missing_hint}")
     wrong = [
         f"{name} expected {list(shape)}, found {list(found[name])}"
         for name, shape in sorted(expected.items())
         if found[name] != shape
     ]
     if wrong:
-        raise CheckpointError(f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; {mismatch}")
+        raise CheckpointError(f"{path} has tensors of the wrong shape: {'; '.join(wrong)}; {shape_hint}")
 
 
 def check_draft_vocabulary(path: Path, shapes: dict[str, tuple[int, ...]], target_vocab_size: int) -> int:
-    """Size of the draft vocabulary; raises `CheckpointError` if d2t is not a map into the target's."""
+    """Return the size of the draft vocabulary; raise `CheckpointError` if d2t does not map it into the target's."""
     if "d2t" not in shapes:
         return target_vocab_size
     if len(shapes["d2t"]) != 1:
@@ -346,7 +353,7 @@ def check_draft_vocabulary(path: Path, shapes: dict[str, tuple[int, ...]], targe
     ids = target_ids(_read_tensor(path, "d2t"))
     if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= target_vocab_size:
         raise CheckpointError(
-            f"{path}: d2t points outside the target's vocabulary of {target_vocab_size}; it must hold offsets "
+            f"{path}: d2t points outside the target's vocabulary of {target_vocab_size}; it must have offsets "
             f"(target id - draft id), not target ids: export the head again."
         )
     if ids.unique().numel() != ids.numel():

@@ -1,7 +1,7 @@
-"""The tokens that requests' own texts hold and a reduced draft vocabulary lacks: drafted as well.
+"""Drafting of tokens that a request's text has and a reduced draft vocabulary lacks.
 
-Names and rare words come back within a text.  A head that shares the target's LM head can draft any token whose row it
-is given, seen in its training or not.  A request is given the rows of its own tokens only, never another's.
+Names and rare words often occur again within a text. A head that shares the target's LM head can draft any token, in
+its training or not, if it has that token's row. A request drafts only tokens of its own text, never another request's.
 """
 
 from __future__ import annotations
@@ -12,92 +12,92 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-#: The most such tokens of a round, over all its requests; each request has an equal share for its latest.
-MOST_IDS = 512
+#: Most extra tokens of a draft phase, over all its requests; each request has an equal share for its latest ones.
+MAX_EXTRA_IDS = 512
 
 
 @dataclass
-class _Seen:
-    """Of one request: how many of its tokens were looked at, and those that are not in the draft vocabulary."""
+class _RequestText:
+    """Progress in one request's text, and the text's tokens that are not in the draft vocabulary."""
 
-    tokens: int = 0
-    ids: dict[int, None] = field(default_factory=dict)  # in the order in which they came last
+    num_tokens: int = 0  # tokens that are processed
+    ids: dict[int, None] = field(default_factory=dict)  # in the order of their last occurrence
 
 
 class ContextVocabulary:
-    """Rows of the LM head beside a draft vocabulary's, for the requests of a round.
+    """Extra rows of the LM head beside a draft vocabulary's, for the requests of a draft phase.
 
     Args:
-        lm_head: ``[vocab, hidden_size]``, the target's; kept as it is.
-        draft_ids: int64 ``[draft_vocab]``; target ids that are always drafted.
+        lm_head: ``[vocab, hidden_size]``, the target's; not copied.
+        draft_ids: int64 ``[draft_vocab]``; target ids that every request drafts.
     """
 
     def __init__(self, lm_head: torch.Tensor, draft_ids: torch.Tensor):
         self._lm_head, self._draft_ids = lm_head, draft_ids
         self._missing = np.ones(len(lm_head), dtype=bool)
         self._missing[draft_ids.numpy()] = False
-        self._seen: dict[str, _Seen] = {}
-        self._of: list[tuple[int, ...]] = []
-        #: int64 ``[draft_vocab + num_more]``; target id of every column of ``extend``.
+        self._texts: dict[str, _RequestText] = {}
+        self._extra_ids: list[tuple[int, ...]] = []  # of each request of the draft phase
+        #: int64 ``[draft_vocab + num_extra]``; target id of each column of ``extend``.
         self.ids = draft_ids
-        self._rows: torch.Tensor | None = None
-        self._foreign: torch.Tensor | None = None
+        self._extra_rows: torch.Tensor | None = None
+        self._other_requests: torch.Tensor | None = None  # bool [num_reqs, num_extra]
 
-    def look(self, request_ids: Sequence[str], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
-        """A round of these requests begins.
+    def update(self, request_ids: Sequence[str], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Begin a draft phase of these requests.
 
         Args:
-            request_ids: of the round.
+            request_ids: the requests.
             token_ids: int ``[num_reqs or more, max_len]``; their tokens.
-            num_tokens: int ``[num_reqs]``; how many of them are known.
+            num_tokens: int ``[num_reqs]``; how many of the tokens are valid.
         """
-        share = MOST_IDS // max(len(request_ids), 1)
-        of = []
-        for place, (request_id, stop) in enumerate(zip(request_ids, num_tokens.tolist(), strict=True)):
-            seen = self._seen.setdefault(request_id, _Seen())
-            if stop < seen.tokens:  # its tokens are others now
-                seen.tokens, seen.ids = 0, {}
-            new = token_ids[place, seen.tokens : stop]
-            seen.tokens = stop
+        share = MAX_EXTRA_IDS // max(len(request_ids), 1)
+        extra_ids = []
+        for index, (request_id, stop) in enumerate(zip(request_ids, num_tokens.tolist(), strict=True)):
+            text = self._texts.setdefault(request_id, _RequestText())
+            if stop < text.num_tokens:  # the text was replaced
+                text.num_tokens, text.ids = 0, {}
+            new = token_ids[index, text.num_tokens : stop]
+            text.num_tokens = stop
             for token_id in new[self._missing[new]].tolist():
-                seen.ids.pop(token_id, None)
-                seen.ids[token_id] = None
-            of.append(tuple(seen.ids)[-share:] if share else ())
-        if of != self._of:
-            self._of = of
-            self._gather(of)
+                text.ids.pop(token_id, None)
+                text.ids[token_id] = None
+            extra_ids.append(tuple(text.ids)[-share:] if share else ())
+        if extra_ids != self._extra_ids:
+            self._extra_ids = extra_ids
+            self._gather(extra_ids)
 
-    def _gather(self, of: list[tuple[int, ...]]) -> None:
-        more = sorted(set().union(*of))
-        if not more:
-            self.ids, self._rows, self._foreign = self._draft_ids, None, None
+    def _gather(self, extra_ids: list[tuple[int, ...]]) -> None:
+        union = sorted(set().union(*extra_ids))
+        if not union:
+            self.ids, self._extra_rows, self._other_requests = self._draft_ids, None, None
             return
-        more_ids = torch.tensor(more)
-        self.ids = torch.cat((self._draft_ids, more_ids))
-        self._rows = self._lm_head[more_ids]
-        self._foreign = None
-        if len(of) > 1:
-            column = {token_id: place for place, token_id in enumerate(more)}
-            self._foreign = torch.ones(len(of), len(more), dtype=torch.bool)
-            for place, ids in enumerate(of):
-                self._foreign[place, [column[token_id] for token_id in ids]] = False
+        union_ids = torch.tensor(union)
+        self.ids = torch.cat((self._draft_ids, union_ids))
+        self._extra_rows = self._lm_head[union_ids]
+        self._other_requests = None
+        if len(extra_ids) > 1:
+            column = {token_id: index for index, token_id in enumerate(union)}
+            self._other_requests = torch.ones(len(extra_ids), len(union), dtype=torch.bool)
+            for index, ids in enumerate(extra_ids):
+                self._other_requests[index, [column[token_id] for token_id in ids]] = False
 
     def extend(self, logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of ``ids``; -inf for tokens of other requests.
+        """Append the extra tokens' logits: ``[num_rows, len(ids)]``, -inf for tokens of other requests.
 
         Args:
-            logits: ``[num_rows, draft_vocab]``, request-major, as many rows of each request.
-            hidden: ``[num_rows, hidden_size]`` that they came from.
+            logits: ``[num_rows, draft_vocab]``, request-major, with the same number of rows for each request.
+            hidden: ``[num_rows, hidden_size]``, from which the logits were computed.
         """
-        if self._rows is None:
+        if self._extra_rows is None:
             return logits
-        more = hidden @ self._rows.T
-        if self._foreign is not None:
-            width = len(hidden) // len(self._foreign)
-            more = more.masked_fill_(self._foreign.repeat_interleave(width, dim=0), float("-inf"))
-        return torch.cat((logits, more), dim=1)
+        extra = hidden @ self._extra_rows.T
+        if self._other_requests is not None:
+            width = len(hidden) // len(self._other_requests)
+            extra = extra.masked_fill_(self._other_requests.repeat_interleave(width, dim=0), float("-inf"))
+        return torch.cat((logits, extra), dim=1)
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
         for request_id in request_ids:
-            self._seen.pop(request_id, None)
+            self._texts.pop(request_id, None)

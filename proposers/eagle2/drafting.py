@@ -1,4 +1,4 @@
-"""Growing one EAGLE-2 tree per request: expand level by level, then rerank (EAGLE-2, section 4)."""
+"""Growth of one EAGLE-2 tree per request: expand level by level, then rerank (EAGLE-2, section 4)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm_specplug.types import Draft, Proposal
 
 @dataclass(frozen=True)
 class DraftFeatures:
-    """What one drafter forward gives for each row.
+    """Outputs of one drafter forward for each row.
 
     Attributes:
-        score: ``[..., hidden_size]``; goes to the LM head.
+        score: ``[..., hidden_size]``; input of the LM head.
         feed: ``[..., hidden_size]``; input feature of the row's children (EAGLE-1/2: the same tensor).
     """
 
@@ -27,12 +27,13 @@ class DraftFeatures:
     feed: torch.Tensor
 
 
-#: ``score(level, hidden [num_rows, hidden_size], top_k)``: the children of the nodes fed at ``level``, the root's at 0.
+#: ``score(level, hidden [num_rows, hidden_size], top_k)``: the children of the rows, which form draft level ``level``
+#: (from 0).
 Score = Callable[[int, torch.Tensor, int], Children]
 
 #: ``forward(level, token_ids [R, b], features [R, b, h], mask [R, b, (level + 1) * b]) -> DraftFeatures`` of
-#: ``[R, b, h]``: run the drafter over the ``b`` nodes fed at ``level`` (from 0).  Each sees the context, and the
-#: nodes fed so far (level-major) as the mask says: its ancestors and itself.
+#: ``[R, b, h]``: run the drafter over the ``b`` nodes fed at ``level`` (from 0).  A node attends to the context and,
+#: of the nodes fed so far (level-major), to those that the mask allows: its ancestors and itself.
 Forward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], DraftFeatures]
 
 
@@ -49,19 +50,19 @@ def grow_tree(
     may_grow: Callable[[torch.Tensor], bool] | None = None,
     static: bool = False,
 ) -> Draft:
-    """Draft a tree for every request.
+    """Draft a tree for each request.
 
     Args:
         root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
         root: features ``[num_reqs, hidden_size]`` of the drafter's re-seeding forward at those tokens.
         score, forward: the drafter.
-        num_nodes: nodes to keep.
-        draft_depth: levels to draft at the most; ``draft_depth - 1`` forwards.
+        num_nodes: most nodes to keep.
+        draft_depth: most levels to draft; a tree of all levels takes ``draft_depth - 1`` forwards.
         draft_top_k: beam width and children per node.
         min_node_value: nodes of a lower value are not kept.
-        may_grow: told the values ``[num_reqs, draft_top_k]`` of the nodes to feed next, ends the growth where it says
-            false (on a CPU only: elsewhere asking costs more than drafting).
-        static: always draft all levels, which needs no look at the values (a CUDA device never looks).
+        may_grow: receives the values ``[num_reqs, draft_top_k]`` of the nodes to feed next; false ends the growth.  It
+            is called on a CPU only: a synchronisation with another device costs more than drafting.
+        static: draft all levels without reading values back to the CPU; on a CUDA device always so.
     """
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
@@ -76,9 +77,9 @@ def grow_tree(
         features = fed.feed.flatten(0, 1)
         levels.append(score(len(levels), fed.score.flatten(0, 1), draft_top_k))
         beam = grow_level(pool, beam, levels[-1].token_ids, levels[-1].log_probs, num_nodes, static)
-    draft, places = rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
+    draft, indices = rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
     candidates = stack_candidates(levels, num_reqs)
     if candidates is None:
         return draft
     # The pool holds ``draft_top_k`` children of each fed node, in the order of feeding.
-    return replace(draft, proposal=Proposal(places.div(draft_top_k, rounding_mode="floor"), *candidates))
+    return replace(draft, proposal=Proposal(indices.div(draft_top_k, rounding_mode="floor"), *candidates))

@@ -1,10 +1,10 @@
-"""The EAGLE draft head as a plain torch module, for training and for offline evaluation.
+"""The EAGLE draft head as a plain torch module, for training and offline evaluation.
 
     x_t     = fc([embed(token_{t+1}); feature_t])
     out_t   = DecoderLayer(x)_t                        (no input norm, no final norm)
 
-`out_t` predicts feature_{t+1}, which goes straight into the target's LM head. Row t has rotary position t, the
-position of `feature_t`. Axis names: B sequences, T rows, H query heads, G key/value heads, D head size, h hidden.
+`out_t` predicts feature_{t+1}, which the target's LM head reads. Row t has rotary position t, the position of
+`feature_t`. Axis names: B sequences, T rows, H query heads, G key/value heads, D head size, h hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .alignment import AlignedAttention, aligned_attention
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Geometry of a head; the same as one decoder layer of its target."""
+    """Geometry of a head, which equals that of one decoder layer of its target."""
 
     hidden_size: int
     intermediate_size: int
@@ -33,7 +33,7 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, config: dict, bias: bool | None = None) -> HeadConfig:
-        """From a Hugging Face Llama config, of a target or of a head; `bias` overrides the config's."""
+        """Read a Hugging Face Llama config of a target or of a head; `bias` overrides the config's."""
         heads = config["num_attention_heads"]
         rope = config.get("rope_parameters") or {}
         return cls(
@@ -55,7 +55,7 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
-        # a preconditioner for training: fc reads its inputs times this; `folded_state` moves it into fc's weight
+        # Training scales fc's inputs by this to precondition them; `folded_state` moves the scale into fc's weight.
         self.register_buffer("input_scale", torch.ones(2 * config.hidden_size), persistent=False)
         self.layers = nn.ModuleList([DecoderLayer(config)])
         self.attend: AlignedAttention = aligned_attention
@@ -70,14 +70,15 @@ class EagleHead(nn.Module):
         return self.fc(inputs * self.input_scale.to(inputs.dtype))
 
     def folded_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the same head with input_scale 1, as checkpoints hold it."""
+        """The state dict of an equal head whose input_scale is 1, as checkpoints store it."""
         return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.input_scale}
 
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """HASS context alignment: the outputs of `steps` passes, the first on the target's features.
+        """Outputs of `steps` passes of context alignment (HASS, section 3.2), the first on the target's features.
 
-        Pass j reads, at row t, the output of pass j-1 for position t (detached, as row 0 has none it keeps the
-        truth). Its query sees target rows up to t-j+1 and, on the last j-1 diagonals, the inputs of passes 2..j.
+        Pass j reads, at row t, the output of pass j-1 for position t, detached; row 0 has no such output and keeps the
+        target's feature. The query of row t sees rows up to t-j+1 of the target and, on the last j-1 diagonals, the
+        inputs of passes 2..j.
         """
         layer = self.layers[0]
         cos, sin = rotary_table(self.config, torch.arange(features.shape[1], device=features.device))
@@ -109,7 +110,7 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `project` is apart so that callers own keys and values."""
+    """Grouped-query attention with rotary positions; callers attend themselves, with keys and values of `project`."""
 
     def __init__(self, config: HeadConfig, input_size: int | None = None):
         super().__init__()
@@ -132,7 +133,7 @@ class Attention(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm in its input's dtype, so that autocast keeps the fused kernel."""
+    """RMSNorm in its input's dtype, so that the fused kernel also runs under autocast."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -158,7 +159,7 @@ def rotary_table(config: HeadConfig, positions: torch.Tensor) -> tuple[torch.Ten
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding in Llama's half-split layout: x [..., T, D]."""
+    """Apply rotary positions in Llama's half-split layout: x [..., T, D]."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

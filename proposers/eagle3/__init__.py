@@ -1,1 +1,1 @@
-"""EAGLE-3 drafters: their module, training and formats; they are served by the method eagle2."""
+"""EAGLE-3 drafters: module, training and checkpoint formats; the method eagle2 serves them."""

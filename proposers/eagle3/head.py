@@ -1,11 +1,11 @@
-"""The EAGLE-3 draft head as a plain torch module, for training and for offline evaluation.
+"""The EAGLE-3 draft head as a plain torch module, for training and offline evaluation.
 
     g_t   = fc([low_t; middle_t; high_t])           inputs of three layers of the target, fused
     out_t = DecoderLayer([norm(embed(token_{t+1})); norm(g_t)])_t + g_t
     lm_head(norm(out_t)) over the draft vocabulary predicts token t+2
 
-A drafted token's g is the output before the final norm of its parent. Row t has rotary position t. Axis names as in
-eagle2/head.py.
+Behind a drafted token, g is the drafter's output there, before the final norm. Row t has rotary position t. Axis names
+as in eagle2/head.py.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ NUM_LAYERS = 3
 
 
 def layer_ids(target_config: dict) -> tuple[int, int, int]:
-    """The layers whose inputs are fused: the hosts' default 2, n // 2, n - 3; spread evenly over less than 6 layers."""
+    """The layers whose inputs are fused: vLLM's default 2, n // 2, n - 3; 0, n // 2, n of fewer than 6 layers."""
     layers = target_config["num_hidden_layers"]
     return (2, layers // 2, layers - 3) if layers >= 6 else (0, layers // 2, layers)
 
 
 class Eagle3Head(nn.Module):
-    """One decoder layer between a fusion of features and an LM head of its own, with the checkpoints' names."""
+    """Fused features, one decoder layer and an LM head, with the parameter names of the EAGLE-3 checkpoints."""
 
     def __init__(self, config: HeadConfig, draft_vocab_size: int, target_hidden_size: int | None = None):
         super().__init__()
         self.config = config
         fused = NUM_LAYERS * (target_hidden_size or config.hidden_size)
         self.fc = nn.Linear(fused, config.hidden_size, bias=False)
-        # a preconditioner for training: fc reads its inputs times this; `folded_state` moves it into fc's weight
+        # Training scales fc's inputs by this to precondition them; `folded_state` moves the scale into fc's weight.
         self.register_buffer("input_scale", torch.ones(fused), persistent=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -41,19 +41,19 @@ class Eagle3Head(nn.Module):
         self.attend: AlignedAttention = aligned_attention
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Features of three layers [B, T, 3h] -> [B, T, h]."""
+        """Fuse the features of three layers: [B, T, 3h] -> [B, T, h]."""
         return self.fc(features * self.input_scale.to(features.dtype))
 
     def folded_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the same head with input_scale 1, as checkpoints hold it."""
+        """The state dict of an equal head whose input_scale is 1, as checkpoints store it."""
         return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.input_scale}
 
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """Training-time test: what `lm_head` reads, [B, T, h], in `steps` passes, the first on the target's features.
+        """Training-time test: inputs [B, T, h] of `lm_head` in `steps` passes, the first on the target's features.
 
         embeddings [B, T, h] of tokens t+1, features [B, T, 3h]. Pass j reads, at row t, the output of pass j-1 for
-        position t, its gradient included; rows below j-1 have no such past and mean nothing. The mask is HASS's: a
-        causal one shifted left by j-1, and a diagonal for each pass of the drafter's own.
+        position t, with its gradient; the outputs of rows below j-1 have no such past and are not used. The mask is
+        HASS's (see eagle2/alignment.py).
         """
         fused = self.fuse(features)
         cos, sin = rotary_table(self.config, torch.arange(features.shape[1], device=features.device))
@@ -80,7 +80,7 @@ class Eagle3Layer(nn.Module):
             setattr(self, name, RmsNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def project(self, embeddings: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """As `Attention.project`, of embeddings and hidden [B, T, h]."""
+        """As `Attention.project`, for embeddings and hidden [B, T, h]."""
         x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
         return self.self_attn.project(x, cos, sin)
 

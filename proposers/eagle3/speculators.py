@@ -1,7 +1,7 @@
-"""`specplug convert`: an EAGLE-3 checkpoint in the format of vllm-project/speculators, in the plain EAGLE-3 layout.
+"""`specplug convert`: convert an EAGLE-3 checkpoint of vllm-project/speculators to the plain EAGLE-3 layout.
 
-The speculators format nests the drafter's geometry in `transformer_layer_config` and calls the decoder layer
-`layers.0`; the plain one has the geometry at the top and `midlayer`. d2t holds offsets in both.
+The speculators format has the drafter's geometry in `transformer_layer_config` and calls the decoder layer `layers.0`.
+The plain layout has the geometry at the top level and calls the layer `midlayer`. In both, d2t has offsets.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..eagle2.checkpoint import (
     validate_checkpoint,
 )
 
-#: What changes the computation, with the format's own defaults; the plain config needs each of them spelled out.
+#: Keys that change the computation, with the speculators format's defaults; the plain config names each of them.
 _VARIANTS = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
 _LAYER, _PLAIN_LAYER = "layers.0.", "midlayer."
 _OTHERS = ("fc.", "fc_norm.", "input_norm.", "norm.", "lm_head.", "embed_tokens.", "d2t", "t2d")
 
 
 def plain_config(config: dict, path: Path) -> dict:
-    """The config of the plain layout.
+    """Convert a config to the plain layout.
 
     Raises:
-        CheckpointError: it is not an EAGLE-3 head of one Llama layer.
+        CheckpointError: it is not that of an EAGLE-3 head of one Llama layer.
     """
     if config.get(SPECULATORS_KEY) != "eagle3":
         raise CheckpointError(
             f"{path} is no EAGLE-3 head in the speculators format ({SPECULATORS_KEY} is "
-            f"{config.get(SPECULATORS_KEY)!r}): only those are converted"
+            f"{config.get(SPECULATORS_KEY)!r}): give one that is"
         )
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
@@ -58,7 +58,7 @@ def plain_config(config: dict, path: Path) -> dict:
 
 
 def plain_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the plain layout; those of the verifier that some files carry are left out."""
+    """Rename the tensors to the plain layout; the target's tensors that some files have are left out."""
     renamed = {
         _PLAIN_LAYER + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name: tensor
         for name, tensor in state.items()
@@ -70,8 +70,8 @@ def convert(path: str, out: str) -> None:
     """Write the plain form of the checkpoint at `path` to the folder `out`.
 
     Raises:
-        CheckpointError: it is not such a checkpoint, or not a complete one.
-        OSError: it could not be written.
+        CheckpointError: it is not such a checkpoint, or it is incomplete.
+        OSError: the plain form could not be written.
     """
     if Path(out).exists() and Path(out).resolve() == Path(path).resolve():
         raise CheckpointError("--out is the checkpoint's own folder: give another one")
@@ -85,7 +85,7 @@ def convert(path: str, out: str) -> None:
         hidden_size = config.get("target_hidden_size") or config.get("hidden_size", 0)
         validate_checkpoint(partial, hidden_size, config.get("vocab_size", 0), "eagle3")
         Path(out).mkdir(parents=True, exist_ok=True)
-        for file in sorted(partial.iterdir(), reverse=True):  # weights first: a config alone would look complete
+        for file in sorted(partial.iterdir(), reverse=True):  # weights before config, as in save_head
             os.replace(file, Path(out) / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -98,6 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """`specplug convert`: prints the folder."""
+    """`specplug convert`; prints the folder."""
     convert(args.checkpoint, args.out)
     print(args.out)

@@ -1,4 +1,7 @@
-"""`specplug train eagle3`: training-time test, three fused layers, a draft vocabulary, no feature loss (EAGLE-3)."""
+"""`specplug train eagle3`: a head on three fused layers, trained with the training-time test (EAGLE-3, section 3).
+
+It has a draft vocabulary and an LM head of its own, and there is no feature loss.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,25 @@ from dataclasses import dataclass
 
 import torch
 
-from ..eagle2.alignment import choose_attention
-from ..eagle2.checkpoint import load_head, offsets, save_head, target_ids, validate_checkpoint
+from ..eagle2.checkpoint import load_head, target_ids, validate_checkpoint
 from ..eagle2.head import HeadConfig
 from ..training import command
-from ..training.eagle import base_config
-from ..training.evaluate import Acceptance, chain_acceptance
-from ..training.features import FeatureSet, read_target_config, target_head
+from ..training.eagle import EagleTask
+from ..training.features import FeatureSet, read_target_config
 from ..training.initialise import column_scale, small_layer
 from ..training.loop import Batch
 from ..training.losses import distillation_loss
-from ..training.provenance import provenance
-from ..training.team import Team
-from ..training.trainer import LoopOptions, train
+from ..training.trainer import LoopOptions
 from .head import Eagle3Head, layer_ids
 
 
 @dataclass(frozen=True)
 class Eagle3Options(LoopOptions):
-    """What a training run depends on, besides the target and the data."""
+    """Options of an EAGLE-3 head's training."""
 
     align_steps: int = 7  # passes of the training-time test
-    step_weight: float = 0.8  # weight of pass j is step_weight ** (j - 1)
-    prompt_share: float = 0.0  # share of the rows inside the prompt that is trained on, drawn anew in each step
+    step_weight: float = 0.8  # the weight of pass j is step_weight ** (j - 1)
+    prompt_share: float = 0.0  # share of the rows inside the prompt that are trained on, drawn anew in each step
 
     def __post_init__(self):
         super().__post_init__()
@@ -37,91 +36,41 @@ class Eagle3Options(LoopOptions):
             raise ValueError(f"align_steps must be at least 1, got {self.align_steps}")
 
 
-def train_eagle3(
-    target_dir: str,
-    data: FeatureSet,
-    out_dir: str,
-    draft_ids: torch.Tensor,
-    options: Eagle3Options,
-    dev: FeatureSet | None = None,
-    facts: dict | None = None,
-    save_every_s: float = 60.0,
-    max_steps: int | None = None,
-    init_from: str | None = None,
-    progress: bool = True,
-    eval_every: int = 0,
-    team: Team | None = None,
-    attention: str = "auto",
-) -> Eagle3Head:
-    """Train on `data` (with `layer_features` of `layer_ids`) and write the checkpoint to `out_dir`.
+class Eagle3Task(EagleTask):
+    """An EAGLE-3 head in training, on data with the `layer_features` of `layer_ids`."""
 
-    Parameters and errors as of `train_eagle`.
-    """
-    team = team or Team()
-    task = Eagle3Task(target_dir, draft_ids, options, init_from, team.device, attention)
-    if data.layer_features is None:
-        raise ValueError("EAGLE-3 reads the features of three layers, and the data has none: extract them first")
-    train(task, data, out_dir, options, draft_ids, dev, facts, save_every_s, eval_every, max_steps, progress, team)
-    return task.head
+    kind = "eagle3"
 
+    def new_head(self) -> Eagle3Head:
+        return Eagle3Head(HeadConfig.from_dict(self.target_config, bias=False), self.draft_ids.numel())
 
-class Eagle3Task:
-    """An EAGLE-3 head in training (`trainer.Task`)."""
+    def _check_initial_checkpoint(self) -> None:
+        config = self.target_config
+        validate_checkpoint(self.init_from, config["hidden_size"], config["vocab_size"], self.kind)
+        if not torch.equal(load_trained(self.init_from)[1], self.draft_ids):
+            raise ValueError(f"the head at {self.init_from} has another draft vocabulary: its LM head cannot be kept")
 
-    def __init__(
-        self,
-        target_dir: str,
-        draft_ids: torch.Tensor,
-        options: Eagle3Options,
-        init_from: str | None = None,
-        device: torch.device | None = None,
-        attention: str = "auto",
-    ):
-        self.device = device or torch.device("cpu")
-        self.target_dir, self.draft_ids, self.options, self.init_from = target_dir, draft_ids, options, init_from
-        self.target_config, embedding, lm_head = target_head(target_dir)
-        if init_from:
-            validate_checkpoint(
-                init_from, self.target_config["hidden_size"], self.target_config["vocab_size"], "eagle3"
-            )
-            if not torch.equal(load_trained(init_from)[1], draft_ids):
-                raise ValueError(f"the head at {init_from} has another draft vocabulary: its LM head cannot be kept")
-        self.head = Eagle3Head(HeadConfig.from_dict(self.target_config, bias=False), draft_ids.numel())
-        self.head.attend = choose_attention(attention, self.device, self.head.config.head_dim)
-        self.embedding = embedding.to(self.device)
-        self.target_rows = lm_head[draft_ids].to(self.device, torch.bfloat16).contiguous()  # [draft_vocab, h]
-        self.in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool, device=self.device)  # [vocab]
-        self.in_draft[draft_ids.to(self.device)] = True
+    def _input_scale(self, data: FeatureSet) -> torch.Tensor:
+        if data.layer_features is None:
+            raise ValueError("EAGLE-3 reads the features of three layers, and the data has none: extract them first")
+        return column_scale(data.layer_features)
 
-    @torch.no_grad()
-    def prepare(self, data: FeatureSet, fresh: bool) -> None:
+    def _initialise(self, data: FeatureSet) -> None:
         head = self.head
-        head.input_scale.copy_(column_scale(data.layer_features))
-        if not fresh:
-            return
-        if self.init_from is not None:
-            tensors = load_head(self.init_from)[1]
-            head.load_state_dict({name: tensors[name].float() for name in head.state_dict()})
-            head.fc.weight /= head.input_scale
-            return
         torch.manual_seed(self.options.seed)
         head.fc.weight.normal_(0, head.fc.in_features**-0.5)
         small_layer(head.midlayer, input_rms=1.0)
         for norm in (head.norm, head.midlayer.hidden_norm, head.midlayer.input_layernorm):
             norm.weight.fill_(1.0)
-        head.lm_head.weight.copy_(self.target_rows.float())
+        head.lm_head.weight.copy_(self.draft_head.float())
 
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         options = self.options
-        chosen = torch.rand(batch.in_answer.shape, generator=generator).to(self.device) < options.prompt_share
-        # as in the cross-entropy of EAGLE-1/2: where the truth cannot be proposed there is nothing to learn
-        trained = (batch.in_answer | chosen) & (batch.label_ids >= 0) & self.in_draft[batch.label_ids]
+        # As in the cross-entropy of EAGLE-1/2: a label that the head cannot propose teaches nothing.
+        trained = self.rows_to_train(batch, generator) & self.in_draft[batch.label_ids]
         count = max(int(trained.sum()), 1)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            outputs = self.head.aligned(
-                self.embedding[batch.next_ids].to(batch.features.dtype), batch.features, options.align_steps
-            )
-        own_rows = self.head.lm_head.weight.to(torch.bfloat16)
+        outputs = self.passes(batch, batch.features, options.align_steps)
+        own_head = self.scoring_head()
         loss = torch.zeros((), device=self.device)
         for index, output in enumerate(outputs):
             with_past = trained.clone()
@@ -131,39 +80,36 @@ class Eagle3Task:
             loss = loss + distillation_loss(
                 output.flatten(0, 1)[rows],
                 batch.target_features.flatten(0, 1)[rows],
-                own_rows,
+                own_head,
                 weights,
-                target_head=self.target_rows,
+                target_head=self.draft_head,
             )
         return {"ce": loss}
 
-    def measure(self, dev: FeatureSet) -> Acceptance:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            lm_head = self.head.lm_head.weight.detach().to(torch.bfloat16)
-            return chain_acceptance(self.head, dev, self.embedding, lm_head, self.draft_ids.to(self.device))
+    def scoring_head(self) -> torch.Tensor:
+        """The head's own LM head: bf16 [draft_vocab, h]."""
+        return self.head.lm_head.weight.to(torch.bfloat16)
 
     def export(self, out_dir: str, facts: dict) -> None:
-        config = base_config(self.target_config, self.draft_ids.numel(), provenance(self.target_dir, **facts)) | {
+        """Write the head as a bf16 checkpoint with its LM head; it uses the target's embedding."""
+        config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "tie_word_embeddings": False,
             "eagle_aux_hidden_state_layer_ids": list(layer_ids(self.target_config)),
         }
-        state = {name: tensor.to(torch.bfloat16) for name, tensor in self.head.folded_state().items()}
-        if self.draft_ids.numel() < self.target_config["vocab_size"]:
-            state |= {"d2t": offsets(self.draft_ids), "t2d": self.in_draft}
-        save_head(out_dir, config, state)
+        self.save(out_dir, facts, config, {"t2d": self.in_draft})
 
 
 def load_trained(path: str) -> tuple[Eagle3Head, torch.Tensor]:
     """A checkpoint as a module (float32), and its draft ids int64 [draft_vocab].
 
     Raises:
-        ValueError: it is of a variant that this module does not compute.
+        ValueError: it is of a variant that `Eagle3Head` does not compute.
     """
     config, state = load_head(path)
-    odd = [key for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "attention_bias") if config.get(key)]
-    if odd:
-        raise ValueError(f"the head at {path} has {', '.join(odd)}: it can be served, but not trained or measured here")
+    variants = ("norm_before_residual", "norm_before_fc", "fc_norm", "attention_bias")
+    if found := ", ".join(key for key in variants if config.get(key)):
+        raise ValueError(f"the head at {path} has {found}: it can be served, but not trained or measured here")
     rows = state["lm_head.weight"].shape[0]
     head = Eagle3Head(HeadConfig.from_dict(config, bias=False), rows, state["fc.weight"].shape[1] // 3)
     head.load_state_dict({name: state[name].float() for name in head.state_dict()})
@@ -178,5 +124,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`specplug train eagle3`."""
-    layers = layer_ids(read_target_config(args.target))
-    return command.run(args, command.options_from(args, Eagle3Options), train_eagle3, layers, attention=args.attention)
+    options, layers = command.options_from(args, Eagle3Options), layer_ids(read_target_config(args.target))
+    return command.run(args, Eagle3Task, options, layers=layers, attention=args.attention)

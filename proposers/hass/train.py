@@ -1,4 +1,4 @@
-"""`specplug train hass`: the EAGLE trainer with context alignment and the harmonised objective on (HASS, section 3)."""
+"""`specplug train hass`: the EAGLE trainer with context alignment and the harmonised objective (HASS, section 3)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 from dataclasses import dataclass, replace
 
 from ..training import command
-from ..training.eagle import EagleOptions, run_with
+from ..training.eagle import EagleOptions, EagleTask
 
 
 @dataclass(frozen=True)
 class HassTrainOptions(EagleOptions):
-    """The paper's alignment and objective, on the schedule that serves small data best."""
+    """Options of a HASS head's training: the paper's alignment and objective, a schedule that suits small data."""
 
     align_steps: int = 3
     distill_weight: float = 1.0
@@ -20,7 +20,7 @@ class HassTrainOptions(EagleOptions):
 def published_schedule(options: HassTrainOptions) -> tuple[HassTrainOptions, HassTrainOptions]:
     """The two phases of the published training: alignment first, then the harmonised objective at a lower rate.
 
-    Of `options` the alignment, the objective, the vocabulary, the batches and the seed are kept.
+    Both keep the alignment, the objective, the vocabulary, the batches and the seed of `options`.
     """
     common = replace(
         options,
@@ -47,13 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset",
         choices=["published"],
-        help="the published schedule: 40 epochs without, then 10 with the harmonised objective; sets rates, clipping "
-        "and noise",
+        help="the published schedule: 40 epochs without, then 10 with the harmonised objective; sets learning rates, "
+        "clipping and noise",
     )
     command.add_option_arguments(parser, HassTrainOptions())
 
 
 def run(args: argparse.Namespace) -> int:
-    """All steps, for the command line."""
+    """`specplug train hass`."""
     options = command.options_from(args, HassTrainOptions)
-    return run_with(args, *(published_schedule(options) if args.preset == "published" else (options,)))
+    phases = published_schedule(options) if args.preset == "published" else (options,)
+    return command.run(args, EagleTask, *phases, attention=args.attention)

@@ -1,4 +1,4 @@
-"""Medusa: extra heads on the target's last hidden state, drafted as a calibrated sparse tree."""
+"""Medusa: extra heads on the target's last hidden state, drafted as a calibrated sparse tree (Medusa, section 2)."""
 
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
 

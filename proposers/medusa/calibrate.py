@@ -1,7 +1,7 @@
-"""`specplug calibrate medusa`: measures the heads on the target's answers and grows the sparse tree for any budget.
+"""`specplug calibrate medusa`: measure the heads on the target's answers and grow a sparse tree for any budget.
 
-One half of the answers grows the tree, the other half says what it is worth: `held_out_tau` is what greedy decoding of
-those answers gives, to be compared with `expected_tau`, the sum of the grown nodes' values.
+One half of the answers grows the tree, the other half measures it: `held_out_tau` is the tau of greedy decoding on the
+other half, and `expected_tau` the tau that follows from the values of the grown nodes.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from ..training.features import target_head
 from ..training.provenance import provenance
 from ..training.trainer import LoopOptions
 from .options import DYNAMIC_TOP_K
-from .ranks import MeasuredChances, load_for_ranking, rank_answers, simulate_dynamic_tau, simulate_tau
+from .ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_dynamic_tau, simulate_tau
 from .sparse_tree import MAX_RANKS, TREE_KEY, dense_paths, dense_widths, grow
 from .steps import interpolate, read_steps
 
-#: Sizes of the dense trees that the sparse one is compared with (Medusa, figure 6).
+#: Nodes of the dense trees that the sparse tree is compared with (Medusa, figure 6).
 DENSE = (64, 256)
 
-#: Sizes of the dynamic trees that it is compared with.
+#: Nodes of the dynamic trees that the sparse tree is compared with.
 DYNAMIC = (4, 8, 16, 64)
 
-#: Budgets whose tau is measured on the held-out half.
+#: Tree sizes whose tau is measured on the held-out half.
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
 
 
 def calibrate(ranks: list[torch.Tensor], budget: int, prior: float, step_ms: dict[int, float] | None = None) -> dict:
     """Grow a tree from `ranks` (of `rank_answers`, one tensor per answer) and measure it.
 
-    step_ms: measured milliseconds of a verification step by its number of rows (drafted nodes + 1); if given, the tree
-    is cut to the budget with the most tokens per second on the held-out half.
+    budget, prior: as in `grow` and `MeasuredProbabilities`. step_ms: milliseconds of a step by its number of rows
+    (drafted nodes + 1); if given, the tree is cut to the size with the most tokens per second on the held-out half.
 
     Returns `medusa_choices` (the paths in order of growth), `expected_tau` (of the first n nodes, n = 1..),
-    `held_out_tau` and `tokens_per_s` (by budget), `dense` (the best dense trees of `DENSE` nodes and their
+    `held_out_tau` and `tokens_per_s` (by nodes), `dense` (the best dense trees of up to `DENSE` nodes and their
     held-out tau), `accuracies` (the first ten a_k(i) of each head).
     """
     if len(ranks) < 2:
         raise ValueError(f"calibration needs at least 2 answers to grow a tree and to measure it, got {len(ranks)}")
     growing, held_out = ranks[::2], ranks[1::2]
-    chances = MeasuredChances(torch.cat(growing), prior)
-    paths, values = grow(chances, growing[0].shape[1], MAX_RANKS, budget)
+    probabilities = MeasuredProbabilities(torch.cat(growing), prior)
+    paths, values = grow(probabilities, growing[0].shape[1], MAX_RANKS, budget)
     expected = (1 + torch.tensor(values).cumsum(0)).tolist()
     budgets = sorted({n for n in BUDGETS if n < len(paths)} | {len(paths)})
     taus = {n: simulate_tau(held_out, paths[:n]) for n in budgets}
@@ -59,7 +59,7 @@ def calibrate(ranks: list[torch.Tensor], budget: int, prior: float, step_ms: dic
         "expected_tau": [round(tau, 4) for tau in expected],
         "held_out_tau": {str(n): round(tau, 4) for n, tau in taus.items()},
         "dense": [best_dense(growing, held_out, nodes) for nodes in DENSE],
-        "accuracies": [[round(value, 4) for value in row[:10]] for row in chances.accuracies],
+        "accuracies": [[round(value, 4) for value in row[:10]] for row in probabilities.accuracies],
     }
     if step_ms:
         speeds = {n: 1000 * tau / interpolate(step_ms, n + 1) for n, tau in taus.items()}
@@ -70,12 +70,12 @@ def calibrate(ranks: list[torch.Tensor], budget: int, prior: float, step_ms: dic
 
 
 def best_dense(growing: list[torch.Tensor], held_out: list[torch.Tensor], max_nodes: int) -> dict:
-    """The dense tree that the growing half would choose: its widths by level, its nodes and its held-out tau."""
+    """The dense tree that accepts most on the growing half: its widths by level, its nodes and its held-out tau."""
     rows = torch.cat(growing)
 
     def accepted(widths: tuple[int, ...]) -> int:
-        right = (rows[:, : len(widths)] >= 0) & (rows[:, : len(widths)] < torch.tensor(widths))
-        return int(right.cumprod(dim=1).sum())
+        hits = (rows[:, : len(widths)] >= 0) & (rows[:, : len(widths)] < torch.tensor(widths))
+        return int(hits.cumprod(dim=1).sum())
 
     widths = max(dense_widths(rows.shape[1], max_nodes), key=accepted)
     paths = dense_paths(widths)
@@ -85,27 +85,29 @@ def best_dense(growing: list[torch.Tensor], held_out: list[torch.Tensor], max_no
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug calibrate medusa`."""
     command.add_data_arguments(parser, training=False)
-    parser.add_argument("--model", required=True, help="the heads: a directory, a repository or a short name")
+    parser.add_argument(
+        "--model", required=True, help="the heads: a directory, a Hugging Face repository or a short name"
+    )
     parser.add_argument("--budget", type=int, default=64, help="nodes of the largest tree (default %(default)s)")
     parser.add_argument(
         "--prior",
         type=float,
         default=30.0,
         metavar="POSITIONS",
-        help="weight of a head's overall accuracy against the counts behind a path (default %(default)s)",
+        help="weight of a head's overall accuracy against the counts of a path (default %(default)s)",
     )
     parser.add_argument(
         "--step-ms",
         type=parse_step_ms,
         metavar="FILE|ROWS=MS,...",
-        help="measured time of a step by rows, drafting included, or the file of `specplug steps`; cuts the tree to "
-        "the budget of the most tokens per second",
+        help="measured time of a step by rows, drafting included, or a file of `specplug steps`; cuts the tree to the "
+        "size with the most tokens per second",
     )
     parser.add_argument("--into-model", action="store_true", help="also write the tree into the heads' config.json")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, grow, and write OUT/tree.json and OUT/tree.png."""
+    """`specplug calibrate medusa`; writes OUT/tree.json and OUT/tree.png."""
     if not 1 <= args.budget <= MAX_NUM_SPECULATIVE_TOKENS:
         raise ValueError(f"--budget {args.budget} is out of range: choose 1 to {MAX_NUM_SPECULATIVE_TOKENS}")
     if not args.prior >= 0:
@@ -133,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_step_ms(text: str) -> dict[int, float]:
-    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}; of a file of `specplug steps`, its smallest batch with the drafting."""
+    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}; a file of `specplug steps` -> its smallest batch, drafting included."""
     if "=" not in text:
         steps = read_steps(Path(text))
         batch = min(steps["step_ms"])
@@ -145,7 +147,7 @@ def parse_step_ms(text: str) -> dict[int, float]:
 
 
 def report(result: dict) -> str:
-    """Tables: the budgets, with the dense trees, and the accuracies by rank."""
+    """Format two tables: tau by tree, and the accuracies by rank."""
     speeds = result.get("tokens_per_s", {})
     rows = [
         [budget, f"{result['expected_tau'][int(budget) - 1]:.3f}", f"{tau:.3f}"]
@@ -172,7 +174,7 @@ def report(result: dict) -> str:
 
 
 def plot(result: dict, file: Path) -> None:
-    """Draw tau by budget, and the accuracies by rank."""
+    """Draw tau by nodes, and the accuracies by rank."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -198,7 +200,7 @@ def plot(result: dict, file: Path) -> None:
 
 
 def write_json(file: Path, value: dict) -> None:
-    """Write atomically; lists of numbers stay on one line each."""
+    """Write atomically, with one line for each key."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
     with replacing(file) as temporary:

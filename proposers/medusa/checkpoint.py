@@ -2,14 +2,14 @@
 
     {head}.{layer}.linear.weight   [h, h]
     {head}.{layer}.linear.bias     [h]
-    {head}.{num_layers}.weight     [V or D, h]  the head's own LM head; in the legacy layout there is none, and the
-                                                LM head of the base model is used
+    {head}.{num_layers}.weight     [V or D, h]  the head's own LM head; the legacy layout has none and uses the base
+                                                model's
     d2t                            [D]          optional, offsets as in ``eagle2.checkpoint``
 
-A prefix ``medusa_head.`` or ``medusa_heads.`` is taken off.  config.json holds ``medusa_num_heads`` and
-``medusa_num_layers`` (both may be missing: the weights tell), optionally ``hidden_size``, ``vocab_size``,
-``base_model_name_or_path``, and ``medusa_choices``, the tree.  Weights come as safetensors, or as the official
-``medusa_lm_head.pt`` / ``pytorch_model.bin``, of which plain tensors are read and nothing is run.
+A prefix ``medusa_head.`` or ``medusa_heads.`` is removed.  All keys of config.json are optional: ``medusa_num_heads``
+and ``medusa_num_layers`` (by default those of the weights), ``hidden_size``, ``vocab_size``,
+``base_model_name_or_path``, and ``medusa_choices``, the tree.  Weights are safetensors files, or the official
+``medusa_lm_head.pt`` / ``pytorch_model.bin``, of which only plain tensors are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAYER = re.compile(r"^(\d{1,4})\.(\d{1,4})\.linear\.weight$", re.ASCII)
 
 @dataclass(frozen=True)
 class MedusaInfo:
-    """What a validated checkpoint is, from its config and tensor headers alone."""
+    """Facts about a validated checkpoint, from its config and tensor headers."""
 
     path: Path
     num_heads: int
@@ -50,7 +50,11 @@ class MedusaInfo:
 
 
 def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_vocab_size: int) -> MedusaInfo:
-    """Check that the heads at `path` fit the target; raise `CheckpointError` with one message if they do not."""
+    """Check that the heads at `path` are complete and belong to the target.
+
+    Raises:
+        CheckpointError: they are incomplete or another target's; one line with the cause and the remedy.
+    """
     path = Path(path)
     config = read_config(path)
     shapes = {_PREFIX.sub("", name): shape for name, shape in read_shapes(path).items()}
@@ -60,7 +64,7 @@ def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_voc
             f"{path} has no tensor 0.0.linear.weight: it is not a Medusa checkpoint; give a folder of Medusa heads, or "
             f"choose the method that reads this one."
         )
-    # Names of far-away numbers would announce heads without end.
+    # A name with a large number must not make the loops below very long.
     if max(max(head, layer) for head, layer in layers) >= len(layers) or len(shapes.get("0.0.linear.weight", ())) != 2:
         raise CheckpointError(
             f"{path} does not number its heads and layers from 0 ({layers[:3]}...), or tensor 0.0.linear.weight is no "
@@ -85,8 +89,8 @@ def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_voc
         path,
         shapes,
         expected,
-        incomplete="the heads are incomplete: export or download them again.",
-        mismatch="a head's own LM head has one row for each token it can propose: the heads were trained for another "
+        missing_hint="the heads are incomplete: export or download them again.",
+        shape_hint="a head's own LM head has one row for each token it can propose: the heads were trained for another "
         "target, or d2t is missing.",
     )
     return MedusaInfo(
@@ -103,27 +107,27 @@ def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_voc
 
 
 def load_medusa(path: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, with plain names."""
+    """Read all tensors of a checkpoint; prefixes are removed from names."""
     return {_PREFIX.sub("", name): tensor for name, tensor in load_head(path)[1].items()}
 
 
 def _count(path: Path, config: dict, key: str, found: int, what: str) -> int:
-    """The number that the config asks for, which the weights must have."""
-    asked = config.get(key, found)
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise CheckpointError(f"{path / 'config.json'}: {key} must be an integer from 1, not {asked!r}.")
-    if asked > found:
+    """The config's number of `what`, by default the weights' number `found`."""
+    number = config.get(key, found)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise CheckpointError(f"{path / 'config.json'}: {key} must be an integer from 1, not {number!r}.")
+    if number > found:
         raise CheckpointError(
-            f"{path / 'config.json'} asks for {asked} {what} ({key}), the weights have {found}: lower {key}, or use "
-            f"the config.json that came with the heads."
+            f"{path / 'config.json'} has {number} {what} ({key}), the weights have {found}: lower {key}, or use the "
+            f"config.json that came with the heads."
         )
-    return asked
+    return number
 
 
 def _check_base(
     path: Path, config: dict, hidden_size: int, target_hidden_size: int, target_vocab_size: int, has_lm_heads: bool
 ) -> None:
-    """The heads belong to one base model; legacy ones have no LM head of their own and cannot do without it."""
+    """Raise `CheckpointError` if the heads were trained on another model; legacy heads also need its LM head."""
     base = config.get("base_model_name_or_path") or "another model"
     vocab_size = config.get("vocab_size", target_vocab_size)
     if hidden_size == target_hidden_size and vocab_size == target_vocab_size:
@@ -133,7 +137,7 @@ def _check_base(
         if hidden_size != target_hidden_size
         else f"a vocabulary of {vocab_size}, the target {target_vocab_size}"
     )
-    legacy = "" if has_lm_heads else ", and they have no LM heads of their own but need that model's"
+    legacy = "" if has_lm_heads else ", and they use that model's LM head"
     raise CheckpointError(
         f"The heads at {path} have {difference}: they were trained on {base}{legacy}; serve that model, or use heads "
         f"trained for this target."

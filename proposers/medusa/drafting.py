@@ -1,4 +1,4 @@
-"""From the heads' logits to one draft tree per request: a fixed sparse shape, or a shape chosen per context."""
+"""Draft trees from the heads' logits, one per request: a fixed sparse shape, or a shape chosen in each step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def fill_tree(
         root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
         logits: float ``[num_reqs, num_heads, draft_vocab]``.
         draft_ids: int64 ``[draft_vocab]``; target id of each draft id; None: the target's vocabulary.
-        paths: the shape, no deeper than there are heads.
-        sampling: how to sample; by default the likeliest tokens are taken.
+        paths: the shape, at most as deep as there are heads.
+        sampling: how to sample the tokens; None: take the likeliest tokens.
     """
     if sampling is not None:
         paths = in_draw_order(paths)
@@ -42,19 +42,20 @@ def fill_tree(
     guesses = _guesses_of(paths, len(levels), logits.device)
     tree = static_tree(root_token_ids, token_ids[:, guesses.heads, guesses.ranks], parents_of(paths))
     along_paths = log_probs[:, torch.arange(len(levels), device=logits.device), guesses.path_ranks]
-    # A child adds a number <= 0 to its parent's sum, in the same order: it is never worth more.
+    # A child adds a number <= 0 to its parent's sum, in the same order, so its value never exceeds its parent's.
     log_values = along_paths.masked_fill(~guesses.on_path, 0.0).sum(dim=2)
     return _with_proposal(Draft(tree, pad(log_values, (1, 0))), levels)
 
 
 @dataclass(frozen=True)
 class _Guesses:
-    """Which guesses of which heads stand along the paths of a shape.
+    """The heads' guesses along the paths of a shape.
 
     Attributes:
-        heads, ranks: int64 ``[num_nodes]``; the node's own head and the rank of its guess.
-        path_ranks: int64 ``[num_nodes, num_heads]``; the rank of each head's guess along the node's path; 0 behind it.
-        on_path: bool ``[num_nodes, num_heads]``; false behind it.
+        heads, ranks: int64 ``[num_nodes]``; the head of each node and the rank of its guess.
+        path_ranks: int64 ``[num_nodes, num_heads]``; the rank of each head's guess on the path to the node; 0 for heads
+            beyond the node's depth.
+        on_path: bool ``[num_nodes, num_heads]``; false for heads beyond the node's depth.
     """
 
     heads: torch.Tensor
@@ -65,7 +66,7 @@ class _Guesses:
 
 @lru_cache(maxsize=64)
 def _guesses_of(paths: Paths, num_heads: int, device: torch.device) -> _Guesses:
-    """One upload per shape and device: a round on a GPU takes nothing from the host."""
+    """Compute the guesses of a shape; cached, so that a draft phase on a GPU copies nothing from the CPU."""
     lens = torch.tensor([len(path) for path in paths])
     padded = torch.tensor([[*path, *[0] * (num_heads - len(path))] for path in paths])
     on_path = torch.arange(num_heads) < lens.unsqueeze(1)
@@ -88,7 +89,7 @@ def choose_tree(
     Args:
         root_token_ids, logits, draft_ids, sampling: as in ``fill_tree``.
         num_nodes: nodes to keep.
-        draft_top_k: guesses per head, and nodes extended per level.
+        draft_top_k: guesses per head, and nodes extended at each level.
         min_node_value: nodes of a lower value are not kept.
     """
     num_reqs, num_heads, _ = logits.shape
@@ -96,7 +97,7 @@ def choose_tree(
     pool = new_pool(num_reqs, draft_top_k, num_heads, logits.device)
     expand(pool, None, levels[0].token_ids.unsqueeze(1), levels[0].log_probs.unsqueeze(1))
     for level in levels[1:]:
-        # A head knows nothing of the path before it: all nodes of a level have the same children.
+        # A head's guesses do not depend on the path before them: all nodes of a level have the same children.
         beam = next_beam(pool, draft_top_k)
         shape = (num_reqs, beam.shape[1], draft_top_k)
         expand(pool, beam, level.token_ids.unsqueeze(1).expand(shape), level.log_probs.unsqueeze(1).expand(shape))
@@ -106,7 +107,7 @@ def choose_tree(
 def _children(
     logits: torch.Tensor, draft_ids: torch.Tensor | None, count: int, sampling: DraftSampling | None
 ) -> list[Children]:
-    """Guesses of every head.  All nodes of a level share them, which sampling allows: a walk visits one of them."""
+    """Guesses of each head.  All nodes of a level share them; sampling allows that, as a walk visits one node."""
     heads = logits.unbind(1)
     if sampling is None:
         return [likeliest(head, count, draft_ids) for head in heads]
@@ -114,7 +115,7 @@ def _children(
 
 
 def _with_proposal(draft: Draft, levels: list[Children]) -> Draft:
-    """A node at depth ``k`` comes from head ``k``."""
+    """Add the heads' draft distributions, if there are any; a node at depth ``k`` is a guess of head ``k``."""
     candidates = stack_candidates(levels, len(draft.tree.token_ids))
     if candidates is None:
         return draft

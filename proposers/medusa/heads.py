@@ -1,9 +1,9 @@
-"""The Medusa heads as a plain torch module: for serving, for training and for calibration.
+"""The Medusa heads as a plain torch module, for serving, training and calibration.
 
     head k:  x = h;  x = x + SiLU(W x + b), once per layer;  logits = LM head (x)
 
-``h`` is the target's hidden state that enters its LM head.  With ``W`` and ``b`` zero, where training starts, every
-head predicts what the target's LM head predicts (Medusa, section 2.1.1).
+``h`` is the target's hidden state, the input of its LM head.  Training starts with ``W`` and ``b`` zero, so that each
+head predicts the same as the target's LM head (Medusa, section 2.1.1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MedusaHeads(nn.Module):
     Attributes:
         weight: ``[num_layers, num_heads, hidden_size, hidden_size]``.
         bias: ``[num_layers, num_heads, hidden_size]``.
-        lm_heads: ``[num_heads, draft_vocab, hidden_size]`` where the heads are trained with LM heads of their own.
+        lm_heads: ``[num_heads, draft_vocab, hidden_size]`` if the heads have LM heads of their own, else None.
     """
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int):
@@ -39,13 +39,13 @@ class MedusaHeads(nn.Module):
         return self.weight.shape[0]
 
     def add_lm_heads(self, draft_head: torch.Tensor) -> None:
-        """Give every head a copy of ``draft_head`` (``[draft_vocab, hidden_size]``) to train."""
+        """Give each head a copy of ``draft_head`` (``[draft_vocab, hidden_size]``) to train."""
         self.lm_heads = nn.Parameter(draft_head.to(self.weight).repeat(self.num_heads, 1, 1))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> inputs of the LM heads, ``[num_rows, num_heads, hidden_size]``."""
         first, *rest = range(self.num_layers)
-        # The first layer reads the same input in every head: one plain product.
+        # The first layer has the same input in all heads: one matrix product.
         change = F.linear(hidden, self.weight[first].flatten(0, 1), self.bias[first].flatten())
         x = hidden.unsqueeze(1) + F.silu(change.unflatten(1, (self.num_heads, -1)))
         for layer in rest:
@@ -54,7 +54,7 @@ class MedusaHeads(nn.Module):
         return x
 
     def checkpoint_state(self) -> dict[str, torch.Tensor]:
-        """Tensors as checkpoints name them, see ``checkpoint``."""
+        """Tensors with the names of checkpoints, see ``checkpoint``."""
         state = {}
         for head in range(self.num_heads):
             for layer in range(self.num_layers):
@@ -68,7 +68,7 @@ class MedusaHeads(nn.Module):
 def heads_from_state(
     state: Mapping[str, torch.Tensor], num_heads: int, num_layers: int, dtype: torch.dtype = torch.float32
 ) -> MedusaHeads:
-    """The first ``num_heads`` heads of a checkpoint's tensors, LM heads included, converted to ``dtype``."""
+    """Build the first ``num_heads`` heads of a checkpoint's tensors, with their LM heads, in ``dtype``."""
     heads = MedusaHeads(num_heads, num_layers, state["0.0.linear.weight"].shape[1]).to(dtype)
     with torch.no_grad():
         for head in range(num_heads):

@@ -1,11 +1,12 @@
 """`specplug train medusa2`: MEDUSA-2, heads and backbone trained together (Medusa, sections 2.2.2 and 2.3.2).
 
-The backbone learns through LoRA. Its own loss is self-distillation: the cross-entropy with the distribution that it has
-with the adapter switched off, which the feature cache holds already, so that one forward per step is enough. The first
-`heads_first` of the steps train the heads alone (the first stage, MEDUSA-1); then the heads' share of the joint loss
-rises along a sine to `heads_weight`. The heads' learning rate is a multiple of the backbone's.
+The backbone learns through a LoRA adapter. Its own loss is self-distillation: the cross-entropy with its distribution
+without the adapter. The feature cache already has that distribution, so one forward per step is enough. The first
+`heads_first` of the steps train the heads alone (the first stage, MEDUSA-1). Then the weight of the heads' loss rises
+along a sine to `heads_weight`. The heads' learning rate is a multiple of the backbone's.
 
-Exported are the heads, and in `backbone/` the backbone with its adapter merged: a model for the host like any other.
+The export has the heads and, in `backbone/`, the backbone with the merged adapter, a model that vLLM serves like any
+other.
 """
 
 from __future__ import annotations
@@ -25,14 +26,11 @@ from ..training.evaluate import Acceptance
 from ..training.features import FeatureSet, target_head
 from ..training.loop import Batch
 from ..training.losses import distillation_loss
-from ..training.team import Team
-from ..training.trainer import train
 from .heads import MedusaHeads
-from .ranks import chain_acceptance, head_accuracies, rank_answers
 from .train import MedusaTask, MedusaTraining
 
 BACKBONE = "backbone"
-#: Files that a folder needs beside config and weights to be served.
+#: Files besides config and weights that vLLM needs to serve a model folder.
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -45,11 +43,11 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class JointTraining(MedusaTraining):
-    """Options of MEDUSA-2; the defaults are the paper's, `lr` being the backbone's."""
+    """Options of MEDUSA-2's training; the defaults are the paper's."""
 
-    lr: float = 5e-4
+    lr: float = 5e-4  # of the backbone
     heads_lr_scale: float = 4.0  # the heads' learning rate over the backbone's
-    heads_weight: float = 0.01  # lambda_0 at the end of its rise: 0.01 for self-distillation, 0.2 for data not its own
+    heads_weight: float = 0.01  # final lambda_0: 0.01 for the target's own answers, 0.2 for other data
     heads_first: float = 0.3  # share of the steps in which the heads learn alone
     lora_rank: int = 32
     lora_alpha: int = 16
@@ -58,35 +56,13 @@ class JointTraining(MedusaTraining):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.heads_first <= 1 or not 0 <= self.lora_dropout < 1:
-            raise ValueError("heads_first is a share of the steps, lora_dropout a probability: choose from 0 to 1")
+            raise ValueError("heads_first is a share of the steps (0 to 1), lora_dropout a probability below 1")
         if self.lora_rank < 1 or self.heads_weight <= 0 or self.heads_lr_scale <= 0:
             raise ValueError("lora_rank, heads_weight and heads_lr_scale must be positive")
 
 
-def train_joint(
-    target_dir: str,
-    data: FeatureSet,
-    out_dir: str,
-    draft_ids: torch.Tensor,
-    options: JointTraining,
-    dev: FeatureSet | None = None,
-    facts: dict | None = None,
-    save_every_s: float = 60.0,
-    max_steps: int | None = None,
-    init_from: str | None = None,
-    progress: bool = True,
-    eval_every: int = 0,
-    team: Team | None = None,
-) -> JointTask:
-    """Train on `data` and write heads and merged backbone to `out_dir`; arguments and errors as for `train_medusa`."""
-    team = team or Team()
-    task = JointTask(target_dir, draft_ids, options, init_from, team.device)
-    train(task, data, out_dir, options, draft_ids, dev, facts, save_every_s, eval_every, max_steps, progress, team)
-    return task
-
-
-class Trained(nn.Module):
-    """What is trained and saved: the heads and the adapter's weights; the backbone around these is not part of it."""
+class TrainedWeights(nn.Module):
+    """The weights that are trained and saved in the training state: the heads and the adapter, not the backbone."""
 
     def __init__(self, heads: MedusaHeads, adapter: dict[str, nn.Parameter]):
         super().__init__()
@@ -95,23 +71,22 @@ class Trained(nn.Module):
 
 
 class JointTask(MedusaTask):
-    """Heads and adapter in training (`trainer.Task`)."""
+    """Medusa heads and the backbone's adapter in training."""
 
     options: JointTraining
 
     def __init__(self, target_dir: str, draft_ids, options: JointTraining, init_from=None, device=None):
         super().__init__(target_dir, draft_ids, options, init_from, device)
-        self.device = self.draft_head.device
         self.lm_head = target_head(target_dir)[2].to(self.device)
         torch.manual_seed(options.seed)
         self.model, self.backbone = _with_adapter(target_dir, options)
         self.backbone.to(self.device)
         adapter = {name: weight for name, weight in self.backbone.named_parameters() if weight.requires_grad}
-        self.heads, self.head = self.head, Trained(self.head, adapter)
+        self.heads, self.head = self.head, TrainedWeights(self.head, adapter)
         self._losses: dict[str, float] | None = None
 
     def prepare(self, data: FeatureSet, fresh: bool) -> None:
-        with self._only_heads():
+        with self._head_is_heads():
             super().prepare(data, fresh)
 
     def parameter_groups(self) -> list[dict]:
@@ -136,59 +111,56 @@ class JointTask(MedusaTask):
         return losses
 
     def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the adapted backbone hands to its LM head: int64 [B, T], right-padded -> [B, T, h]."""
+        """The adapted backbone's inputs to its LM head: int64 [B, T], right-padded -> [B, T, h]."""
         with torch.autocast(token_ids.device.type, dtype=torch.bfloat16, enabled=self.lm_head.dtype == torch.bfloat16):
             return self.backbone(input_ids=token_ids, use_cache=False).last_hidden_state
 
     def measure(self, dev: FeatureSet) -> Acceptance:
-        """The heads on the adapted backbone; its loss on these answers, and the unadapted one's, become facts."""
+        """Acceptance of the heads on the adapted backbone; keeps the backbone's loss with and without the adapter."""
         self.backbone.eval()
-        adapted = replace(dev, features=self._run(dev))
+        adapted = replace(dev, features=self._features(dev))
         with self.backbone.disable_adapter():
-            before = replace(dev, features=self._run(dev))
+            before = replace(dev, features=self._features(dev))
         self._losses = {
             "before": round(answer_loss(before, self.lm_head), 5),
             "after": round(answer_loss(adapted, self.lm_head), 5),
         }
-        head = self.draft_head if self.heads.lm_heads is None else self.heads.lm_heads.detach()
-        ranks = rank_answers(self.heads, adapted, head, self.draft_ids)
-        self._accuracies = head_accuracies(ranks)
-        return chain_acceptance(ranks)
+        return self.measure_heads(self.heads, adapted)
 
     @torch.no_grad()
-    def _run(self, data: FeatureSet) -> torch.Tensor:
-        """Features of every sequence, as the cache stores them: [N, h]."""
+    def _features(self, data: FeatureSet) -> torch.Tensor:
+        """Features of every sequence, as the feature cache stores them: [N, h]."""
         parts = data.ids.split(data.lengths.tolist())
         return torch.cat([self.hidden(ids.to(self.device).unsqueeze(0))[0].to(data.features) for ids in parts])
 
     def export(self, out_dir: str, facts: dict) -> None:
         if self._losses is not None:
             facts = facts | {"dev_backbone_loss": self._losses}
-        with self._only_heads():
+        with self._head_is_heads():
             super().export(out_dir, facts | {"backbone": BACKBONE})
         self._export_backbone(Path(out_dir) / BACKBONE)
 
     def _export_backbone(self, out_dir: Path) -> None:
-        """Write the model with the adapter's change added to its weights, in its own dtype; ends the training."""
+        """Write the model with the adapter merged into its weights, in its own dtype; the task cannot train on."""
         dtype = self.model.dtype
-        self.backbone.float().cpu().merge_and_unload()  # in place, inside the model
+        self.backbone.float().cpu().merge_and_unload()  # changes `self.model` in place
         self.model.to(dtype).save_pretrained(out_dir)
         for pattern in _TOKENIZER_FILES:
             for file in Path(self.target_dir).glob(pattern):
                 shutil.copy(file, out_dir)
 
     @contextmanager
-    def _only_heads(self):
-        """What `MedusaTask` does with its heads."""
-        whole, self.head = self.head, self.heads
+    def _head_is_heads(self):
+        """Let `self.head` be the Medusa heads alone, as the methods of `MedusaTask` expect it."""
+        weights, self.head = self.head, self.heads
         try:
             yield
         finally:
-            self.head = whole
+            self.head = weights
 
 
 def answer_loss(data: FeatureSet, lm_head: torch.Tensor) -> float:
-    """Mean negative log-likelihood of the answers' tokens, given the features that predict them."""
+    """Mean negative log-likelihood of the answers' tokens, by the features that predict them."""
     total, count = 0.0, 0
     for start, length, prompt in zip(
         data.starts.tolist(), data.lengths.tolist(), data.prompt_lengths.tolist(), strict=True
@@ -202,7 +174,7 @@ def answer_loss(data: FeatureSet, lm_head: torch.Tensor) -> float:
 
 
 def _with_adapter(target_dir: str, options: JointTraining) -> tuple[nn.Module, nn.Module]:
-    """The target with its LM head, and the part of it below, which has the adapter."""
+    """The target as a model with its LM head, and its part without the LM head, which gets the adapter."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -227,4 +199,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`specplug train medusa2`."""
-    return command.run(args, command.options_from(args, JointTraining), train_joint)
+    return command.run(args, JointTask, command.options_from(args, JointTraining))

@@ -1,4 +1,4 @@
-"""Options of ``{"method": "medusa"}``, and their resolution against the checkpoint before the engine starts."""
+"""Options of ``{"method": "medusa"}``, and their resolution with the checkpoint before the engine starts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vllm_specplug.config import (
 )
 
 from .checkpoint import MedusaInfo, validate_medusa
-from .sparse_tree import TREE_KEY, Paths, check_fits, check_paths, default_tree, depth_of, read_tree
+from .sparse_tree import TREE_KEY, Paths, check_heads, check_paths, default_tree, depth_of, read_tree
 
-#: Ranks and beam of the dynamic mode where none are given.
+#: Default of ``draft_top_k`` for dynamic trees.
 DYNAMIC_TOP_K = 8
 
 
@@ -30,21 +30,21 @@ DYNAMIC_TOP_K = 8
 class MedusaOptions(TreeOptions):
     """Options of ``{"method": "medusa"}`` (Medusa, section 2).
 
-    ``num_speculative_tokens`` is a limit: a tree of more nodes is cut to its first ones, which for a calibrated tree
-    are the best of them.
+    ``num_speculative_tokens`` is a limit: a larger tree is cut to its first nodes, which are the best ones of a
+    calibrated tree.
 
     Attributes:
-        model: heads: a directory, a Hugging Face repository or the short name of shipped heads.
+        model: the heads: a directory, a Hugging Face repository or the short name of shipped heads.
         tree: the tree's shape: a JSON file (``specplug calibrate medusa`` writes one) or a list of rank paths; by
-            default the checkpoint's own (``medusa_choices`` in its config), or a general one.
-        dynamic: choose the nodes anew at every step, by the product of the heads' probabilities along the path
-            (EAGLE-2's value), instead of a fixed shape.
-        draft_depth: levels of the tree, one head each; by default as many as there are heads.
+            default the checkpoint's (``medusa_choices`` in its config), else a general one.
+        dynamic: instead of a fixed shape, choose the nodes anew in each step, by the product of the heads'
+            probabilities along the path (EAGLE-2's value).
+        draft_depth: levels of the tree, one for each head used; by default the number of heads.
         draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
         min_node_value: with ``dynamic``: nodes of a lower value are not verified; by default 0.06 with a fixed budget.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
-        draft_int8: compute the logits of drafts in 8 bits (V1 runner on a CPU with VNNI); by default where the weights
-            are bfloat16.
+        draft_int8: compute the drafts' logits in 8 bits (V1 runner on a CPU with VNNI); by default if the weights are
+            bfloat16.
     """
 
     method: ClassVar[str] = "medusa"
@@ -84,32 +84,32 @@ class MedusaOptions(TreeOptions):
 
     @property
     def node_floor(self) -> float:
-        """``min_node_value``, its default resolved."""
+        """``min_node_value``, with its default resolved."""
         if self.min_node_value is not None:
             return self.min_node_value
         return DEFAULT_NODE_FLOOR if self.dynamic and self.budget == "fixed" else 0.0
 
 
 def resolve(options: MedusaOptions, target_hidden_size: int, target_vocab_size: int) -> MedusaOptions:
-    """Check the heads against the target and settle everything that is read from files.
+    """Check the heads against the target, and resolve the options that depend on files.
 
     Args:
-        options: as given by the user.
+        options: the user's.
         target_hidden_size, target_vocab_size: of the target.
 
     Returns:
-        Options with ``model`` a directory, ``draft_depth`` set, ``tree`` a list of paths (None when dynamic),
-        ``draft_top_k`` set when dynamic, and ``num_speculative_tokens`` the nodes that the tree will really have.
+        Options with ``model`` a directory, ``draft_depth`` set, ``tree`` a tuple of paths (None if dynamic),
+        ``draft_top_k`` set if dynamic, and ``num_speculative_tokens`` the number of nodes of the tree.
 
     Raises:
-        ConfigError, CheckpointError: with the fix in the message.
+        ConfigError, CheckpointError: the heads or the options cannot be used; the message has the remedy.
     """
     path = resolve_drafter(options.model, options.method)
     info = validate_medusa(path, target_hidden_size, target_vocab_size)
     depth = info.num_heads if options.draft_depth is None else options.draft_depth
     if depth > info.num_heads:
         raise ConfigError(
-            f"draft_depth={depth} asks for more heads than {path} has ({info.num_heads}): lower draft_depth, or leave "
+            f"draft_depth={depth} needs more heads than {path} has ({info.num_heads}): lower draft_depth, or leave "
             "it out"
         )
     budget = options.num_speculative_tokens
@@ -122,7 +122,7 @@ def resolve(options: MedusaOptions, target_hidden_size: int, target_vocab_size: 
 
 
 def _find_tree(options: MedusaOptions, info: MedusaInfo, depth: int) -> Paths:
-    """The tree to use, without the nodes deeper than ``depth``."""
+    """The tree to use, without nodes deeper than ``depth``."""
     if options.tree is not None:
         where = "tree" if isinstance(options.tree, tuple) else f"the tree of {options.tree}"
         tree = options.tree if isinstance(options.tree, tuple) else read_tree(options.tree)
@@ -131,5 +131,5 @@ def _find_tree(options: MedusaOptions, info: MedusaInfo, depth: int) -> Paths:
         tree = check_paths(info.config[TREE_KEY], where)
     else:
         return default_tree(depth, info.draft_vocab_size, options.num_speculative_tokens)
-    check_fits(tree, info.num_heads, info.draft_vocab_size, where)
+    check_heads(tree, info.num_heads, info.draft_vocab_size, where)
     return tuple(path for path in tree if len(path) <= depth)

@@ -1,7 +1,7 @@
-"""How Medusa heads rank what the target really wrote: accuracies, the value of paths, and tau of a tree.
+"""Ranks of the target's own tokens in the Medusa heads' predictions: accuracies, values of paths, tau of a tree.
 
-At T = 0 a path of ranks is accepted exactly where each head ranks the true token so.  Ranks along known answers
-therefore say how often any tree is accepted, without decoding (PAPERS.md section 4, a_k(i)).
+At T = 0 a path of ranks is accepted if the true token has the path's rank in each head's prediction.  So the ranks
+along known answers give the tau of any tree without decoding (Medusa, section 2.3.3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .sparse_tree import MAX_RANKS, Paths
 
 
 def load_for_ranking(path: str | os.PathLike, lm_head: torch.Tensor) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
-    """A checkpoint's heads (float32), their LM heads and their vocabulary, as `rank_answers` takes them.
+    """Load a checkpoint's heads (float32), their LM heads and draft ids, as arguments of `rank_answers`.
 
     lm_head: [vocab, h], the target's.
     """
@@ -37,12 +37,13 @@ def load_for_ranking(path: str | os.PathLike, lm_head: torch.Tensor) -> tuple[Me
 def rank_answers(
     heads: MedusaHeads, data: FeatureSet, draft_head: torch.Tensor, draft_ids: torch.Tensor, max_ranks: int = MAX_RANKS
 ) -> list[torch.Tensor]:
-    """How each head ranks the true tokens along every answer.
+    """Rank the true tokens along each answer in the heads' predictions.
 
-    draft_head [draft_vocab, h]: the LM head's rows of draft_ids, or [num_heads, draft_vocab, h]. Returns for each
-    sequence int64 [rows, num_heads]: row p stands at the feature that gave the answer's p-th token; entry k is the rank
-    (from 0) of the token k + 1 places further in head k's prediction, `max_ranks` where it is lower than that or not in
-    the draft vocabulary, -1 beyond the end.
+    draft_head: [draft_vocab, h], the LM head's rows of draft_ids, or [num_heads, draft_vocab, h].
+
+    Returns for each sequence int64 [rows, num_heads]. Row p belongs to the feature that predicts the answer's p-th
+    token. Entry k is the rank (from 0), in head k's prediction, of the token k + 1 places after that token; `max_ranks`
+    if the rank is `max_ranks` or more or the token is not in the draft vocabulary; -1 beyond the end.
     """
     draft_heads = draft_head if draft_head.dim() == 3 else draft_head.expand(heads.num_heads, -1, -1)
     draft_of = {int(token): draft for draft, token in enumerate(draft_ids)}
@@ -68,7 +69,7 @@ def rank_answers(
 
 
 def head_accuracies(ranks: list[torch.Tensor], max_ranks: int = MAX_RANKS) -> list[list[float]]:
-    """The paper's a_k(i): share of the positions at which head k's i-th guess is the true token, [num_heads][ranks]."""
+    """[num_heads][ranks]: the share of positions where head k's i-th guess is the true token (the paper's a_k(i))."""
     joined = torch.cat(ranks)
     return [
         (torch.bincount(column[column >= 0], minlength=max_ranks + 1)[:max_ranks] / max(int((column >= 0).sum()), 1))
@@ -79,23 +80,22 @@ def head_accuracies(ranks: list[torch.Tensor], max_ranks: int = MAX_RANKS) -> li
 
 
 def chain_acceptance(ranks: list[torch.Tensor]) -> Acceptance:
-    """Acceptance of the chain of best guesses: each level's share of hits where all before it hit, and tau."""
+    """Acceptance of the chain of each head's best guess."""
     alphas = []
-    alive = torch.cat(ranks)
-    for level in range(alive.shape[1]):
-        alive = alive[alive[:, level] >= 0]
-        before = alive.shape[0]
-        alive = alive[alive[:, level] == 0]
-        alphas.append(alive.shape[0] / max(before, 1))
+    accepted = torch.cat(ranks)  # rows whose guesses are right at all levels so far
+    for level in range(accepted.shape[1]):
+        tried = accepted[accepted[:, level] >= 0]
+        accepted = tried[tried[:, level] == 0]
+        alphas.append(accepted.shape[0] / max(tried.shape[0], 1))
     return Acceptance(alphas, simulate_tau(ranks, tuple((0,) * depth for depth in range(1, len(alphas) + 1))))
 
 
-class MeasuredChances:
-    """How likely each guess is right behind an accepted path, for `sparse_tree.grow`.
+class MeasuredProbabilities:
+    """Probability that a guess is right behind an accepted path, for `sparse_tree.grow`.
 
-    The share among the positions at which the path was right, drawn towards the head's overall accuracy by `prior`
-    positions' worth of it: rare paths have few positions to count.  With a large prior the value of a path is the
-    paper's product of accuracies; without, hits of one position are not taken for independent.
+    It is the share of hits among the positions where the path is right.  Rare paths have few such positions, so `prior`
+    positions with the head's overall accuracy are added.  With a large prior the value of a path is the paper's product
+    of accuracies; without a prior the heads' hits are not assumed to be independent.
 
     ranks: int64 [positions, num_heads], see `rank_answers`.
     """
@@ -104,20 +104,20 @@ class MeasuredChances:
         self.ranks, self.prior, self.num_ranks = ranks, prior, num_ranks
         self.accuracies = head_accuracies([ranks], num_ranks)
         self._positions: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(ranks.shape[0])}
-        self._chances: dict[tuple[int, ...], list[float]] = {}
+        self._probabilities: dict[tuple[int, ...], list[float]] = {}
 
     def __call__(self, path: tuple[int, ...], rank: int) -> float:
-        if path not in self._chances:
+        if path not in self._probabilities:
             overall = torch.tensor(self.accuracies[len(path)], dtype=torch.float64)
             found = self.ranks[self._at(path), len(path)]
             found = found[found >= 0]
             hits = torch.bincount(found, minlength=self.num_ranks + 1)[: self.num_ranks]
             total = max(found.numel() + self.prior, 1e-9)
-            self._chances[path] = ((hits + self.prior * overall) / total).tolist()
-        return self._chances[path][rank]
+            self._probabilities[path] = ((hits + self.prior * overall) / total).tolist()
+        return self._probabilities[path][rank]
 
     def _at(self, path: tuple[int, ...]) -> torch.Tensor:
-        """Positions at which the whole path is right."""
+        """Positions where the whole path is right."""
         if path not in self._positions:
             before = self._at(path[:-1])
             self._positions[path] = before[self.ranks[before, len(path) - 1] == path[-1]]
@@ -125,12 +125,12 @@ class MeasuredChances:
 
 
 def simulate_tau(ranks: list[torch.Tensor], paths: Paths) -> float:
-    """tau of greedy decoding of these very answers with the tree `paths`: 1 + accepted tokens per step."""
+    """tau of greedy decoding of these answers with the tree `paths`: 1 + accepted tokens per step."""
     order = {path: index for index, path in enumerate(paths)}
     accepted = steps = 0
     for sequence in ranks:
         rows, position = sequence.tolist(), 0
-        while position < len(rows) - 1:  # behind the last token nothing is drafted
+        while position < len(rows) - 1:  # nothing is drafted after the last token
             depth = 0
             while depth < len(rows[position]) and tuple(rows[position][: depth + 1]) in order:
                 depth += 1
@@ -149,9 +149,9 @@ def simulate_dynamic_tau(
     num_nodes: int,
     draft_top_k: int,
 ) -> float:
-    """tau of greedy decoding of those answers with trees chosen anew at every step (`drafting.choose_tree`).
+    """tau of greedy decoding with trees that are chosen anew in each step (`drafting.choose_tree`).
 
-    heads, data, draft_head, draft_ids: as in `rank_answers`; sequences: which answers.
+    heads, data, draft_head, draft_ids: as in `rank_answers`; sequences: indices of the answers to decode.
     """
     draft_heads = draft_head if draft_head.dim() == 3 else draft_head.expand(heads.num_heads, -1, -1)
     accepted = steps = 0

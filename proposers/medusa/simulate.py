@@ -1,7 +1,7 @@
-"""`specplug simulate medusa`: the speedup to expect by tree size and batch (Medusa, section 3.3 and appendix).
+"""`specplug simulate medusa`: estimate the speedup by tree size and batch (Medusa, section 3.3 and appendix).
 
-The paper derives a step's time from a roofline of its GPU; here it is measured (`specplug steps`), and so is tau
-(`specplug calibrate medusa`). As there, speedup = acceleration rate (tau) / overhead (step time over a plain step's).
+The paper derives a step's time from its GPU's roofline. Here the time is measured (`specplug steps`), and so is tau
+(`specplug calibrate medusa`). As in the paper, speedup = acceleration rate (tau) / overhead (step time / plain step's).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .steps import interpolate, read_steps
 def simulate(taus: dict[int, float], steps: dict[str, Any]) -> dict[int, dict[int, float]]:
     """Expected speedup over plain decoding, by batch and number of nodes.
 
-    taus: tau by nodes; steps: what `steps.measure` returns.
+    taus: tau by nodes; steps: a result of `steps.measure`.
     """
     return {
         batch: {
@@ -33,7 +33,7 @@ def simulate(taus: dict[int, float], steps: dict[str, Any]) -> dict[int, dict[in
 
 
 def best_nodes(speedups: dict[int, float]) -> int:
-    """The tree size with the largest speedup; 0 where none is faster than plain decoding."""
+    """The tree size with the largest speedup; 0 if none is faster than plain decoding."""
     best = max(speedups, key=speedups.__getitem__)
     return best if speedups[best] > 1 else 0
 
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Simulate, write, draw, print."""
+    """`specplug simulate medusa`; writes OUT/simulation.json and OUT/simulation.png, and prints a table."""
     try:
         taus = {int(nodes): float(tau) for nodes, tau in json.loads(args.tree.read_text())["held_out_tau"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{args.tree} holds no tau by nodes ({error!r}): give a tree.json that `specplug calibrate medusa` wrote"
+            f"{args.tree} has no tau by nodes ({error!r}): give a tree.json that `specplug calibrate medusa` wrote"
         ) from error
     steps = read_steps(args.steps)
     speedups = simulate(taus, steps)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plot(speedups: dict[int, dict[int, float]], best: dict[int, int], file: Path) -> None:
-    """Draw speedup by nodes, one line per batch, the best of each marked."""
+    """Draw speedup by nodes, one line for each batch, with its best size marked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter

@@ -1,6 +1,6 @@
-"""Sparse trees: which combinations of the heads' ranked predictions are drafted (Medusa, section 2.3.3 of the paper).
+"""Sparse trees: the combinations of the heads' ranked predictions to draft (Medusa, section 2.3.3).
 
-A node is a path of ranks: ``(0, 2)`` is "the second head's third guess behind the first head's best guess", at depth 2.
+A node is a path of ranks: ``(0, 2)``, at depth 2, is the second head's third guess behind the first head's best guess.
 A tree is a list of paths, each parent before its children, so the first ``n`` paths are a tree for every ``n``.
 Greedy growth appends the node of the largest value, so one list serves every budget.
 """
@@ -19,15 +19,15 @@ Paths = tuple[tuple[int, ...], ...]
 #: Key of a tree in a checkpoint's config and in a tree file.
 TREE_KEY = "medusa_choices"
 
-#: Ranks that the default tree and the calibration look at, per head.
+#: Guesses per head that the default tree and the calibration consider.
 MAX_RANKS = 32
 
 
 def read_tree(file: str | Path) -> Paths:
-    """The tree of a JSON file: a list of rank paths, or an object with one under ``medusa_choices``.
+    """Read the tree of a JSON file: a list of rank paths, or an object with the list at ``medusa_choices``.
 
     Raises:
-        ConfigError: the file cannot be read or holds no tree.
+        ConfigError: the file cannot be read or has no tree.
     """
     try:
         value = json.loads(Path(file).expanduser().read_text())
@@ -50,7 +50,7 @@ def check_paths(value: object, where: str) -> Paths:
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError(f"{where} must be a non-empty list of rank paths like [[0], [1], [0, 0]], not {value!r:.80}")
     if len(value) > MAX_NUM_SPECULATIVE_TOKENS:
-        raise ConfigError(f"{where} has {len(value)} nodes; at most {MAX_NUM_SPECULATIVE_TOKENS} can be verified")
+        raise ConfigError(f"{where} has {len(value)} nodes: give at most {MAX_NUM_SPECULATIVE_TOKENS}")
     seen: set[tuple[int, ...]] = {()}
     paths = []
     for entry in value:
@@ -59,7 +59,7 @@ def check_paths(value: object, where: str) -> Paths:
             or not entry
             or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in entry)
         ):
-            raise ConfigError(f"{where}: {entry!r:.80} is no rank path; a path is a list of ranks from 0, like [0, 2]")
+            raise ConfigError(f"{where}: {entry!r:.80} is no rank path: give a list of ranks from 0, like [0, 2]")
         path = tuple(entry)
         if path in seen:
             raise ConfigError(f"{where} has the node {list(path)} twice: leave one out")
@@ -72,16 +72,16 @@ def check_paths(value: object, where: str) -> Paths:
     return tuple(paths)
 
 
-def check_fits(paths: Paths, num_heads: int, draft_vocab_size: int, where: str) -> None:
-    """Compare a tree with the heads that are to fill it.
+def check_heads(paths: Paths, num_heads: int, draft_vocab_size: int, where: str) -> None:
+    """Check that the heads can fill a tree; ``where`` names it in messages.
 
     Raises:
-        ConfigError: deeper than there are heads, or a rank beyond the vocabulary.
+        ConfigError: the tree is deeper than there are heads, or a rank is beyond the vocabulary.
     """
     for path in paths:
         if len(path) > num_heads:
             raise ConfigError(
-                f"{where} asks for {len(path)} heads (node {list(path)}), the checkpoint has {num_heads}: leave out "
+                f"{where} needs {len(path)} heads (node {list(path)}), the checkpoint has {num_heads}: leave out "
                 f"the nodes deeper than {num_heads}, or train more heads"
             )
         if max(path) >= draft_vocab_size:
@@ -92,65 +92,65 @@ def check_fits(paths: Paths, num_heads: int, draft_vocab_size: int, where: str) 
 
 
 def parents_of(paths: Paths) -> tuple[int, ...]:
-    """Row of each node's parent, in the form ``tree.static_tree`` takes (row 0 is the root)."""
+    """Row of each node's parent, as an argument of ``tree.static_tree`` (row 0 is the root)."""
     rows = {(): 0} | {path: row for row, path in enumerate(paths, start=1)}
     return tuple(rows[path[:-1]] for path in paths)
 
 
 def in_draw_order(paths: Paths) -> Paths:
-    """The same shape with siblings ranked 0, 1, 2, ... in the order of the list, as sampled ones are drawn."""
-    places: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    """The same shape with siblings ranked 0, 1, 2, ... in the list's order, which is the order of sampled siblings."""
+    renamed: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     counts: dict[tuple[int, ...], int] = {}
     for path in paths:
         rank = counts.get(path[:-1], 0)
         counts[path[:-1]] = rank + 1
-        places[path] = (*places[path[:-1]], rank)
-    return tuple(places[path] for path in paths)
+        renamed[path] = (*renamed[path[:-1]], rank)
+    return tuple(renamed[path] for path in paths)
 
 
 def depth_of(paths: Paths) -> int:
-    """Depth of the deepest node, which is the number of heads that the tree uses."""
+    """Depth of the deepest node: the number of heads that the tree uses."""
     return max(len(path) for path in paths)
 
 
 def grow(
-    chance: Callable[[tuple[int, ...], int], float], num_heads: int, num_ranks: int, budget: int
+    probability: Callable[[tuple[int, ...], int], float], num_heads: int, num_ranks: int, budget: int
 ) -> tuple[Paths, list[float]]:
-    """Grow greedily by expected acceptance: always append the node of the largest value.
+    """Grow a tree greedily: always append the node of the largest value.
 
     Args:
-        chance: ``chance(path, rank)`` is the probability that the next head's ``rank``-th guess is right, given that
-            ``path`` is accepted; for the paper's product of accuracies it depends on ``len(path)`` and ``rank`` only.
+        probability: ``probability(path, rank)``: that the next head's ``rank``-th guess is right if ``path`` is
+            accepted.  For the paper's product of accuracies it depends on ``len(path)`` and ``rank`` only.
         num_heads: largest depth.
-        num_ranks: guesses of each head that are considered.
-        budget: nodes to grow; fewer where no node is worth anything.
+        num_ranks: guesses of each head to consider.
+        budget: nodes to grow; nodes of value 0 are not grown.
 
     Returns:
         The paths in order of growth, and each node's value: the probability that it is accepted.  1 plus the sum of
         the first ``n`` values is the expected tau of a tree of ``n`` nodes (the bonus token counted).
     """
-    # Values fall along a path and a child enters the heap with its parent's removal: the heap's top is the best node
-    # whose parent is in the tree.  Ties go to the shallower, then to the lower rank.
+    # Values do not rise along a path, and a child enters the heap when its parent leaves it.  So the heap's top is the
+    # best node whose parent is in the tree.  Of equal values the lower depth comes first, then the lower ranks.
     heap: list[tuple[float, int, tuple[int, ...]]] = []
 
-    def offer(path: tuple[int, ...], value: float) -> None:
+    def push_children(path: tuple[int, ...], value: float) -> None:
         if len(path) < num_heads:
             for rank in range(num_ranks):
-                if (child := value * chance(path, rank)) > 0:
+                if (child := value * probability(path, rank)) > 0:
                     heapq.heappush(heap, (-child, len(path) + 1, (*path, rank)))
 
     paths, values = [], []
-    offer((), 1.0)
+    push_children((), 1.0)
     while heap and len(paths) < budget:
         negative, _, path = heapq.heappop(heap)
         paths.append(path)
         values.append(-negative)
-        offer(path, -negative)
+        push_children(path, -negative)
     return tuple(paths), values
 
 
 def dense_paths(widths: Sequence[int]) -> Paths:
-    """The dense tree of the best ``widths[k]`` guesses of each head below every node of the level before."""
+    """The dense tree in which each node at depth ``k`` has the next head's best ``widths[k]`` guesses as children."""
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for width in widths:
@@ -160,7 +160,7 @@ def dense_paths(widths: Sequence[int]) -> Paths:
 
 
 def dense_widths(num_heads: int, max_nodes: int, num_ranks: int = MAX_RANKS) -> list[tuple[int, ...]]:
-    """Widths of the dense trees with at most ``max_nodes`` nodes whose last level is as wide as they allow."""
+    """Widths of the dense trees of at most ``max_nodes`` nodes whose last level cannot be wider."""
     found: list[tuple[int, ...]] = []
 
     def extend(widths: tuple[int, ...], level: int, left: int) -> None:
@@ -181,10 +181,10 @@ def grow_from_accuracies(accuracies: Sequence[Sequence[float]], budget: int) -> 
 
 
 def default_tree(num_heads: int, num_ranks: int, budget: int) -> Paths:
-    """A tree for heads that were never calibrated.
+    """A tree for heads without a calibration.
 
-    Its accuracies are a guess at the usual shape, 0.6 ** k for the best guess of head k, falling with the rank to the
-    power of -1.5: good enough to start with, worth replacing by a calibrated tree.
+    It assumes accuracies of 0.6 ** k for the best guess of head k, which fall with the rank to the power of -1.5.  A
+    calibrated tree is better.
     """
     ranks = range(min(num_ranks, MAX_RANKS))
     return grow_from_accuracies([[0.6**k * (i + 1) ** -1.5 for i in ranks] for k in range(1, num_heads + 1)], budget)[0]

@@ -1,7 +1,7 @@
-"""`specplug steps`: what a verification step costs by rows and batch, measured in this machine's engine.
+"""`specplug steps`: measure the time of a step by rows and batch in vLLM on this machine.
 
-With the expected tau by tree size it says which tree is the fastest here (`calibrate medusa --step-ms`) and what
-speedup to expect (`simulate medusa`).
+With tau by tree size, these times give the fastest tree (`calibrate medusa --step-ms`) and the expected speedup
+(`simulate medusa`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_specplug.utils.tables import format_table
 
 from ..eagle2.checkpoint import read_config
 
-#: Tree sizes that are measured.
+#: Tree sizes to measure.
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
 _BASELINE = "plain vLLM (no plugin, no speculation), same run, taking turns"
 
@@ -37,12 +37,12 @@ def measure(
 ) -> dict[str, Any]:
     """Medians in milliseconds, by batch: `plain_ms`, `draft_ms` (all heads) and `step_ms` (by rows).
 
-    engine: more arguments of the host's `LLM`.
+    turns: times that each case is measured; the engines take turns. engine: more arguments of vLLM's `LLM`.
 
     Raises:
         RuntimeError: an engine has ended, or a case had no step to measure.
     """
-    # A step's cost depends on the number of its rows, not on the shape; a first path of full depth runs all heads.
+    # A step's time depends on the number of its rows, not on the tree's shape; a path of full depth runs all heads.
     depth = read_config(resolve_drafter(heads, "medusa")).get("medusa_num_heads", 1)
     tree = [[0] * level for level in range(1, depth + 1)] + [[rank] for rank in range(1, max(nodes))]
     medusa = {"method": "medusa", "model": heads, "tree": tree[: max(nodes)], "num_speculative_tokens": max(nodes)}
@@ -57,7 +57,7 @@ def measure(
                 name, batch, count = case
                 request = {"context": context, "max_tokens": max_tokens, "batch": batch}
                 found = probes[name].ask(request | ({"nodes": count} if count else {}))
-                if turn:  # the first one warms up
+                if turn:  # turn 0 is the warm-up
                     seconds[case] += found["seconds"]
                     drafting[batch] += found["drafting"] if count else []
             print(f"\rturn {turn}/{turns}", end="", file=sys.stderr, flush=True)
@@ -67,7 +67,9 @@ def measure(
             probe.close()
 
     if empty := [case for case, values in seconds.items() if not values]:
-        raise RuntimeError(f"no full step was seen of (engine, batch, nodes) {empty}: raise --max-tokens or --turns")
+        raise RuntimeError(
+            f"no full step was measured for (engine, batch, nodes) {empty}: raise --max-tokens or --turns"
+        )
 
     def ms(values: list[float]) -> float:
         return round(1000 * statistics.median(values), 3)
@@ -82,10 +84,10 @@ def measure(
 
 
 def read_steps(file: Path) -> dict[str, Any]:
-    """What `measure` returns, from a file.
+    """Read a result of `measure` from a file.
 
     Raises:
-        ValueError: the file is none of `specplug steps`.
+        ValueError: the file is not one of `specplug steps`.
     """
     try:
         found = json.loads(file.read_text())
@@ -100,12 +102,14 @@ def read_steps(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{file} is no table of step times ({error!r}): write one with `specplug steps`") from error
     if not tables["step_ms"] or any(set(table) != set(tables["step_ms"]) for table in tables.values()):
-        raise ValueError(f"{file} has no batches, or others for plain steps than for trees: write it anew")
+        raise ValueError(
+            f"{file} has no batches, or others for plain steps than for trees: write it again with `specplug steps`"
+        )
     return found | tables
 
 
 def interpolate(table: dict[int, float], rows: int) -> float:
-    """Piecewise linear; beyond the ends the nearest segment goes on."""
+    """Interpolate linearly between the points of `table`; beyond its ends, extend the nearest segment."""
     points = sorted(table.items())
     if len(points) == 1:
         return points[0][1]
@@ -117,18 +121,22 @@ def interpolate(table: dict[int, float], rows: int) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug steps`."""
-    parser.add_argument("--target", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared here)")
+    parser.add_argument(
+        "--target", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared if needed)"
+    )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="Medusa heads (default %(default)s)")
     parser.add_argument("--max-nodes", type=int, default=64, metavar="N", help="largest tree (default %(default)s)")
     parser.add_argument("--batches", default="1", metavar="B,...", help="requests at once (default %(default)s)")
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=24, help="tokens decoded at a time (default %(default)s)")
-    parser.add_argument("--turns", type=int, default=4, help="times that each case has its turn (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=24, help="tokens decoded in each measurement (default %(default)s)"
+    )
+    parser.add_argument("--turns", type=int, default=4, help="measurements of each case (default %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, write, print."""
+    """`specplug steps`; writes the file and prints a table."""
     if not 1 <= args.max_nodes <= MAX_NUM_SPECULATIVE_TOKENS:
         raise ValueError(f"--max-nodes {args.max_nodes} is out of range: choose 1 to {MAX_NUM_SPECULATIVE_TOKENS}")
     try:
@@ -136,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
     except ValueError:
         batches = [0]
     if batches[0] < 1 or args.turns < 1:
-        raise ValueError("--batches holds numbers from 1, like 1,4,16, and --turns is at least 1")
+        raise ValueError("--batches must be numbers from 1, like 1,4,16, and --turns at least 1")
     from vllm_specplug.utils.smollm2 import prepare
 
     nodes = [n for n in NODES if n <= args.max_nodes]

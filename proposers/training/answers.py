@@ -1,16 +1,15 @@
-"""Prompts and the target's own answers to them: the text a drafter learns from.
+"""Prompts and the target's own answers to them: the text that a drafter learns from.
 
-A prompts file is JSON lines, plain or `.gz`, with optionally `source` (or `category`), in any of these layouts:
+A prompts file has JSON lines, plain or `.gz`. A line may have a `source` (or `category`) and has one of these layouts:
 
-    {"prompt": text}                                       {"turns": [text, ...]}             the user's turns
+    {"prompt": text}                                       {"turns": [text, ...]}   (the user's turns)
     {"messages": [{"role", "content"}, ...]}               {"conversations": [{"from", "value"}, ...]}   (ShareGPT)
     {"instruction": text, "input": text (may be absent)}   {"question": text}
 
-Only what the user and the system say is read: the target answers each turn itself.
+Only the texts of the user and of the system are read: the target answers each turn itself.
 
-An answers file is JSON lines {"source", "prompt_ids", "answer_ids"}: everything before the answer with the chat
-template applied, and the target's greedy answer with its end token. A conversation of several turns has a line for
-each (see generate.py).
+An answers file has JSON lines {"source", "prompt_ids", "answer_ids"}: the text before the answer with the chat template
+applied, and the target's answer with its end token. A conversation has one line for each turn (see generate.py).
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from pathlib import Path
 
 import torch
 
-LAYOUTS = "'prompt' nor 'turns', 'messages', 'conversations', 'instruction' or 'question'"
+_LAYOUTS = "'prompt' nor 'turns', 'messages', 'conversations', 'instruction' or 'question'"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says, turn by turn, to be answered by the target."""
+    """A user's turns, which the target answers one after the other."""
 
     source: str
     turns: list[str]
     system: str | None = None
 
     def messages(self, answers: list[str]) -> list[dict[str, str]]:
-        """The chat up to the user's turn number len(answers), with the answers before it."""
+        """The chat up to the user's turn number len(answers), counted from 0, with the answers before it."""
         chat = [{"role": "system", "content": self.system}] if self.system else []
         for turn, answer in zip(self.turns, answers, strict=False):
             chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
@@ -59,10 +58,10 @@ class Answer:
 
 
 def read_conversations(files: Iterable[str | os.PathLike]) -> list[Conversation]:
-    """The rows of all files, in their order.
+    """Read the rows of all files, in their order.
 
     Raises:
-        ValueError: a file is empty or malformed; names the line.
+        ValueError: a file is empty or malformed; the message has the line number.
     """
     rows = []
     for file in map(Path, files):
@@ -76,12 +75,12 @@ def read_conversations(files: Iterable[str | os.PathLike]) -> list[Conversation]
 
 
 def read_prompts(files: Iterable[str | os.PathLike]) -> list[dict]:
-    """Rows {"source", "prompt"} of all files, in their order: the first turn of each; errors as above."""
+    """Read the first turn of each row as {"source", "prompt"}; errors as in `read_conversations`."""
     return [{"source": row.source, "prompt": row.turns[0]} for row in read_conversations(files)]
 
 
 def without_duplicates(rows: Iterable[Conversation]) -> list[Conversation]:
-    """The first of all rows that say the same, differences of white space aside."""
+    """Keep the first of the rows that differ in white space at most."""
     seen: dict[str, Conversation] = {}
     for row in rows:
         words = [text.split() for text in (row.system or "", *row.turns)]
@@ -90,10 +89,10 @@ def without_duplicates(rows: Iterable[Conversation]) -> list[Conversation]:
 
 
 def read_answers(file: str | os.PathLike) -> list[Answer]:
-    """All complete lines of an answers file; a last line still being written is left out.
+    """Read all complete lines of an answers file; a last line without its newline is left out.
 
     Raises:
-        ValueError: a line is not an answer; names it.
+        ValueError: a line is not an answer; the message has the line number.
     """
     rows = []
     for number, line in enumerate(_lines(Path(file)), start=1):
@@ -111,7 +110,7 @@ def read_answers(file: str | os.PathLike) -> list[Answer]:
 
 
 def content_hash(answers: Iterable[Answer]) -> str:
-    """sha256 over the token ids, the identity of a data set in provenance and caches."""
+    """sha256 over the token ids: identifies a data set in provenance and caches."""
     digest = hashlib.sha256()
     for answer in answers:
         digest.update(json.dumps([answer.prompt_ids, answer.answer_ids]).encode())
@@ -119,9 +118,9 @@ def content_hash(answers: Iterable[Answer]) -> str:
 
 
 def select_draft_vocabulary(answers: Iterable[Answer], size: int, vocab_size: int, keep: Iterable[int] = ()):
-    """The `size` target ids the target writes most often, sorted: int64 [draft_vocab].
+    """The `size` ids that the target writes most often, sorted: int64 [draft_vocab].
 
-    Answer tokens count before prompt tokens (which only break ties and fill up); `keep` ids are always in.
+    Prompt tokens only break ties and fill up the rest; `keep` ids are always included.
     """
     if size >= vocab_size:
         return torch.arange(vocab_size)
@@ -142,25 +141,25 @@ def _conversation(line: str, file: Path, number: int) -> Conversation:
         raise ValueError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a JSON object is needed, found {type(row).__name__}")
-    system, turns = _said(row)
+    system, turns = _system_and_turns(row)
     if not turns:
-        raise ValueError(f"{place}: a row has neither {LAYOUTS} with a text in it: {line.strip()[:100]}")
+        raise ValueError(f"{place}: a row has neither {_LAYOUTS} with a text in it: {line.strip()[:100]}")
     if not all(isinstance(text, str) and text.strip() for text in turns):
         raise ValueError(f"{place}: every turn must be a text that is not empty: {line.strip()[:100]}")
     return Conversation(row.get("source") or row.get("category") or file.name, turns, system)
 
 
-def _said(row: dict) -> tuple[str | None, list]:
-    """The system's words and the user's turns of a row of any layout."""
+def _system_and_turns(row: dict) -> tuple[str | None, list]:
+    """The system's text and the user's turns of a row of any layout."""
     chat = row.get("messages") or row.get("conversations")
     if isinstance(chat, list):
-        said = [
+        messages = [
             (message.get("role") or message.get("from"), message.get("content") or message.get("value"))
             for message in chat
             if isinstance(message, dict)
         ]
-        system = next((text for role, text in said if role == "system"), None)
-        return system, [_text(text) for role, text in said if role in ("user", "human")]
+        system = next((text for role, text in messages if role == "system"), None)
+        return system, [_text(text) for role, text in messages if role in ("user", "human")]
     if isinstance(row.get("turns"), list) and not row.get("prompt"):
         return None, row["turns"]
     if row.get("instruction"):
@@ -170,7 +169,7 @@ def _said(row: dict) -> tuple[str | None, list]:
 
 
 def _text(content) -> str:
-    """A message's text, given as such or as a list of typed parts."""
+    """The text of a message, whose content is a string or a list of typed parts."""
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content if isinstance(part, dict))
     return content
@@ -182,4 +181,4 @@ def _lines(file: Path) -> Iterator[str]:
         with opener(file, "rt", encoding="utf-8") as stream:
             yield from stream
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged, or not what its name says: {error}") from error
+        raise ValueError(f"{file} is damaged, or its content does not match its name: {error}") from error

@@ -1,4 +1,4 @@
-"""What the `specplug train ...` commands share: their arguments, and the data made ready for them."""
+"""Arguments and data preparation that the `specplug train ...` commands share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import TypeVar
 
 import torch
 
+from vllm_specplug.utils.lazy import load
+
 from ..eagle2.alignment import ATTENTIONS
 from .answers import content_hash, read_answers, read_prompts, select_draft_vocabulary
-from .data import ANSWERS_NAME, FEATURES_NAME
+from .data import ANSWER_PROMPTS, ANSWERS_NAME, FEATURES_NAME
 from .features import FeatureSet, extract, load_features, read_target_config
 from .team import Team, join
-from .trainer import LoopOptions
+from .trainer import LoopOptions, RunSettings, Task, train
 
 Options = TypeVar("Options", bound=LoopOptions)
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a head is trained on and measured with."""
+    """The data that a head is trained on and measured with."""
 
     data: FeatureSet
     dev: FeatureSet | None
@@ -32,17 +34,17 @@ class Material:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, attention: bool = True) -> None:
-    """Where a run's data comes from, where its results go, and on what it runs.
+    """Add the arguments for a run's data, its results and its device.
 
-    training: false for a command that only measures. attention: whether the head's training attends in several steps.
+    training: false for a command that only measures. attention: whether the training uses multi-pass attention.
     """
     parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
-    parser.add_argument("--data", help="folder written by `specplug data`: its answers and features are used")
-    parser.add_argument("--prompts", nargs="+", default=[], help="prompts, JSON lines (.gz too): prompt or turns")
-    parser.add_argument("--answers", help="answers file (default: OUT/answers.jsonl); made from the prompts if absent")
+    parser.add_argument("--data", help="folder written by `specplug data`; its answers and features are used")
+    parser.add_argument("--prompts", nargs="+", default=[], help="files of prompts, JSON lines (.gz too)")
+    parser.add_argument("--answers", help="answers file (default: OUT/answers.jsonl); made from --prompts if given")
     parser.add_argument("--features", help="folder of the feature cache (default: OUT/features)")
-    parser.add_argument("--out", required=True, help="where the results go, and a training state")
-    parser.add_argument("--max-tokens", type=int, default=320, help="longest answer")
+    parser.add_argument("--out", required=True, help="folder for the results and the training state")
+    parser.add_argument("--max-tokens", type=int, default=320, help="tokens of the longest answer; default %(default)s")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto; default %(default)s")
     if not training:
@@ -58,12 +60,12 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
             "--attention",
             choices=ATTENTIONS,
             default="auto",
-            help="form of the multi-step attention; default %(default)s",
+            help="implementation of the multi-pass attention; default %(default)s",
         )
 
 
 def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions) -> None:
-    """One flag for every field of a method's options."""
+    """Add one flag for each field of a method's options."""
     for name, value in asdict(defaults).items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
@@ -73,7 +75,7 @@ def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions)
 
 
 def options_from(args: argparse.Namespace, kind: type[Options]) -> Options:
-    """The options that `add_option_arguments` has parsed."""
+    """Build the options from the flags of `add_option_arguments`."""
     return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
@@ -81,7 +83,7 @@ def options_from(args: argparse.Namespace, kind: type[Options]) -> Options:
 def training(
     args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...] = ()
 ) -> Iterator[tuple[Team, Material]]:
-    """Join the team of processes and make the data ready, the leader first; `layers` as in `extract`."""
+    """Join the team of processes and prepare the data, the leader first; `layers` as in `extract`."""
     if args.threads:
         torch.set_num_threads(args.threads)
     with join(args.device) as team:
@@ -90,26 +92,24 @@ def training(
 
 def run(
     args: argparse.Namespace,
-    options: LoopOptions,
-    train: Callable[..., object],
+    task_type: Callable[..., Task],
+    *phases: LoopOptions,
     layers: tuple[int, ...] = (),
-    **more: object,
+    **task_arguments: object,
 ) -> int:
-    """All steps of a command: prompts -> answers -> features -> `train`, a method's trainer -> checkpoint."""
-    with training(args, options, layers) as (team, material):
-        train(
-            args.target,
-            material.data,
-            args.out,
-            material.draft_ids,
-            options,
-            material.dev,
-            material.facts,
-            init_from=args.init_from,
-            eval_every=args.eval_every,
-            team=team,
-            **more,
-        )
+    """Run a command from the prompts to the checkpoint: answers, features, training.
+
+    phases: options of the training's phases; each starts from the checkpoint of the one before, which lies in
+    OUT/phaseN. task_arguments: of `task_type` besides those that every task has.
+    """
+    with training(args, phases[0], layers) as (team, material):
+        settings = RunSettings(material.dev, material.facts, args.eval_every, team=team)
+        start = args.init_from
+        for number, options in enumerate(phases, start=1):
+            out = str(args.out if number == len(phases) else Path(args.out) / f"phase{number}")
+            task = task_type(args.target, material.draft_ids, options, start, team.device, **task_arguments)
+            train(task, material.data, out, settings)
+            start = out
     return 0
 
 
@@ -119,16 +119,14 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     folder = Path(args.data) if args.data else out
     answers_file = Path(args.answers or folder / ANSWERS_NAME)
     if args.prompts and args.data:
-        raise ValueError("--data has its answers already: give either --data or --prompts")
+        raise ValueError("--data already has answers: give either --data or --prompts")
     if args.prompts:
-        from vllm_specplug.hosts.probes.offline import answer_prompts
-
-        answer_prompts(args.target, read_prompts(args.prompts), answers_file, max_tokens=args.max_tokens)
+        load(ANSWER_PROMPTS)(args.target, read_prompts(args.prompts), answers_file, max_tokens=args.max_tokens)
     if not answers_file.exists():
         raise ValueError(f"there is no answers file {answers_file}: give --prompts to make one, or --answers")
     answers = read_answers(answers_file)
     if not answers:
-        raise ValueError(f"{answers_file} holds no answers")
+        raise ValueError(f"{answers_file} has no answers: delete it and give --prompts to make new ones")
     features = Path(args.features or folder / FEATURES_NAME)
 
     def features_of(rows, where: Path) -> FeatureSet:
@@ -138,12 +136,12 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     if args.dev_answers:
         dev = features_of(read_answers(args.dev_answers), features.with_name("dev_features"))
     end = target_config.get("eos_token_id")
-    keep = end if isinstance(end, list) else [end] if end is not None else []
+    end_ids = end if isinstance(end, list) else [end] if end is not None else []
     facts = {
         "data_sha256": content_hash(answers),
         "prompts": len(answers),
         "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
         "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
     }
-    draft_ids = select_draft_vocabulary(answers, options.draft_vocab_size, target_config["vocab_size"], keep)
+    draft_ids = select_draft_vocabulary(answers, options.draft_vocab_size, target_config["vocab_size"], end_ids)
     return Material(features_of(answers, features), dev, draft_ids, facts)

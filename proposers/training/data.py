@@ -1,8 +1,8 @@
-"""`specplug data`: prompts -> the target's own answers -> its features, in one folder. Every step resumes.
+"""`specplug data`: let the target answer prompts and compute its features, in one folder. Each part resumes.
 
 answers.jsonl                 the answers (see answers.py)
-features/shard-*.safetensors  the features, packed (see features.py)
-data.json                     what they were made from
+features/shard-*.safetensors  the features (see features.py)
+data.json                     the prompts and settings they were made from
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vllm_specplug.utils.files import replacing
+from vllm_specplug.utils.lazy import load
 
 from .answers import Conversation, content_hash, read_answers, read_conversations, without_duplicates
 from .features import extract, read_target_config
 from .generate import load_tokenizer
 
 ANSWERS_NAME, FEATURES_NAME, FACTS_NAME = "answers.jsonl", "features", "data.json"
+
+#: Imported by name, because it starts vLLM and the methods import nothing of vLLM.
+ANSWER_PROMPTS = "vllm_specplug.hosts.probes.offline:answer_prompts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,24 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON lines (.gz too): prompt, turns, messages, conversations, instruction and input, or question",
     )
     parser.add_argument("--out", required=True, help="folder for answers and features; give it to `train` as --data")
-    parser.add_argument("--limit", type=int, help="use only so many prompts")
-    parser.add_argument("--max-turns", type=int, help="answer only so many turns of a conversation (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=320, help="longest answer; default %(default)s")
+    parser.add_argument("--limit", type=int, help="use at most so many prompts")
+    parser.add_argument("--max-turns", type=int, help="answer at most so many turns of a conversation (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=320, help="tokens of the longest answer; default %(default)s")
     parser.add_argument(
-        "--max-prompt-tokens", type=int, default=1600, help="longest text before an answer; default %(default)s"
+        "--max-prompt-tokens", type=int, default=1600, help="tokens of the longest prompt; default %(default)s"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers; default %(default)s")
-    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template, where the target has none of its own")
-    parser.add_argument("--eagle3", action="store_true", help="keep the features of the three layers EAGLE-3 reads too")
-    parser.add_argument("--no-features", action="store_true", help="stop behind the answers")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; default %(default)s")
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template, if the target has none")
+    parser.add_argument("--eagle3", action="store_true", help="also keep the features that EAGLE-3 reads")
+    parser.add_argument("--no-features", action="store_true", help="stop after the answers")
     parser.add_argument("--device", default="cpu", help="device that computes the features; default %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
-    """All steps, for the command line.
+    """`specplug data`.
 
     Raises:
-        ValueError: prompts or target are unusable, or --out holds data made from others.
+        ValueError: prompts or target are unusable, or --out has data made from other prompts or settings.
         OSError: a file could not be written.
     """
     config = read_target_config(args.target)
@@ -57,14 +61,11 @@ def run(args: argparse.Namespace) -> int:
     rows = without_duplicates(given)[: args.limit]
     rows = [Conversation(row.source, row.turns[: args.max_turns], row.system) for row in rows]
     template = Path(args.chat_template).read_text() if args.chat_template else None
-    load_tokenizer(args.target, template)  # refuses a target without a template before anything is written
+    load_tokenizer(args.target, template)  # raises for a target without a template, before anything is written
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    _claim_folder(out / FACTS_NAME, _facts(args, rows, template))
-
-    from vllm_specplug.hosts.probes.offline import answer_prompts
-
-    answer_prompts(
+    _record_facts(out / FACTS_NAME, _facts(args, rows, template))
+    load(ANSWER_PROMPTS)(
         args.target,
         rows,
         out / ANSWERS_NAME,
@@ -99,8 +100,8 @@ def _facts(args: argparse.Namespace, rows: list[Conversation], template: str | N
     }
 
 
-def _claim_folder(file: Path, facts: dict) -> None:
-    """Answers made from other prompts or settings must not be continued as if they were these."""
+def _record_facts(file: Path, facts: dict) -> None:
+    """Write the prompts and settings of a new folder; refuse to continue a folder that was made from others."""
     if not file.exists():
         with replacing(file) as temporary:
             temporary.write_text(json.dumps(facts, indent=2) + "\n")
@@ -108,6 +109,6 @@ def _claim_folder(file: Path, facts: dict) -> None:
     found = json.loads(file.read_text())
     if changed := sorted(key for key in facts if found.get(key) != facts[key]):
         raise ValueError(
-            f"{file.parent} holds data with other {', '.join(changed)}: give the same prompts and settings to resume, "
-            "or another --out"
+            f"{file.parent} has data with other {', '.join(changed)}: give the same prompts and settings to resume, or "
+            "another --out"
         )

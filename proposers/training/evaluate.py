@@ -1,10 +1,10 @@
 """Offline acceptance of a head on the target's own greedy answers.
 
-A drafted token is accepted at T = 0 iff it is the token the target wrote, and everything before it was accepted too.
-So along the answer the drafter's own tokens equal the true ones, and pass j of `EagleHead.aligned` on the true
-sequence is exactly draft level j of a draft that started j rows earlier (with stable KV before it).
+At T = 0 a drafted token is accepted if it is the token that the target wrote and all drafted tokens before it are
+accepted. So the accepted tokens of a draft equal the answer's, and pass j of `EagleHead.aligned` on the answer computes
+level j of a draft that starts j rows earlier, behind keys and values from the target's features.
 
-tau counts the target's own token: plain decoding is 1.0.
+tau, the tokens per verification, counts the target's own token: plain decoding has tau 1.0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..eagle2.head import EagleHead, rotary_table
 from .features import FeatureSet
@@ -21,12 +22,11 @@ from .loop import make_batch
 
 @dataclass(frozen=True)
 class Acceptance:
-    """alphas[j]: share of accepted tokens at draft level j, given that all levels before were accepted; tau over
-    `cycles` verifications."""
+    """Acceptance of drafts along known answers."""
 
-    alphas: list[float]
+    alphas: list[float]  # share of accepted tokens at each draft level, if all levels before it are accepted
     tau: float
-    cycles: int = 0
+    cycles: int = 0  # verifications that tau is measured over
 
     def __str__(self) -> str:
         return f"tau {self.tau:.3f}, alpha " + " ".join(f"{alpha:.3f}" for alpha in self.alphas)
@@ -34,21 +34,21 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Drafted:
-    """A drafted node. `parent` is a pool index, -1 for the root; `ranks` are the child ranks from the root to it."""
+    """A node of the pool of drafted nodes."""
 
-    value: float  # log, from the root
-    confidence: float  # log, of this token behind its parent
-    parent: int
+    value: float  # log-probability of the path from the root
+    confidence: float  # log-probability of this token behind its parent
+    parent: int  # pool index; -1: the root
     token: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the rank of each node on the path among its siblings
 
 
 @dataclass(frozen=True)
 class TreePolicy:
-    """Which nodes of a growing pool are fed to the drafter, and which are verified in the end.
+    """Choice of the nodes that are fed to the drafter, and of those that are verified.
 
-    `feed(pool, first)` gives pool indices from the newest level, which starts at `first`; `keep(pool)` gives any,
-    parents included.
+    `feed(pool, first)` returns pool indices of the newest level, which starts at `first`. `keep(pool)` returns pool
+    indices of any level; a kept node's parent is kept too.
     """
 
     feed: Callable[[list[Drafted], int], list[int]]
@@ -56,9 +56,9 @@ class TreePolicy:
 
 
 def eagle2_policy(nodes: int, beam: int) -> TreePolicy:
-    """Feed the best `beam` of a level by value, keep the best `nodes` of all (EAGLE-2, section 4)."""
+    """Feed the best `beam` nodes of each level, keep the best `nodes` of all levels, by value (EAGLE-2, section 4)."""
 
-    # sorted() is stable: ties keep the lower pool index, so a parent is never left behind its child
+    # sorted() is stable: of equal values the lower pool index comes first, so a parent comes before its child.
     def best(pool: list[Drafted], count: int, first: int = 0) -> list[int]:
         return sorted(range(first, len(pool)), key=lambda n: -pool[n].value)[:count]
 
@@ -74,7 +74,7 @@ def chain_acceptance(
     tokens = cycles = 0
     for i in range(len(data)):
         hits = _chain_hits(head, data, i, embedding, lm_head, ids, depth)
-        first = int(data.prompt_lengths[i]) - 1  # the feature row that gave the answer's first token
+        first = int(data.prompt_lengths[i]) - 1  # the feature that predicts the answer's first token
         rows = hits.shape[1]
         for start in range(first, rows):
             for level in range(min(depth, rows - start)):
@@ -105,84 +105,101 @@ def tree_tau(
     beam: int = 6,
     policy: TreePolicy | None = None,
 ) -> list[tuple[int, int]]:
-    """(tokens, cycles) of every sequence with EAGLE-2 trees of `nodes` drafted nodes; tau is their quotient.
+    """(tokens, cycles) of each sequence with EAGLE-2 trees of `nodes` nodes; tau is tokens / cycles.
 
-    Every fed node gets `beam` children; another `policy` may feed and keep others than EAGLE-2 does.
+    Each fed node gets `beam` children. `policy` replaces EAGLE-2's choice of the nodes to feed and to keep.
     """
-    policy = policy or eagle2_policy(nodes, beam)
-    return [_tree_run(head, data, i, embedding, lm_head, ids, depth, beam, policy) for i in range(len(data))]
+    decoder = _TreeDecoder(head, embedding, lm_head, ids, depth, beam, policy or eagle2_policy(nodes, beam))
+    return [decoder.decode(data, i) for i in range(len(data))]
 
 
 def _chain_hits(head, data, i, embedding, lm_head, ids, depth) -> torch.Tensor:
-    """bool [depth, rows]: the level's arg-max at row t is token t+2."""
+    """bool [depth, rows]: whether the level's arg-max at row t is token t+2."""
     batch = make_batch(data, [i], dtype=lm_head.dtype).to(lm_head.device)
     outputs = head.aligned(embedding[batch.next_ids].to(lm_head.dtype), batch.features, depth)
-    return torch.stack(
-        [ids[(out[0].to(lm_head.dtype) @ lm_head.T).argmax(-1)] == batch.label_ids[0] for out in outputs]
-    ).cpu()
+    best = [ids[(out[0].to(lm_head.dtype) @ lm_head.T).argmax(-1)] for out in outputs]
+    return torch.stack([level == batch.label_ids[0] for level in best]).cpu()
 
 
-def _tree_run(head, data, i, embedding, lm_head, ids, depth, beam, policy) -> tuple[int, int]:
-    """Decode one known answer with trees."""
-    batch = make_batch(data, [i], dtype=lm_head.dtype)
-    layer = head.layers[0]
-    rows = batch.next_ids.shape[1]
-    cos, sin = rotary_table(head.config, torch.arange(rows + depth))
-    x = head.combine(embedding[batch.next_ids].to(lm_head.dtype), batch.features)
-    query, key, value = layer.self_attn.project(x, cos[:rows], sin[:rows])
-    output = layer.finish(
-        x, torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    )[0]
-    start = int(data.prompt_lengths[i]) - 1
-    tokens = cycles = 0
-    while start < rows:
-        stable = (key[:, :, : start + 1], value[:, :, : start + 1])
-        tree = _grow(head, stable, output[start], start + 1, cos, sin, embedding, lm_head, ids, depth, beam, policy)
-        accepted, node = 0, -1
-        while start + accepted < rows:
-            truth = int(batch.label_ids[0, start + accepted])
-            node = next((n for n, (parent, token) in tree.items() if parent == node and token == truth), None)
-            if node is None:
+@dataclass(frozen=True)
+class _TreeDecoder:
+    """Decodes known answers with trees; arguments as in `tree_tau`."""
+
+    head: EagleHead
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    ids: torch.Tensor
+    depth: int
+    beam: int
+    policy: TreePolicy
+
+    def decode(self, data: FeatureSet, i: int) -> tuple[int, int]:
+        """(tokens, cycles) of answer `i`."""
+        batch = make_batch(data, [i], dtype=self.lm_head.dtype)
+        layer = self.head.layers[0]
+        rows = batch.next_ids.shape[1]
+        cos, sin = rotary_table(self.head.config, torch.arange(rows + self.depth))
+        x = self._inputs(batch.next_ids, batch.features)
+        query, key, value = layer.self_attn.project(x, cos[:rows], sin[:rows])
+        output = layer.finish(x, scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))[0]
+        start = int(data.prompt_lengths[i]) - 1
+        tokens = cycles = 0
+        while start < rows:
+            context = (key[:, :, : start + 1], value[:, :, : start + 1])
+            tree = self._grow(context, output[start], (cos[start + 1 :], sin[start + 1 :]))
+            accepted, node = 0, -1
+            while start + accepted < rows:
+                truth = int(batch.label_ids[0, start + accepted])
+                node = next((n for n, (parent, token) in tree.items() if parent == node and token == truth), None)
+                if node is None:
+                    break
+                accepted += 1
+            tokens += accepted + 1
+            cycles += 1
+            start += accepted + 1
+        return tokens, cycles
+
+    def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.head.combine(self.embedding[token_ids].to(self.lm_head.dtype), features)
+
+    def _grow(self, context: tuple, feature: torch.Tensor, rotary: tuple) -> dict[int, tuple[int, int]]:
+        """Draft a tree: {pool index: (parent's pool index, token)} of the kept nodes; -1 is the root.
+
+        context: keys and values [1, G, rows, D] of the rows before the tree. feature: [h], the root's. rotary: cos and
+        sin [levels or more, D] of the positions behind the root.
+        """
+        layer = self.head.layers[0]
+        pool: list[Drafted] = []
+        keys, values = context
+        context_rows = keys.shape[2]
+        paths: list[list[int]] = [[]]  # for each fed node, the key rows of its path from the root
+        fed, features = [-1], feature[None]
+        for level in range(self.depth):
+            first = len(pool)
+            self._add_children(pool, fed, features)
+            chosen = self.policy.feed(pool, first) if level < self.depth - 1 else []
+            if not chosen:
                 break
-            accepted += 1
-        tokens += accepted + 1
-        cycles += 1
-        start += accepted + 1
-    return tokens, cycles
+            rows = [fed.index(pool[node].parent) for node in chosen]
+            fed = chosen
+            x = self._inputs([pool[node].token for node in fed], features[rows])[None]
+            query, key, value = layer.self_attn.project(x, *(table[level : level + 1] for table in rotary))
+            offset = keys.shape[2]
+            keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+            paths = [paths[row] + [offset + i] for i, row in enumerate(rows)]
+            mask = torch.zeros(len(fed), keys.shape[2], dtype=torch.bool)
+            mask[:, :context_rows] = True
+            for i, path in enumerate(paths):
+                mask[i, path] = True
+            attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask[None, None], enable_gqa=True)
+            features = layer.finish(x, attended)[0]
+        return {n: (pool[n].parent, pool[n].token) for n in sorted(self.policy.keep(pool))}
 
-
-def _grow(head, stable, feature, position, cos, sin, embedding, lm_head, ids, depth, beam, policy):
-    """The kept nodes of a pool: {pool index: (parent pool index, token)}; -1 is the root."""
-    layer = head.layers[0]
-    pool: list[Drafted] = []
-    keys, values = stable
-    context = keys.shape[2]
-    paths: list[list[int]] = [[]]  # per fed row: cache rows of its drafted ancestors
-    fed, features = [-1], feature[None]
-    for level in range(depth):
-        best, draft = (features @ lm_head.T).float().log_softmax(-1).topk(beam)
-        first = len(pool)
+    def _add_children(self, pool: list[Drafted], fed: list[int], features: torch.Tensor) -> None:
+        """Append the `beam` best children of each fed node, whose output is `features` [len(fed), h]."""
+        best, draft = (features @ self.lm_head.T).float().log_softmax(-1).topk(self.beam)
         for row, parent in enumerate(fed):
             value, ranks = (pool[parent].value, pool[parent].ranks) if parent >= 0 else (0.0, ())
-            for rank, (log_prob, token) in enumerate(zip(best[row].tolist(), ids[draft[row]].tolist(), strict=True)):
+            children = zip(best[row].tolist(), self.ids[draft[row]].tolist(), strict=True)
+            for rank, (log_prob, token) in enumerate(children):
                 pool.append(Drafted(value + log_prob, log_prob, parent, token, (*ranks, rank)))
-        chosen = policy.feed(pool, first) if level < depth - 1 else []
-        if not chosen:
-            break
-        rows = [fed.index(pool[node].parent) for node in chosen]
-        fed = chosen
-        x = head.combine(embedding[[pool[node].token for node in fed]].to(lm_head.dtype), features[rows])[None]
-        at = slice(position + level, position + level + 1)
-        query, key, value = layer.self_attn.project(x, cos[at], sin[at])
-        offset = keys.shape[2]
-        keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-        paths = [paths[row] + [offset + i] for i, row in enumerate(rows)]
-        mask = torch.zeros(len(fed), keys.shape[2], dtype=torch.bool)
-        mask[:, :context] = True
-        for i, path in enumerate(paths):
-            mask[i, path] = True
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask[None, None], enable_gqa=True
-        )
-        features = layer.finish(x, attended)[0]
-    return {n: (pool[n].parent, pool[n].token) for n in sorted(policy.keep(pool))}

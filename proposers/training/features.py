@@ -1,16 +1,16 @@
 """The target's hidden states over answered prompts, cached on disk in shards.
 
-Features are what the serving host returns as hidden states: the output of the target's final norm, so that
-`lm_head(feature)` are the target's logits. One shard holds the features of `SHARD_ROWS` consecutive answers:
+Features are the hidden states that vLLM gives a drafter: the outputs of the target's final norm, so that
+`lm_head(feature)` are the target's logits. One shard has the features of `SHARD_ROWS` consecutive answers:
 
-    features      bf16  [tokens, hidden]   rows of all sequences, one after another
-    layer_features bf16 [tokens, 3 hidden] where asked for: the inputs of three layers side by side (EAGLE-3)
-    ids           int32 [tokens]           their token ids
-    lengths       int32 [rows]             tokens per sequence
-    prompt_lengths int32 [rows]            how many of them belong to the prompt
+    features       bf16  [tokens, hidden]    rows of all sequences, one after another
+    layer_features bf16  [tokens, 3 hidden]  optional: the inputs of three layers side by side (EAGLE-3)
+    ids            int32 [tokens]            their token ids
+    lengths        int32 [rows]              tokens per sequence
+    prompt_lengths int32 [rows]              tokens of the sequence's prompt
 
-Shards are written atomically and recognised by the hash of their token ids; several processes may work on one
-folder, each shard is held by a file lock while it is being computed.
+Shards are written atomically and identified by the hash of their token ids. Several processes may work on one folder:
+a process locks the shard that it computes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FeatureSet:
     ids: torch.Tensor  # int64 [tokens]
     lengths: torch.Tensor  # int64 [sequences]
     prompt_lengths: torch.Tensor  # int64 [sequences]
-    layer_features: torch.Tensor | None = None  # bf16 [tokens, layers * hidden], where loaded
+    layer_features: torch.Tensor | None = None  # bf16 [tokens, layers * hidden], if loaded
 
     def __post_init__(self):
         self.starts = torch.cumsum(self.lengths, 0) - self.lengths
@@ -64,12 +64,12 @@ def extract(
     layers: tuple[int, ...] = (),
     device: str | torch.device = "cpu",
 ) -> list[Path]:
-    """Compute every missing shard; return all shard files in order (those another process holds included).
+    """Compute the missing shards; return all shard files in order, those that another process computes included.
 
-    layers: ids of the layers whose inputs are kept too, as `layer_features` (n: the last layer's output).
+    layers: ids of the layers whose inputs are stored as `layer_features` (number of layers: the last layer's output).
 
     Raises:
-        ValueError: `out_dir` holds the features of another target.
+        ValueError: `out_dir` has the features of another target.
         OSError: a shard could not be written.
     """
     out_dir = Path(out_dir)
@@ -89,10 +89,10 @@ def extract(
                 "target": target,
             }
             identity |= {"layers": ",".join(map(str, layers))} if layers else {}
-            if _holds(file, identity):
+            if _is_complete(file, identity):
                 continue
-            with _claim(file) as mine:
-                if not mine or _holds(file, identity):
+            with _try_lock(file) as locked:
+                if not locked or _is_complete(file, identity):
                     continue
                 model = model or _load_target(target_dir, dtype).to(device)
                 tensors = _run_target(model, [row.ids[:max_length] for row in rows], batch_tokens, layers)
@@ -106,7 +106,7 @@ def extract(
 
 
 def load_features(files: list[Path], layers: bool = False) -> FeatureSet:
-    """Read shards into memory, `layer_features` only where asked for.
+    """Read shards into memory; `layer_features` only if `layers` is true.
 
     Raises:
         ValueError: there are no shards.
@@ -124,25 +124,25 @@ def load_features(files: list[Path], layers: bool = False) -> FeatureSet:
 
 
 def check_features(data: FeatureSet, target_config: dict) -> None:
-    """Refuse features of a model of another size.
+    """Check that the features can be the target's.
 
     Raises:
-        ValueError: with both sizes.
+        ValueError: the hidden size or the vocabulary is another model's.
     """
     found, hidden, vocab = data.features.shape[1], target_config["hidden_size"], target_config["vocab_size"]
     if found != hidden:
         raise ValueError(f"the features have hidden size {found}, the target {hidden}: they belong to another model")
     if int(data.ids.max()) >= vocab:
         raise ValueError(
-            f"the answers hold token {int(data.ids.max())}, the target has {vocab} tokens: they belong to another model"
+            f"the answers have token {int(data.ids.max())}, the target has {vocab} tokens: they belong to another model"
         )
 
 
 def read_target_config(target_dir: str | os.PathLike) -> dict:
-    """The target's config.json.
+    """Read the target's config.json.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no config.json.
     """
     file = Path(target_dir) / "config.json"
     if not file.is_file():
@@ -151,7 +151,7 @@ def read_target_config(target_dir: str | os.PathLike) -> dict:
 
 
 def target_head(target_dir: str | os.PathLike) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The target's config, embedding and LM head weights ([vocab, hidden] each), read without building the model."""
+    """Read the target's config, embedding and LM head ([vocab, hidden] each) without building the model."""
     target_dir = Path(target_dir)
     config = read_target_config(target_dir)
     wanted = {"model.embed_tokens.weight": None, "lm_head.weight": None}
@@ -175,7 +175,7 @@ def _load_target(target_dir, dtype: torch.dtype):
 def _run_target(
     model, sequences: list[list[int]], batch_tokens: int, layers: tuple[int, ...] = ()
 ) -> dict[str, torch.Tensor]:
-    """Forward length-sorted batches. Right padding: causal attention keeps it from being seen."""
+    """Run the target over batches of similar lengths; padding is on the right, where causal attention ignores it."""
     names = ["features"] + ["layer_features"] * bool(layers)
     kept: dict[str, list[torch.Tensor]] = {name: [torch.empty(0)] * len(sequences) for name in names}
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
@@ -201,9 +201,9 @@ def _run_target(
 
 @contextmanager
 def _layer_inputs(model, layers: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
-    """What goes into each of `layers` during a forward; the final norm stands behind the last layer.
+    """Collect the inputs of `layers` during a forward; the final norm counts as the layer after the last.
 
-    Not the model's own `output_hidden_states`: its last entry is taken behind the final norm.
+    The model's own `output_hidden_states` does not serve: its last entry is the output of the final norm.
     """
     seen: dict[int, torch.Tensor] = {}
     modules = [*model.layers, model.norm] if layers else []
@@ -226,7 +226,7 @@ def _layer_inputs(model, layers: tuple[int, ...]) -> Iterator[dict[int, torch.Te
 
 
 def _batches(order: list[int], lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Consecutive runs of `order` (ascending lengths) whose padded size stays within `batch_tokens`."""
+    """Split `order` (lengths ascending) into batches of at most `batch_tokens` tokens, padding included."""
     batch: list[int] = []
     for i in order:
         if batch and (len(batch) + 1) * lengths[i] > batch_tokens:
@@ -237,23 +237,23 @@ def _batches(order: list[int], lengths: list[int], batch_tokens: int) -> Iterato
         yield batch
 
 
-def _holds(file: Path, identity: dict[str, str]) -> bool:
-    """Whether the shard is there and is what `identity` says (it may hold more)."""
+def _is_complete(file: Path, identity: dict[str, str]) -> bool:
+    """Whether the shard exists and its metadata has the entries of `identity`; it may have more."""
     if not file.exists():
         return False
     with safe_open(str(file), framework="pt") as shard:
         found = shard.metadata() or {}
     if found.get("target") != identity["target"]:
         raise ValueError(
-            f"{file} holds features of the target {found.get('target')!r}, not of {identity['target']!r}: give another "
+            f"{file} has features of the target {found.get('target')!r}, not of {identity['target']!r}: give another "
             "folder with --features, or delete this one"
         )
     return all(found.get(key) == value for key, value in identity.items())
 
 
 @contextmanager
-def _claim(file: Path) -> Iterator[bool]:
-    """True while this process holds the shard; the lock dies with the process."""
+def _try_lock(file: Path) -> Iterator[bool]:
+    """Lock the shard; false if another process has the lock, which ends with the process."""
     with open(f"{file}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

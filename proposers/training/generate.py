@@ -1,8 +1,8 @@
-"""The target answers conversations, turn by turn: the host-free part, around any way of generating.
+"""Lets the target answer conversations, turn by turn; the caller supplies the function that generates tokens.
 
-The answers file has a line {"source", "prompt_ids", "answer_ids", "conversation"} per answered turn; `conversation` is
-the row's number in the list, and `more` is true where a further turn of it follows. So the last line says where to
-resume. (Lines without `conversation`, of an earlier version, count as one conversation each.)
+The answers file has a line {"source", "prompt_ids", "answer_ids", "conversation"} for each answered turn.
+`conversation` is the conversation's index in the list, and `more` is true if another turn of it follows. So the last
+line shows where to resume. A line without `conversation` counts as a conversation of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from .answers import Conversation
 
-#: Prompts as token ids, and a seed for each -> the answers' token ids, the end token included.
+#: (prompts as token ids, a seed for each) -> the answers' token ids, with the end token.
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 
@@ -34,7 +34,7 @@ class _Chat:
 
 
 def load_tokenizer(target: str | os.PathLike, chat_template: str | None = None):
-    """The target's tokenizer, `chat_template` (a Jinja text) in place of its own where given.
+    """The target's tokenizer; `chat_template`, a Jinja text, replaces its own template.
 
     Raises:
         ValueError: it has no chat template.
@@ -46,14 +46,14 @@ def load_tokenizer(target: str | os.PathLike, chat_template: str | None = None):
         tokenizer.chat_template = chat_template
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the target {target} has no chat template, so it is unclear how it is asked: give a Jinja file with "
+            f"the target {target} has no chat template, so prompts cannot be built: give a Jinja file with "
             "--chat-template to `specplug data`, or add chat_template to its tokenizer_config.json"
         )
     return tokenizer
 
 
 def resume_at(path: Path) -> int:
-    """How many conversations are answered in full; cuts off what a killed run left of the next one."""
+    """Count the conversations that are answered in full; cut off an unfinished one at the end of the file."""
     if not path.exists():
         return 0
     content = path.read_bytes()
@@ -79,9 +79,9 @@ def answer_conversations(
     rows_per_batch: int = 384,
     progress: bool = True,
 ) -> int:
-    """Append the answers to `conversations` to the file at `path`; return how many tokens were written.
+    """Append the answers to `conversations` to the file at `path`; return the number of tokens written.
 
-    A first turn longer than `max_prompt_tokens` is cut there; a conversation that grows beyond it ends.
+    A first turn longer than `max_prompt_tokens` is cut to that length; a conversation that grows beyond it ends.
 
     Raises:
         OSError: the file could not be written; its last complete conversations are kept.
@@ -93,8 +93,8 @@ def answer_conversations(
         for start in range(done, len(conversations), rows_per_batch):
             rows = conversations[start : start + rows_per_batch]
             chats = [_Chat(start + i, row, [], []) for i, row in enumerate(rows)]
-            while asking := [chat for chat in chats if not chat.closed]:
-                _answer_turn(asking, tokenizer, generate, max_prompt_tokens)
+            while open_chats := [chat for chat in chats if not chat.closed]:
+                _answer_turn(open_chats, tokenizer, generate, max_prompt_tokens)
             lines = [line for chat in chats for line in chat.lines]
             _append(path, lines)
             written += sum(len(line["answer_ids"]) for line in lines)
@@ -104,17 +104,17 @@ def answer_conversations(
 
 
 def _answer_turn(chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int) -> None:
-    """One more turn of every chat; closes those that end with it."""
-    asked = []
+    """Answer the next turn of each chat; close those that end with it."""
+    prompts = []
     for chat in chats:
         messages = chat.conversation.messages(chat.answers)
         ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         if chat.answers and len(ids) > max_prompt_tokens:
             chat.closed = True
         else:
-            asked.append((chat, ids[:max_prompt_tokens]))
-    answers = generate([ids for _, ids in asked], [chat.number for chat, _ in asked]) if asked else []
-    for (chat, ids), answer in zip(asked, answers, strict=True):
+            prompts.append((chat, ids[:max_prompt_tokens]))
+    answers = generate([ids for _, ids in prompts], [chat.number for chat, _ in prompts]) if prompts else []
+    for (chat, ids), answer in zip(prompts, answers, strict=True):
         if chat.lines:
             chat.lines[-1]["more"] = True
         line = {"source": chat.conversation.source, "prompt_ids": ids, "answer_ids": answer}

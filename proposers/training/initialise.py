@@ -1,8 +1,8 @@
-"""A start for the draft head that the optimizer need not find by itself.
+"""Initial weights of a draft head: a linear predictor of the next feature, and a layer that adds little to it.
 
-The embedding's rows are small (rms 0.14 on SmolLM2) and the features large (rms 1.9, with outlier dimensions), so
-one scale for both halves of fc serves neither. The ridge regression of feature t+1 on [embed(token t+1); feature t]
-sets every column at its own scale; the decoder layer then starts as a small correction of that linear drafter.
+The embedding's rows are small (rms 0.14 on SmolLM2) and the features are large (rms 1.9, with outlier dimensions), so
+no single scale suits both halves of fc. A ridge regression of feature t+1 on [embed(token t+1); feature t] finds the
+scale of each column. The decoder layer starts as a small correction of that linear predictor.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ SAMPLE_ROWS = 60_000
 
 @torch.no_grad()
 def input_scale(data: FeatureSet, embedding: torch.Tensor) -> torch.Tensor:
-    """1 / rms of every column of [embedding; feature], float32 [2h]: what Adam's one step size per weight wants."""
+    """1 / rms of each column of [embedding; feature], float32 [2h]: inputs of equal scale suit Adam's step size."""
     return torch.cat([column_scale(embedding[data.ids[:SAMPLE_ROWS]]), column_scale(data.features)])
 
 
 def column_scale(rows: torch.Tensor) -> torch.Tensor:
-    """1 / rms of every column of the first SAMPLE_ROWS rows: [N, h] -> float32 [h]."""
+    """1 / rms of each column over the first SAMPLE_ROWS rows: [N, h] -> float32 [h]."""
     return rows[:SAMPLE_ROWS].float().pow(2).mean(0).clamp(min=1e-12).rsqrt()
 
 
 @torch.no_grad()
 def initialise(head: EagleHead, data: FeatureSet, embedding: torch.Tensor, seed: int = 0, ridge: float = 0.01) -> None:
-    """Set fc to the linear next-feature predictor, the layer to small random weights with zero output projections."""
+    """Set fc to the linear predictor of the next feature, and the layer as in `small_layer`."""
     torch.manual_seed(seed)
     weight = linear_predictor(data, embedding, seed, ridge)
     head.fc.weight.copy_(weight / head.input_scale)
     if head.fc.bias is not None:
         head.fc.bias.zero_()
-    # fc's output has about the features' rms
+    # The layer's input is fc's output, which has about the features' rms.
     small_layer(head.layers[0], data.features[: SAMPLE_ROWS // 10].float().pow(2).mean().sqrt().item())
 
 
 @torch.no_grad()
 def small_layer(layer: torch.nn.Module, input_rms: float) -> None:
-    """Random projections with unit-variance outputs for inputs of that rms; nothing added to the residual yet."""
+    """Set projections with unit-variance outputs for inputs of that rms, and output projections of zero."""
     attention, mlp = layer.self_attn, layer.mlp
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         projection.weight.normal_(0, projection.in_features**-0.5 / input_rms)
@@ -52,7 +52,7 @@ def small_layer(layer: torch.nn.Module, input_rms: float) -> None:
 
 
 def linear_predictor(data: FeatureSet, embedding: torch.Tensor, seed: int, ridge: float) -> torch.Tensor:
-    """Ridge solution W [h, 2h] of feature[t+1] ~ W [embed(token[t+1]); feature[t]] over a sample of rows."""
+    """Ridge solution W [h, 2h] of feature t+1 = W [embed(token t+1); feature t] over a sample of rows."""
     last = torch.zeros(data.ids.numel(), dtype=torch.bool)
     last[data.starts + data.lengths - 1] = True
     rows = (~last).nonzero()[:, 0]
@@ -63,6 +63,6 @@ def linear_predictor(data: FeatureSet, embedding: torch.Tensor, seed: int, ridge
         inputs = torch.cat([embedding[data.ids[part + 1]].float(), data.features[part].float()], dim=-1)
         gram = gram + inputs.T @ inputs
         cross = cross + inputs.T @ data.features[part + 1].float()
-    # the penalty is relative to each input's own power, so the small embedding half is not shrunk away
+    # The penalty is relative to each input's power; else it would suppress the small embedding half.
     penalty = ridge * gram.diagonal().clone()
     return torch.linalg.solve(gram + penalty.diag(), cross).T

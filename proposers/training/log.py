@@ -1,6 +1,6 @@
-"""What happened during a training run: a JSON-lines file beside the weights, and a plot of it.
+"""The log of a training run: a JSON-lines file beside the weights, and a plot of it.
 
-Rows: {"step", "lr", "loss": {name: mean since the row before}, "tokens_per_s"} and, where the head was measured,
+Rows: {"step", "lr", "loss": {name: mean since the last such row}, "tokens_per_s"} and, for each measurement,
 {"step", "alpha": [share accepted at draft levels 0-5], "tau"}.
 """
 
@@ -18,7 +18,7 @@ PLOT_NAME = "training.png"
 
 
 class TrainingLog:
-    """Appends rows; a resumed run first drops those of steps that it will make again."""
+    """Appends rows to the log; a resumed run first drops the rows of steps that it will repeat."""
 
     def __init__(self, out_dir: str | os.PathLike, first_step: int):
         self.file = Path(out_dir) / LOG_NAME
@@ -32,14 +32,14 @@ class TrainingLog:
 
 
 def read_log(out_dir: str | os.PathLike) -> list[dict]:
-    """All rows; a last line that a killed run left unfinished is dropped."""
+    """Read all rows; an unfinished last line of a killed run is dropped."""
     file = Path(out_dir) / LOG_NAME
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def plot_log(out_dir: str | os.PathLike) -> Path | None:
-    """Draw losses, acceptance per level and tau over the steps; None where matplotlib or the rows are missing."""
+    """Draw losses, acceptance per level and tau over the steps; None if matplotlib or the rows are missing."""
     rows = read_log(out_dir)
     losses = [row for row in rows if "loss" in row]
     measured = [row for row in rows if "alpha" in row]
@@ -50,8 +50,8 @@ def plot_log(out_dir: str | os.PathLike) -> Path | None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in sorted({name for row in losses for name in row["loss"]}):
-        of_name = [row for row in losses if name in row["loss"]]
-        left.plot([row["step"] for row in of_name], [row["loss"][name] for row in of_name], label=name)
+        named = [row for row in losses if name in row["loss"]]
+        left.plot([row["step"] for row in named], [row["loss"][name] for row in named], label=name)
     left.set(xlabel="step", ylabel="loss", title="training loss")
     steps = [row["step"] for row in measured]
     for level in range(len(measured[0]["alpha"]) if measured else 0):
@@ -60,8 +60,8 @@ def plot_log(out_dir: str | os.PathLike) -> Path | None:
     right.set(
         xlabel="step", ylabel="acceptance", title=f"acceptance on dev answers{''.join(f', tau {t}' for t in taus)}"
     )
-    for axes, filled in ((left, losses), (right, measured)):
-        if filled:
+    for axes, drawn in ((left, losses), (right, measured)):
+        if drawn:
             axes.legend()
     file = Path(out_dir) / PLOT_NAME
     with replacing(file) as temporary:

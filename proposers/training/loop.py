@@ -1,7 +1,7 @@
-"""The training loop's parts that know no method: batches, schedule, state on disk.
+"""Parts of the training loop that are the same for every method: batches, schedule, state on disk.
 
-All randomness is derived from (seed, epoch) or (seed, step), so a run resumed from its state file makes exactly the
-steps the uninterrupted run would have made.
+All random numbers derive from (seed, epoch) or (seed, step), so a resumed run makes exactly the steps of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_specplug.utils.files import replacing
 
 from .features import FeatureSet
 
-POOL_BATCHES = 32  # batches whose sequences are sorted by length together
+POOL_BATCHES = 32  # sequences are sorted by length within pools of about so many batches
 SCHEDULES = ("cosine", "linear")
 
 
@@ -27,10 +27,10 @@ class Batch:
     """Padded sequences; row t of a sequence is the pair (token t+1, feature t), which predicts feature t+1."""
 
     next_ids: torch.Tensor  # int64 [B, T], token t+1
-    features: torch.Tensor  # [B, T, h], feature t; [B, T, 3h] of three layers where the data has them (EAGLE-3)
+    features: torch.Tensor  # [B, T, h], feature t; [B, T, 3h] of three layers if the data has them (EAGLE-3)
     target_features: torch.Tensor  # [B, T, h], feature t+1
-    label_ids: torch.Tensor  # int64 [B, T], token t+2: what the target says after feature t+1; -1 padding
-    in_answer: torch.Tensor  # bool [B, T], token t+2 belongs to the answer
+    label_ids: torch.Tensor  # int64 [B, T], token t+2, which the target writes after feature t+1; -1: padding
+    in_answer: torch.Tensor  # bool [B, T], whether token t+2 belongs to the answer
     first_ids: torch.Tensor  # int64 [B], token 0
 
     def to(self, device: torch.device) -> Batch:
@@ -38,7 +38,7 @@ class Batch:
 
 
 def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torch.bfloat16) -> Batch:
-    """Gather `sequences`, right-padded; rows whose label lies beyond the sequence are padding."""
+    """Gather `sequences`, right-padded; rows whose label is beyond the sequence are padding."""
     rows = max(int(data.lengths[i]) for i in sequences) - 2
     shape = (len(sequences), rows)
     next_ids = torch.zeros(shape, dtype=torch.long)
@@ -59,7 +59,7 @@ def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torc
 
 
 def epoch_batches(lengths: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """One shuffled pass over all sequences of at least 3 tokens, in length-bucketed batches of <= batch_tokens."""
+    """One shuffled pass over all sequences of 3 or more tokens, in batches of similar lengths and <= batch_tokens."""
     generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
     order = [i for i in torch.randperm(len(lengths), generator=generator).tolist() if lengths[i] >= 3]
     mean_length = max(sum(lengths) // max(len(lengths), 1), 1)
@@ -81,7 +81,7 @@ def plan(lengths: list[int], batch_tokens: int, seed: int, epochs: int) -> Itera
 def learning_rate(
     step: int, steps: int, peak: float, warmup: float = 0.03, floor: float = 0.01, schedule: str = "cosine"
 ) -> float:
-    """Linear warm-up, then one cosine down to `floor` of the peak, or a straight line to zero."""
+    """Linear warm-up, then a cosine down to `floor` times the peak, or a straight line to zero."""
     warm = max(int(steps * warmup), 1)
     if step < warm:
         return peak * (step + 1) / warm
@@ -95,16 +95,19 @@ def save_state(path: str | os.PathLike, state: dict) -> None:
     """Write a training state atomically.
 
     Raises:
-        OSError: it could not be written; the state before it is still there.
+        OSError: it could not be written; the previous state is kept.
     """
     with replacing(path) as temporary:
         torch.save(state, temporary)
 
 
 def load_state(path: str | os.PathLike, plan_id: dict, defaults: dict | None = None) -> dict | None:
-    """The saved state, or None if there is none; a state of other data or settings is an error, not a restart.
+    """Load the saved state; None if there is none.
 
-    defaults: the settings of a state that was written before they existed.
+    plan_id: the data and settings that the state must have. defaults: values of settings that the state lacks.
+
+    Raises:
+        ValueError: the state has other data or settings.
     """
     if not Path(path).exists():
         return None
@@ -121,7 +124,7 @@ def load_state(path: str | os.PathLike, plan_id: dict, defaults: dict | None = N
 
 def _fill(order: list[int], lengths: list[int], batch_tokens: int) -> list[list[int]]:
     batches: list[list[int]] = []
-    for i in order:  # ascending lengths: the newest sequence sets the padded length
+    for i in order:  # lengths ascend, so the sequence added last sets the padded length
         if batches and (len(batches[-1]) + 1) * lengths[i] <= batch_tokens:
             batches[-1].append(i)
         else:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-CHUNK = 512  # rows whose logits exist at one time
-SPARSE_CHUNK = 256  # the same where the target's logits are not needed
-AUTOGRAD_CHUNK = 64  # the same where autograd keeps several copies of them
+# Rows whose logits exist at the same time:
+CHUNK = 512  # by default
+SPARSE_CHUNK = 256  # if the target's logits are not needed
+AUTOGRAD_CHUNK = 64  # if autograd keeps several copies of the logits
 
 
 def feature_loss(predicted: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Smooth L1, mean over the hidden size, weighted sum over rows: [N, h], [N, h], [N] -> scalar."""
+    """Smooth L1 loss, mean over the hidden size, weighted sum over rows: [N, h], [N, h], [N] -> scalar."""
     per_row = F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1)
     return (per_row * weights).sum()
 
@@ -28,23 +29,29 @@ def distillation_loss(
     harmonised: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None,
     target_head: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Weighted sum over rows of the soft cross-entropy over the rows of `lm_head` (the draft vocabulary).
+    """Weighted sum over rows of the soft cross-entropy over the draft vocabulary.
 
-    predicted, target: features [N, h]; lm_head [draft_vocab, h]; weights float32 [N]. The target's distribution is
-    renormalised over the draft vocabulary. `topk_weight` adds HASS's term: the same sum over the target's `topk`
-    likeliest ids only, their probabilities not renormalised; or, where given,
-    `harmonised(draft_logits, target_logits, topk)` of proposers/hass/losses.py, [n, draft_vocab] twice -> [n].
-    target_head: [draft_vocab, h], the target's rows where the drafter has an LM head of its own (EAGLE-3), which then
-    gets its gradient; without it the drafter uses the target's, which gets none.
+    The target's distribution is renormalised over the draft vocabulary.
+
+    Args:
+        predicted, target: features [N, h] of the drafter and of the target.
+        lm_head: [draft_vocab, h], the drafter's.
+        weights: float32 [N].
+        topk, topk_weight: weight of HASS's loss: the same sum over the target's `topk` likeliest ids only, whose
+            probabilities are not renormalised.
+        harmonised: replaces HASS's loss: (draft_logits, target_logits, topk) -> [n], with logits [n, draft_vocab] (see
+            proposers/hass/losses.py).
+        target_head: [draft_vocab, h], the target's LM head if the drafter has its own (EAGLE-3), which then gets a
+            gradient; None: `lm_head` is the target's and gets no gradient.
     """
     return _Distillation.apply(predicted, target, lm_head, weights, topk, topk_weight, harmonised, target_head)
 
 
 @torch.no_grad()
 def likeliest(features: torch.Tensor, lm_head: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's `topk` likeliest draft ids behind each feature, int64 [N, topk], and their probabilities, float32.
+    """The target's `topk` likeliest draft ids after each feature, int64 [N, topk], and their probabilities, float32.
 
-    features [N, h]; lm_head [draft_vocab, h]. The probabilities are renormalised over the `topk`.
+    features [N, h]; lm_head [draft_vocab, h]. The probabilities are renormalised over the `topk` ids.
     """
     best = [(rows.to(lm_head.dtype) @ lm_head.T).topk(min(topk, lm_head.shape[0])) for rows in features.split(CHUNK)]
     if not best:
@@ -56,17 +63,34 @@ def likeliest(features: torch.Tensor, lm_head: torch.Tensor, topk: int) -> tuple
 def sparse_distillation_loss(
     predicted: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, lm_head: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Weighted sum over rows of the cross-entropy with `probs` [N, topk] at `ids` (of `likeliest`), 0 elsewhere.
+    """Weighted sum over rows of the cross-entropy with labels that are `probs` at `ids` (of `likeliest`), 0 elsewhere.
 
-    predicted [N, h]; lm_head [draft_vocab, h], which gets a gradient if it asks for one; weights float32 [N]. About
-    half the work of `distillation_loss` for one drafter, a third where several share the labels (Medusa).
+    predicted [N, h]; ids, probs [N, topk]; lm_head [draft_vocab, h], which gets a gradient if it requires one; weights
+    float32 [N]. It costs about half of `distillation_loss` for one drafter, a third if heads share the labels (Medusa).
     """
     return _SparseDistillation.apply(predicted, ids, probs, lm_head, weights)
 
 
-class _SparseDistillation(torch.autograd.Function):
-    """Loss and gradient chunk by chunk, as in `_Distillation`."""
+class _ChunkedLoss(torch.autograd.Function):
+    """A loss whose `forward` computes the gradients chunk by chunk, so that [N, draft_vocab] never exists."""
 
+    @staticmethod
+    def keep(ctx, grad: torch.Tensor, lm_head: torch.Tensor, head_index: int, head_grad: torch.Tensor | None) -> None:
+        """Keep the gradients of input 0, the features, and of input `head_index`, the LM head (or None)."""
+        ctx.save_for_backward(grad, head_grad)
+        ctx.head_index, ctx.head_dtype = head_index, lm_head.dtype
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        grad, head_grad = ctx.saved_tensors
+        gradients = [None] * len(ctx.needs_input_grad)
+        gradients[0] = grad * grad_output.to(grad.dtype)
+        if head_grad is not None:
+            gradients[ctx.head_index] = (head_grad * grad_output).to(ctx.head_dtype)
+        return tuple(gradients)
+
+
+class _SparseDistillation(_ChunkedLoss):
     @staticmethod
     def forward(ctx, predicted, ids, probs, lm_head, weights):
         total = torch.zeros((), device=predicted.device)
@@ -82,19 +106,11 @@ class _SparseDistillation(torch.autograd.Function):
             grad[rows] = (log_grad @ lm_head).to(grad.dtype)
             if head_grad is not None:
                 head_grad += log_grad.T @ inputs
-        ctx.save_for_backward(grad, head_grad)
-        ctx.head_dtype = lm_head.dtype
+        _ChunkedLoss.keep(ctx, grad, lm_head, 3, head_grad)
         return total
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        grad, head_grad = _kept_gradients(ctx, grad_output)
-        return grad, None, None, head_grad, None
 
-
-class _Distillation(torch.autograd.Function):
-    """Computes loss and gradient chunk by chunk, so that [N, draft_vocab] never exists."""
-
+class _Distillation(_ChunkedLoss):
     @staticmethod
     def forward(ctx, predicted, target, lm_head, weights, topk, topk_weight, harmonised, target_head):
         total = torch.zeros((), device=predicted.device)
@@ -128,26 +144,12 @@ class _Distillation(torch.autograd.Function):
             grad[rows] = (log_grad @ lm_head).to(grad.dtype)
             if own_head:
                 head_grad += log_grad.T @ predicted[rows].to(lm_head.dtype)
-        ctx.save_for_backward(grad, head_grad)
-        ctx.head_dtype = lm_head.dtype
+        _ChunkedLoss.keep(ctx, grad, lm_head, 2, head_grad)
         return total
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        grad, head_grad = _kept_gradients(ctx, grad_output)
-        return grad, None, head_grad, None, None, None, None, None
-
-
-def _kept_gradients(ctx, grad_output):
-    """The features' gradient and the LM head's (or None), which `forward` computed with the loss."""
-    grad, head_grad = ctx.saved_tensors
-    if head_grad is not None:
-        head_grad = (head_grad * grad_output).to(ctx.head_dtype)
-    return grad * grad_output.to(grad.dtype), head_grad
 
 
 def _with_gradient(harmonised, draft_logits, target_logits, topk, weights):
-    """The weighted sum of a chunk's harmonised loss, and its gradient [n, draft_vocab]."""
+    """The weighted sum of a chunk's harmonised loss, and its gradient with respect to draft_logits."""
     with torch.enable_grad():
         leaf = draft_logits.detach().requires_grad_()
         loss = (harmonised(leaf, target_logits, topk) * weights).sum()

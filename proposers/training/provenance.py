@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: everything needed to make it again."""
+"""Provenance of a checkpoint: what is needed to make it again."""
 
 from __future__ import annotations
 

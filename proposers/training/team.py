@@ -1,8 +1,8 @@
-"""The processes that train one head together, through torch.distributed; a single one needs nothing of it.
+"""The processes that train one head together, through torch.distributed; a single process does without it.
 
-Each process works on its share of a step's micro-batches and the gradients are added up once a step, so that two
-processes make the very step that one makes with twice the `accumulate`. A draft head is small: one all-reduce of all
-its gradients costs less than the hooks of a DistributedDataParallel wrapper would, and leaves the head a plain module.
+Each process works on its share of a step's micro-batches, and the gradients are summed once per step. So two processes
+make the same step as one process with twice the `accumulate`. A draft head is small: one all-reduce of all gradients
+costs less than the hooks of a DistributedDataParallel wrapper, and the head stays a plain module.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-#: The others wait while the first process makes answers and features, or measures.
-PATIENCE = timedelta(hours=24)
+#: How long the other processes wait while the leader makes answers and features, or measures.
+TIMEOUT = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
 class Team:
-    """This process's place among `size` processes, and its device."""
+    """This process's rank among `size` processes, and its device."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process writes the files and shows progress."""
         return self.rank == 0
 
@@ -41,10 +41,10 @@ class Team:
             dist.barrier()
 
     def leader_first(self, work: Callable[[], Result]) -> Result:
-        """`work()` by the leader, then by the others, who find the files that it has made."""
-        result = work() if self.leads else None
+        """Call `work` in the leader, then in the other processes, which find the files that the leader made."""
+        result = work() if self.is_leader else None
         self.barrier()
-        return result if self.leads else work()
+        return result if self.is_leader else work()
 
     def share_weights(self, head: torch.nn.Module) -> None:
         """Give every process the leader's parameters and buffers."""
@@ -53,7 +53,7 @@ class Team:
                 dist.broadcast(tensor.data, 0)
 
     def add_gradients(self, head: torch.nn.Module) -> None:
-        """Replace every gradient by its sum over the processes; none (no micro-batch here) counts as zero."""
+        """Replace each gradient by its sum over the processes; a missing one (no micro-batch here) counts as zero."""
         if self.size == 1:
             return
         parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -69,19 +69,19 @@ class Team:
 
 @contextmanager
 def join(device: str = "auto") -> Iterator[Team]:
-    """The team that torchrun describes in the environment; a team of one without it.
+    """Join the team that torchrun describes in the environment; without torchrun it is a team of one.
 
-    device: "cpu", "cuda", "cuda:N", or "auto": CUDA where there is one. Several processes take one CUDA device each.
+    device: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is a device. Several processes take one CUDA device each.
 
     Raises:
-        ValueError: the device is not there.
+        ValueError: the device is unknown, not supported or not there.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     chosen = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if size == 1:
         yield Team(device=chosen)
         return
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield Team(rank, size, chosen)
     finally:

@@ -1,42 +1,41 @@
 """The training loop of every drafter: steps, schedule, several devices, measuring, resuming.
 
-What is particular to a method is behind `Task`: its head, its loss, how it starts, and how it is exported.
+A method's own part is a subclass of `Task`: its head, its loss, its initial weights and its export.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
 from .evaluate import Acceptance
-from .features import FeatureSet, check_features
+from .features import FeatureSet, check_features, target_head
 from .log import TrainingLog, plot_log
 from .loop import SCHEDULES, Batch, learning_rate, load_state, make_batch, plan, save_state
 from .team import Team
 
 STATE_NAME = "training_state.pt"
-LOG_EVERY = 20  # steps between two rows of losses
+LOG_EVERY = 20  # steps between two log rows of losses
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """What every training run depends on, besides the target and the data."""
+    """Options of a training run that decide its weights, besides the target and the data."""
 
     epochs: int = 8
-    batch_tokens: int = 4096  # of a micro-batch, padding included
+    batch_tokens: int = 4096  # tokens of a micro-batch, padding included
     accumulate: int = 1  # micro-batches per step and device
     lr: float = 1e-3
-    schedule: str = "cosine"  # or linear: to zero
+    schedule: str = "cosine"  # or "linear", which falls to zero
     warmup: float = 0.03  # share of the steps
     weight_decay: float = 0.05
-    clip: float = 1.0  # of the gradient's norm; 0: none
-    clip_value: float = 0.0  # of each of the gradient's elements; 0: none
+    clip: float = 1.0  # largest norm of the gradient; 0: no limit
+    clip_value: float = 0.0  # largest absolute value of a gradient's element; 0: no limit
     draft_vocab_size: int = 8192
     seed: int = 0
 
@@ -48,144 +47,201 @@ class LoopOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-class Task(Protocol):
-    """A method's part of a training run; everything is on the team's device after `prepare`."""
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of a training run that do not change its weights."""
 
-    head: torch.nn.Module
-    target_config: dict
-    init_from: str | None  # checkpoint to start from
+    dev: FeatureSet | None = None  # answers to measure acceptance on; never trained on
+    facts: dict = field(default_factory=dict)  # about the data, for the checkpoint
+    eval_every: int = 0  # steps between two measurements on `dev`; 0: only at the end
+    save_every_s: float = 60.0
+    max_steps: int | None = None  # stop after so many steps and leave the state to resume
+    progress: bool = True
+    team: Team = field(default_factory=Team)
 
-    # Optional: `parameter_groups()`, the optimizer's groups of the head's parameters; their learning rate is the
-    # schedule's times the group's `lr_scale`.
+
+class Task:
+    """A method's part of a training run; the tensors that a step reads are on `device` after `prepare`.
+
+    Subclasses implement `new_head`, `prepare`, `losses`, `measure` and `export`.
+
+    Args:
+        draft_ids: int64 [draft_vocab], the target ids that the head can propose, ascending.
+        init_from: a checkpoint of the same shape to start from.
+
+    Raises:
+        ValueError: the checkpoint belongs to another target or has another shape.
+    """
+
+    def __init__(
+        self,
+        target_dir: str,
+        draft_ids: torch.Tensor,
+        options: LoopOptions,
+        init_from: str | None = None,
+        device: torch.device | None = None,
+    ):
+        self.device = device or torch.device("cpu")
+        self.target_dir, self.draft_ids, self.options, self.init_from = target_dir, draft_ids, options, init_from
+        self.target_config, self.embedding, lm_head = target_head(target_dir)
+        self.draft_head = lm_head[draft_ids].to(self.device)  # [draft_vocab, h], the target's rows of `draft_ids`
+        self.in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool, device=self.device)  # [vocab]
+        self.in_draft[draft_ids.to(self.device)] = True
+        self.head = self.new_head()
+
+    def new_head(self) -> torch.nn.Module:
+        """The module to train; `prepare` sets its weights."""
+        raise NotImplementedError
+
+    def parameter_groups(self) -> list[dict]:
+        """The optimizer's parameter groups; a group's learning rate is the schedule's times its `lr_scale`."""
+        return [{"params": self.head.parameters()}]
 
     def prepare(self, data: FeatureSet, fresh: bool) -> None:
-        """Set what is derived from the data; where `fresh`, the weights to begin with too."""
+        """Set what is derived from the data and, if `fresh`, the initial weights."""
+        raise NotImplementedError
 
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Named scalars whose sum is to become small, at optimizer step `step` of `steps`."""
+        """Named scalars whose sum is minimised, at optimizer step `step` of `steps`."""
+        raise NotImplementedError
 
     def measure(self, dev: FeatureSet) -> Acceptance:
         """Acceptance on answers that are not trained on."""
+        raise NotImplementedError
 
     def export(self, out_dir: str, facts: dict) -> None:
         """Write the checkpoint."""
+        raise NotImplementedError
 
 
-def train(
-    task: Task,
-    data: FeatureSet,
-    out_dir: str,
-    options: LoopOptions,
-    draft_ids: torch.Tensor,
-    dev: FeatureSet | None = None,
-    facts: dict | None = None,
-    save_every_s: float = 60.0,
-    eval_every: int = 0,
-    max_steps: int | None = None,
-    progress: bool = True,
-    team: Team | None = None,
-) -> None:
-    """Train `task.head` on `data`, write log and state to `out_dir`, and export at the end.
-
-    draft_ids: int64 [draft_vocab], part of what identifies the run. max_steps stops early and leaves the state to
-    resume. eval_every: steps between two measurements on `dev` (0: only at the end).
+def train(task: Task, data: FeatureSet, out_dir: str, settings: RunSettings | None = None) -> torch.nn.Module:
+    """Train `task.head` on `data`, write log and state to `out_dir`, and export at the end; return the head.
 
     Raises:
         ValueError: features of another target; `out_dir` holds the state of a run with other settings or data.
         OSError: a file could not be written.
     """
     check_features(data, task.target_config)
-    team = team or Team()
-    micro_batches = options.accumulate * team.size
-    batches = list(plan(data.lengths.tolist(), options.batch_tokens, options.seed, options.epochs))
-    if not batches:
-        raise ValueError("there is nothing to train on: no sequence has 3 tokens or more")
-    groups = [batches[i : i + micro_batches] for i in range(0, len(batches), micro_batches)]
-    plan_id = _plan_id(options, data, draft_ids, micro_batches)
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    state_file = Path(out_dir) / STATE_NAME
-    state = load_state(state_file, plan_id, _defaults(type(options))) or {"step": 0, "seconds": 0.0}
-    head = task.head
-    task.prepare(data, fresh="head" not in state)
-    if "head" in state:
-        head.load_state_dict(state["head"])
-    head.to(team.device)
-    team.share_weights(head)
-    groups_of = task.parameter_groups() if hasattr(task, "parameter_groups") else [{"params": head.parameters()}]
-    optimizer = torch.optim.AdamW(groups_of, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    if "optimizer" in state:
-        optimizer.load_state_dict(state["optimizer"])
-    log = TrainingLog(out_dir, state["step"]) if team.leads else None
-    meter = _Meter()
-    started = saved = time.monotonic()
-    stop = len(groups) if max_steps is None else min(max_steps, len(groups))
-    steps = range(state["step"], stop)
-    with tqdm(
-        steps, initial=state["step"], total=len(groups), desc="train", disable=not (progress and team.leads)
-    ) as bar:
-        for step in bar:
-            rate = learning_rate(step, len(groups), options.lr, options.warmup, schedule=options.schedule)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_scale", 1.0)
-            optimizer.zero_grad(set_to_none=True)
-            _add_gradients(task, data, groups[step], step, len(groups), micro_batches, options.seed, team, meter)
-            if options.clip_value:
-                torch.nn.utils.clip_grad_value_(head.parameters(), options.clip_value)
-            if options.clip:
-                torch.nn.utils.clip_grad_norm_(head.parameters(), options.clip)
-            optimizer.step()
-            bar.set_postfix_str(str(meter), refresh=False)
-            if log and ((step + 1) % LOG_EVERY == 0 or step + 1 == stop):
-                log.add(step=step + 1, lr=rate, **meter.take())
-            if log and dev is not None and eval_every and (step + 1) % eval_every == 0 and step + 1 < len(groups):
-                _measure(task, dev, log, step + 1)
-            if team.leads and (time.monotonic() - saved > save_every_s or step + 1 == stop):
-                saved = time.monotonic()
-                seconds = state["seconds"] + saved - started
-                _save(state_file, plan_id, head, optimizer, step + 1, seconds)
-    head.eval()
-    if stop == len(groups) and team.leads:
-        seconds = round(state["seconds"] + time.monotonic() - started)
-        facts = (facts or {}) | {
-            "init_from": Path(task.init_from).name if task.init_from else None,
-            "options": asdict(options),
-            "devices": f"{team.size} x {team.device.type}",
-            "steps": stop,
-            "train_seconds": seconds,
-        }
-        if dev is not None:
-            result = _measure(task, dev, log, stop)
-            print(f"dev: {result}")
-            facts |= {"dev_chain_tau": round(result.tau, 4), "dev_alpha": [round(a, 4) for a in result.alphas]}
-        task.export(out_dir, facts)
-        plot_log(out_dir)
-    team.barrier()
+    run = _Run(task, data, out_dir, settings or RunSettings())
+    run.make_steps()
+    run.finish()
+    return task.head
 
 
-def _add_gradients(
-    task: Task,
-    data: FeatureSet,
-    group: list[list[int]],
-    step: int,
-    steps: int,
-    micro_batches: int,
-    seed: int,
-    team: Team,
-    meter: _Meter,
-) -> None:
-    """The gradient of the mean loss of a step's micro-batches, those of the other processes included."""
-    for place in range(team.rank, len(group), team.size):
-        # noise and draws belong to the micro-batch, whichever process works on it
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step * micro_batches + place)
-        batch = make_batch(data, group[place])
-        losses = task.losses(batch.to(team.device), step, steps, generator)
-        (sum(losses.values()) / len(group)).backward()
-        meter.add(losses, int((batch.label_ids >= 0).sum()))
-    team.add_gradients(task.head)
+class _Run:
+    """One training run: its batches, its optimizer, and what it logs and saves."""
+
+    def __init__(self, task: Task, data: FeatureSet, out_dir: str, settings: RunSettings):
+        options, team = task.options, settings.team
+        self.task, self.data, self.out_dir, self.settings = task, data, out_dir, settings
+        self.micro_batches = options.accumulate * team.size
+        batches = list(plan(data.lengths.tolist(), options.batch_tokens, options.seed, options.epochs))
+        if not batches:
+            raise ValueError("there is nothing to train on: no sequence has 3 tokens or more")
+        self.groups = [batches[i : i + self.micro_batches] for i in range(0, len(batches), self.micro_batches)]
+        self.plan_id = _plan_id(options, data, task.draft_ids, self.micro_batches)
+        self.state_file = Path(out_dir) / STATE_NAME
+        self.state_file.parent.mkdir(parents=True, exist_ok=True)
+        defaults = asdict(type(options)()) | {"micro_batches": 1}
+        state = load_state(self.state_file, self.plan_id, defaults) or {"step": 0, "seconds": 0.0}
+        task.prepare(data, fresh="head" not in state)
+        if "head" in state:
+            task.head.load_state_dict(state["head"])
+        task.head.to(team.device)
+        team.share_weights(task.head)
+        self.optimizer = torch.optim.AdamW(
+            task.parameter_groups(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+        )
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.log = TrainingLog(out_dir, state["step"]) if team.is_leader else None
+        self.meter = _Meter()
+        self.first_step = state["step"]
+        self.stop = len(self.groups) if settings.max_steps is None else min(settings.max_steps, len(self.groups))
+        self.saved = time.monotonic()
+        self.started = self.saved - state["seconds"]  # as if the run had never stopped
+
+    def make_steps(self) -> None:
+        """Make the steps up to `stop`, log and save."""
+        settings, total, is_leader = self.settings, len(self.groups), self.settings.team.is_leader
+        hidden = not (settings.progress and is_leader)
+        with tqdm(
+            range(self.first_step, self.stop), initial=self.first_step, total=total, desc="train", disable=hidden
+        ) as bar:
+            for step in bar:
+                rate = self._step(step)
+                bar.set_postfix_str(str(self.meter), refresh=False)
+                done = step + 1
+                if self.log and (done % LOG_EVERY == 0 or done == self.stop):
+                    self.log.add(step=done, lr=rate, **self.meter.take())
+                measures = settings.dev is not None and settings.eval_every and done % settings.eval_every == 0
+                if self.log and measures and done < total:
+                    self._measure(done)
+                if is_leader and (time.monotonic() - self.saved > settings.save_every_s or done == self.stop):
+                    self._save(done)
+
+    def finish(self) -> None:
+        """Measure and export, if all steps are made; the other processes wait for the leader."""
+        task, team, dev = self.task, self.settings.team, self.settings.dev
+        task.head.eval()
+        if self.stop == len(self.groups) and team.is_leader:
+            seconds = round(time.monotonic() - self.started)
+            facts = self.settings.facts | {
+                "init_from": Path(task.init_from).name if task.init_from else None,
+                "options": asdict(task.options),
+                "devices": f"{team.size} x {team.device.type}",
+                "steps": self.stop,
+                "train_seconds": seconds,
+            }
+            if dev is not None:
+                result = self._measure(self.stop)
+                print(f"dev: {result}")
+                facts |= {"dev_chain_tau": round(result.tau, 4), "dev_alpha": [round(a, 4) for a in result.alphas]}
+            task.export(self.out_dir, facts)
+            plot_log(self.out_dir)
+        team.barrier()
+
+    def _step(self, step: int) -> float:
+        """Make one optimizer step; return its learning rate."""
+        options, parameters = self.task.options, list(self.task.head.parameters())
+        rate = learning_rate(step, len(self.groups), options.lr, options.warmup, schedule=options.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._add_gradients(step)
+        if options.clip_value:
+            torch.nn.utils.clip_grad_value_(parameters, options.clip_value)
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+        self.optimizer.step()
+        return rate
+
+    def _add_gradients(self, step: int) -> None:
+        """Compute the gradient of the mean loss over a step's micro-batches, those of other processes included."""
+        group, team, seed = self.groups[step], self.settings.team, self.task.options.seed
+        for index in range(team.rank, len(group), team.size):
+            # The seed belongs to the micro-batch, so that its noise is the same whichever process works on it.
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + step * self.micro_batches + index)
+            batch = make_batch(self.data, group[index])
+            losses = self.task.losses(batch.to(team.device), step, len(self.groups), generator)
+            (sum(losses.values()) / len(group)).backward()
+            self.meter.add(losses, int((batch.label_ids >= 0).sum()))
+        team.add_gradients(self.task.head)
+
+    def _measure(self, step: int) -> Acceptance:
+        result = self.task.measure(self.settings.dev)
+        self.log.add(step=step, alpha=[round(alpha, 4) for alpha in result.alphas], tau=round(result.tau, 4))
+        return result
+
+    def _save(self, step: int) -> None:
+        self.saved = time.monotonic()
+        state = {"head": self.task.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {"step": step, "seconds": self.saved - self.started, "plan": self.plan_id}
+        save_state(self.state_file, state)
 
 
 class _Meter:
-    """Losses since the last log row, smoothed ones for the progress bar, and the speed."""
+    """Losses since the last log row, smoothed losses for the progress bar, and the speed."""
 
     def __init__(self):
         self.smooth: dict[str, float] = {}
@@ -209,7 +265,7 @@ class _Meter:
         return self.tokens / max(time.monotonic() - self.since, 1e-9)
 
     def take(self) -> dict:
-        """The log row's values; starts the next row. Empty where this process had no micro-batch."""
+        """Return the log row's values and start the next row; no losses if this process had no micro-batch."""
         row = {
             "loss": {name: round(total / max(self.count, 1), 6) for name, total in self.sums.items()},
             "tokens_per_s": round(self.tokens_per_s),
@@ -218,19 +274,12 @@ class _Meter:
         return row
 
     def __str__(self) -> str:
-        return (
-            " ".join(f"{name} {value:.3f}" for name, value in self.smooth.items()) + f" {self.tokens_per_s:.0f} tok/s"
-        )
-
-
-def _measure(task: Task, dev: FeatureSet, log: TrainingLog, step: int) -> Acceptance:
-    result = task.measure(dev)
-    log.add(step=step, alpha=[round(alpha, 4) for alpha in result.alphas], tau=round(result.tau, 4))
-    return result
+        losses = " ".join(f"{name} {value:.3f}" for name, value in self.smooth.items())
+        return f"{losses} {self.tokens_per_s:.0f} tok/s"
 
 
 def _plan_id(options: LoopOptions, data: FeatureSet, draft_ids: torch.Tensor, micro_batches: int) -> dict:
-    """What a saved state must agree with. Two processes continue what one with twice the `accumulate` began."""
+    """What a saved state must agree with; two processes can resume a run of one that had twice the `accumulate`."""
     settings = asdict(options)
     del settings["accumulate"]
     return settings | {
@@ -238,12 +287,3 @@ def _plan_id(options: LoopOptions, data: FeatureSet, draft_ids: torch.Tensor, mi
         "data": hashlib.sha256(data.ids.numpy().tobytes()).hexdigest(),
         "draft_ids": hashlib.sha256(draft_ids.numpy().tobytes()).hexdigest(),
     }
-
-
-def _defaults(options: type[LoopOptions]) -> dict:
-    return asdict(options()) | {"micro_batches": 1}
-
-
-def _save(file: Path, plan_id: dict, head, optimizer, step: int, seconds: float) -> None:
-    state = {"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
-    save_state(file, state | {"plan": plan_id})

@@ -192,11 +192,13 @@ def extract_features(
 
 def write_medusa(path: Path, target: Path, features: list[Path]) -> Path:
     """Medusa heads that know by heart what the features are of."""
-    from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+    from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
     from vllm_specplug.proposers.training.features import load_features
+    from vllm_specplug.proposers.training.trainer import RunSettings, train
 
     training = MedusaTraining(num_heads=3, num_layers=1, epochs=80, batch_tokens=4096, lr=3e-2, draft_vocab_size=VOCAB)
-    train_medusa(str(target), load_features(features), str(path), torch.arange(VOCAB), training, progress=False)
+    task = MedusaTask(str(target), torch.arange(VOCAB), training)
+    train(task, load_features(features), str(path), RunSettings(progress=False))
     return path
 
 

@@ -25,10 +25,11 @@ from tests.hosts.conftest import (
     token_ids,
 )
 from vllm_specplug.proposers.medusa import steps
-from vllm_specplug.proposers.medusa.joint import JointTraining, train_joint
-from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.medusa.joint import JointTask, JointTraining
+from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
+from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 HEADS = 3
@@ -60,9 +61,8 @@ def data(checkpoints, prompts, plain, tmp_path_factory):
 def heads(checkpoints, data, tmp_path_factory):
     """Heads fitted to the answers that they will draft, so that trees are accepted often."""
     root = tmp_path_factory.mktemp("medusa")
-    train_medusa(
-        str(checkpoints["target"]), data, str(root / "heads"), torch.arange(tiny.VOCAB), TRAINING, progress=False
-    )
+    task = MedusaTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), TRAINING)
+    train(task, data, str(root / "heads"), RunSettings(progress=False))
     checkpoints["medusa"] = root / "heads"
     return root / "heads"
 
@@ -209,8 +209,8 @@ def test_merged_backbone_and_its_heads_are_served(engine, checkpoints, prompts, 
     out = heads.parent / "joint"
     settings = {"num_heads": HEADS, "num_layers": 2, "draft_vocab_size": tiny.VOCAB, "batch_tokens": 4096}
     options = JointTraining(**settings, lr=5e-3, epochs=60, heads_first=0.7, heads_weight=1.0)
-    ids = torch.arange(tiny.VOCAB)
-    train_joint(str(checkpoints["target"]), data, str(out), ids, options, progress=False)
+    task = JointTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), options)
+    train(task, data, str(out), RunSettings(progress=False))
     backbone = str(out / "backbone")
     alone = LLM(backbone, **ENGINE)
     engine.kept.append(alone)
@@ -258,7 +258,7 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
     ("changes", "message"),
     [
         ({"tree": [[0], [1, 0]]}, r"not parent-closed: list \[1\], the parent of \[1, 0\], before it"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "asks for 4 heads.*the checkpoint has 3"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads.*the checkpoint has 3"),
         ({"tree": [[0], [160]]}, "rank 160 .* beyond the heads' vocabulary of 160"),
         ({"tree": [[0], [0]]}, "twice"),
         ({"tree": [0]}, "no rank path"),
@@ -268,7 +268,7 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
         ({"draft_top_k": 3}, "set dynamic to true"),
         ({"min_node_value": 0.1}, "min_node_value is for dynamic trees: set dynamic to true"),
         ({"dynamic": True, "min_node_value": 0.6}, "min_node_value=0.6"),
-        ({"draft_depth": 4}, r"asks for more heads than .* has \(3\)"),
+        ({"draft_depth": 4}, r"needs more heads than .* has \(3\)"),
     ],
 )
 def test_bad_options(configure, changes, message):
@@ -278,7 +278,7 @@ def test_bad_options(configure, changes, message):
 
 def test_bad_checkpoints(configure, checkpoints, heads):
     variant(checkpoints, heads, "more-heads", medusa_num_heads=5)
-    with pytest.raises(ValueError, match="asks for 5 heads .* the weights have 3"):
+    with pytest.raises(ValueError, match="has 5 heads .* the weights have 3"):
         configure("more-heads")
     variant(checkpoints, heads, "vocabulary", vocab_size=300, base_model_name_or_path="some/base")
     with pytest.raises(ValueError, match="vocabulary of 300, the target 160.*some/base, and they have no LM heads"):

@@ -16,9 +16,10 @@ from tests.host_versions import comparable
 from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
 from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
-from vllm_specplug.proposers.medusa.train import MedusaTraining, train_medusa
+from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
+from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 METHODS = ("eagle2", "medusa", "union", "swift")
 #: Of a method that leaves layers out, the others have the small one.
@@ -83,9 +84,8 @@ def start(engine, checkpoints, tmp_path_factory):
     training = MedusaTraining(
         num_heads=3, num_layers=1, epochs=40, batch_tokens=2048, lr=3e-2, draft_vocab_size=tiny.VOCAB
     )
-    train_medusa(
-        str(checkpoints["target"]), data, str(root / "heads"), torch.arange(tiny.VOCAB), training, progress=False
-    )
+    task = MedusaTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), training)
+    train(task, data, str(root / "heads"), RunSettings(progress=False))
     eagle = {**TREE, "model": str(checkpoints["eagle"])}
     source = {key: value for key, value in eagle.items() if key != "budget"}  # the union has it
     speculative = {

@@ -14,6 +14,7 @@ from vllm_specplug.proposers.hass.train import HassTrainOptions
 from vllm_specplug.proposers.training import eagle, features
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
+from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 CHAIN = {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4, **WHOLE}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -47,10 +48,12 @@ def trained(kind, checkpoints, files, out) -> float:
     data = features.load_features(files, layers=kind == "eagle3")
     _, embedding, lm_head = features.target_head(target)
     if kind == "eagle":
-        eagle.train_eagle(target, data, str(out), IDS, HassTrainOptions(**SMALL), progress=False)
+        train(eagle.EagleTask(target, IDS, HassTrainOptions(**SMALL)), data, str(out), RunSettings(progress=False))
         head, ids = eagle.load_trained(str(out))
     else:
-        eagle3.train_eagle3(target, data, str(out), IDS, eagle3.Eagle3Options(**SMALL), progress=False)
+        train(
+            eagle3.Eagle3Task(target, IDS, eagle3.Eagle3Options(**SMALL)), data, str(out), RunSettings(progress=False)
+        )
         head, ids = eagle3.load_trained(str(out))
         lm_head = head.lm_head.weight.detach()
     checkpoints[out.name] = out

@@ -7,8 +7,9 @@ import pytest
 from tests.doubles import tiny
 from tests.hosts.conftest import WHOLE, acceptance_length
 from tests.v2.conftest import ENGINE, answers, same
-from vllm_specplug.proposers.eagle3.train import Eagle3Options, train_eagle3
+from vllm_specplug.proposers.eagle3.train import Eagle3Options, Eagle3Task
 from vllm_specplug.proposers.training.features import load_features
+from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
 
@@ -21,7 +22,7 @@ def eagle3(checkpoints, features, tmp_path_factory):
     ids = data.ids.unique()
     assert len(ids) < tiny.VOCAB
     options = Eagle3Options(epochs=80, batch_tokens=1024, lr=5e-3, draft_vocab_size=len(ids), align_steps=2)
-    train_eagle3(str(checkpoints["target"]), data, str(out), ids, options, progress=False)
+    train(Eagle3Task(str(checkpoints["target"]), ids, options), data, str(out), RunSettings(progress=False))
     checkpoints[out.name] = out
     return out.name
 

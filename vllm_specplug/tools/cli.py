@@ -97,8 +97,9 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         leaf = parsers[group].add_parser(command.words[-1], help=command.help, description=command.help)
         leaf.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if words_given[: len(command.words)] == command.words:
-            load(f"{command.module}:add_arguments")(leaf)
-            leaf.set_defaults(run=load(f"{command.module}:run"))
+            module = load(command.module)
+            module.add_arguments(leaf)
+            leaf.set_defaults(run=module.run)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Objects named by string, so that what is not used is not imported."""
+"""Import by name: for code that a lower layer calls in a higher one, and for commands that are slow to import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import Any
 
 
-def load(path: str) -> Any:
-    """Import ``module:name`` and return the object."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+def load(name: str) -> Any:
+    """Import ``"module"``, or take the attribute of ``"module:attribute"``."""
+    module, _, attribute = name.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found

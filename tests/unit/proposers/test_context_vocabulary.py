@@ -18,10 +18,10 @@ def vocabulary():
     return ContextVocabulary(LM_HEAD, DRAFT_IDS)
 
 
-def look(vocabulary, **texts):
+def update(vocabulary, **texts):
     longest = max(map(len, texts.values()))
     token_ids = np.array([[*text, *[0] * (longest - len(text))] for text in texts.values()])
-    vocabulary.look(list(texts), token_ids, np.array([len(text) for text in texts.values()]))
+    vocabulary.update(list(texts), token_ids, np.array([len(text) for text in texts.values()]))
 
 
 def extended(vocabulary):
@@ -29,20 +29,20 @@ def extended(vocabulary):
 
 
 def test_own_tokens_are_added(vocabulary):
-    look(vocabulary, a=[1, 9, 2, 7, 9])
+    update(vocabulary, a=[1, 9, 2, 7, 9])
     assert vocabulary.ids.tolist() == [1, 2, 5, 7, 9]
     torch.testing.assert_close(extended(vocabulary), EVERY[:, vocabulary.ids])
 
 
 def test_nothing_is_added_where_the_draft_vocabulary_has_all(vocabulary):
-    look(vocabulary, a=[1, 5, 1])
+    update(vocabulary, a=[1, 5, 1])
     assert vocabulary.ids is DRAFT_IDS
     assert torch.equal(extended(vocabulary), EVERY[:, DRAFT_IDS])
 
 
 def test_tokens_of_other_requests_are_not_drafted(vocabulary):
     """Two rows of each request; both have 9."""
-    look(vocabulary, a=[9, 7], b=[1, 9, 12])
+    update(vocabulary, a=[9, 7], b=[1, 9, 12])
     assert vocabulary.ids.tolist() == [1, 2, 5, 7, 9, 12]
     expected = EVERY[:, vocabulary.ids].clone()
     expected[:2, 5] = expected[2:, 3] = float("-inf")
@@ -50,25 +50,25 @@ def test_tokens_of_other_requests_are_not_drafted(vocabulary):
 
 
 def test_new_tokens_come_in_and_ended_requests_go(vocabulary):
-    look(vocabulary, a=[7], b=[8])
-    look(vocabulary, a=[7, 3], b=[8, 1])
+    update(vocabulary, a=[7], b=[8])
+    update(vocabulary, a=[7, 3], b=[8, 1])
     assert vocabulary.ids.tolist() == [1, 2, 5, 3, 7, 8]
     vocabulary.finish(["b", "unknown"])
-    look(vocabulary, a=[7, 3])
+    update(vocabulary, a=[7, 3])
     assert vocabulary.ids.tolist() == [1, 2, 5, 3, 7]
-    look(vocabulary, b=[4])  # another request of that name
+    update(vocabulary, b=[4])  # another request of that name
     assert vocabulary.ids.tolist() == [1, 2, 5, 4]
 
 
 def test_a_text_that_got_shorter_is_looked_at_anew(vocabulary):
-    look(vocabulary, a=[7, 8, 9])
-    look(vocabulary, a=[10])
+    update(vocabulary, a=[7, 8, 9])
+    update(vocabulary, a=[10])
     assert vocabulary.ids.tolist() == [1, 2, 5, 10]
 
 
 def test_each_request_has_a_share_for_its_latest(vocabulary, monkeypatch):
-    monkeypatch.setattr(context_vocabulary, "MOST_IDS", 4)
-    look(vocabulary, a=[7, 8, 9, 7], b=[11])
+    monkeypatch.setattr(context_vocabulary, "MAX_EXTRA_IDS", 4)
+    update(vocabulary, a=[7, 8, 9, 7], b=[11])
     assert vocabulary.ids.tolist() == [1, 2, 5, 7, 9, 11]  # 7 came again after 8
-    look(vocabulary, **{name: [10 + place] for place, name in enumerate("abcde")})
+    update(vocabulary, **{name: [10 + place] for place, name in enumerate("abcde")})
     assert vocabulary.ids is DRAFT_IDS

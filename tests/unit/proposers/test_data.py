@@ -113,7 +113,7 @@ def test_layouts(tmp_path, row, expected):
         (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "line 1: a row has neither"),
         (b'{"turns": ["a", 3]}\n', "line 1: every turn must be a text that is not empty"),
         (b'{"turns": ["a", " "]}\n', "every turn must be a text"),
-        (b"\xff\xfe\x00", "is damaged, or not what its name says"),
+        (b"\xff\xfe\x00", "is damaged, or its content does not match its name"),
     ],
 )
 def test_malformed_prompts(tmp_path, content, message):
@@ -125,7 +125,7 @@ def test_malformed_prompts(tmp_path, content, message):
 @pytest.mark.parametrize("content", [b"plain text", gzip.compress(b'{"prompt": "a"}\n' * 500)[:-20]])
 def test_damaged_gzip(tmp_path, content):
     (tmp_path / "p.jsonl.gz").write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged, or not what its name says"):
+    with pytest.raises(ValueError, match="is damaged, or its content does not match its name"):
         read_conversations([tmp_path / "p.jsonl.gz"])
 
 
@@ -260,7 +260,7 @@ def test_settings_that_changed_are_refused(target, engine, tmp_path, capsys):
     assert data(target, tmp_path / "d", prompts, "--no-features") == 0
     write_rows(prompts, {"prompt": "w5"})
     assert data(target, tmp_path / "d", prompts, "--max-tokens", "9") == 2
-    fails(capsys, "holds data with other max_tokens, prompts_sha256", "another --out")
+    fails(capsys, "has data with other max_tokens, prompts_sha256", "another --out")
 
 
 def test_target_without_a_chat_template(engine, tmp_path, capsys):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features, write_target
+from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers, make_features
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import HeadConfig, rotary_table
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import Eagle3Head, layer_ids
-from vllm_specplug.proposers.training import loop
+from vllm_specplug.proposers.training import loop, trainer
 
 LAYERS = (0, 1, 2)
 IDS = torch.arange(DRAFT) + 5
@@ -21,12 +21,6 @@ def tiny_head() -> Eagle3Head:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def data(target, tmp_path_factory):
     return make_features(target, make_answers(), tmp_path_factory.mktemp("features"), LAYERS)
 
@@ -35,7 +29,8 @@ def train(target, data, out, **changes):
     stop = changes.pop("max_steps", None)
     settings = {"epochs": 1, "batch_tokens": 96, "draft_vocab_size": DRAFT, "align_steps": 3}
     options = eagle3.Eagle3Options(**(settings | changes))
-    return eagle3.train_eagle3(target, data, str(out), IDS, options, max_steps=stop, progress=False)
+    task = eagle3.Eagle3Task(target, IDS, options)
+    return trainer.train(task, data, str(out), trainer.RunSettings(max_steps=stop, progress=False))
 
 
 def drafted_alone(head, embeddings, features, start, steps):
@@ -85,7 +80,7 @@ def test_loss_counts_every_pass_only_where_it_has_a_past(target, data):
     expected = 0.0
     for index, output in enumerate(outputs):
         log_probs = (output.float() @ task.head.lm_head.weight.T).log_softmax(-1)
-        probs = (batch.target_features.float() @ task.target_rows.float().T).softmax(-1)
+        probs = (batch.target_features.float() @ task.draft_head.float().T).softmax(-1)
         rows = -(probs * log_probs).sum(-1)
         counted = known.clone()
         counted[:, :index] = False

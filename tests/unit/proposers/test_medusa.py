@@ -22,7 +22,7 @@ from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
 from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
 from vllm_specplug.proposers.medusa.options import MedusaOptions, resolve
 from vllm_specplug.proposers.medusa.ranks import (
-    MeasuredChances,
+    MeasuredProbabilities,
     chain_acceptance,
     head_accuracies,
     load_for_ranking,
@@ -39,7 +39,7 @@ from vllm_specplug.proposers.medusa.sparse_tree import (
     grow_from_accuracies,
     parents_of,
 )
-from vllm_specplug.proposers.training import loop
+from vllm_specplug.proposers.training import loop, trainer
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
 from vllm_specplug.tools.bench.methods import METHODS
 
@@ -108,7 +108,7 @@ def test_official_pickle_with_prefixed_names(tmp_path):
     state = {f"medusa_head.{name}": tensor for name, tensor in random_heads().checkpoint_state().items()}
     torch.save(state, tmp_path / "medusa_lm_head.pt")
     info = validate_medusa(tmp_path, HIDDEN, VOCAB)
-    assert (info.num_heads, info.num_layers) == (2, 2)  # fewer than there are is what the config may ask for
+    assert (info.num_heads, info.num_layers) == (2, 2)  # the config may name fewer than the weights have
     assert torch.equal(load_medusa(tmp_path)["0.1.linear.bias"], random_heads().bias[1, 0])
 
 
@@ -119,11 +119,11 @@ class Harmful:
 
 def test_refusals(tmp_path):
     assert "not a Medusa checkpoint" in refusal(write(tmp_path / "other", {"fc.weight": torch.zeros(2)}))
-    assert "asks for 4 heads" in refusal(write(tmp_path / "heads", medusa_num_heads=4))
-    assert "asks for 3 layers per head" in refusal(write(tmp_path / "layers", medusa_num_layers=3))
+    assert "has 4 heads" in refusal(write(tmp_path / "heads", medusa_num_heads=4))
+    assert "has 3 layers per head" in refusal(write(tmp_path / "layers", medusa_num_layers=3))
     assert "must be an integer from 1" in refusal(write(tmp_path / "zero", medusa_num_heads=0))
     base = write(tmp_path / "base", base_model_name_or_path="some/base")
-    assert "trained on some/base, and they have no LM heads of their own" in refusal(base, hidden=2 * HIDDEN)
+    assert "trained on some/base, and they use that model's LM head" in refusal(base, hidden=2 * HIDDEN)
     own = random_heads()
     own.add_lm_heads(torch.zeros(DRAFT, HIDDEN))
     assert "or d2t is missing" in refusal(write(tmp_path / "own", own.checkpoint_state()))
@@ -143,7 +143,7 @@ def test_resolution_settles_tree_depth_and_nodes(tmp_path):
     assert resolve(MedusaOptions(model=path, draft_depth=1), HIDDEN, VOCAB).draft_depth == 1
     dynamic = resolve(MedusaOptions(model=path, dynamic=True, draft_depth=1), HIDDEN, VOCAB)
     assert (dynamic.num_speculative_tokens, dynamic.draft_top_k, dynamic.tree) == (8, 8, None)
-    with pytest.raises(ConfigError, match="draft_depth=4 asks for more heads"):
+    with pytest.raises(ConfigError, match="draft_depth=4 needs more heads"):
         resolve(MedusaOptions(model=path, draft_depth=4), HIDDEN, VOCAB)
     assert (dynamic.node_floor, replace(dynamic, min_node_value=0.2).node_floor) == (0.06, 0.2)
     assert MedusaOptions(model=path).node_floor == replace(dynamic, budget="measured").node_floor == 0
@@ -304,9 +304,9 @@ def test_dynamic_tau_is_that_of_decoding_step_by_step():
 def test_accuracies_chances_and_tau():
     ranks = torch.tensor([[0, 0], [0, 1], [1, 0], [0, 0], [3, -1]])
     assert head_accuracies([ranks], 4)[0] == pytest.approx([0.6, 0.2, 0, 0.2])
-    exact = MeasuredChances(ranks, prior=0.0, num_ranks=4)
+    exact = MeasuredProbabilities(ranks, prior=0.0, num_ranks=4)
     assert exact((), 0) == pytest.approx(0.6) and exact((0,), 0) == pytest.approx(2 / 3) and exact((1,), 0) == 1.0
-    independent = MeasuredChances(ranks, prior=1e9, num_ranks=4)
+    independent = MeasuredProbabilities(ranks, prior=1e9, num_ranks=4)
     assert independent((1,), 0) == pytest.approx(0.75) and independent((2,), 1) == pytest.approx(0.25)
     paths, values = grow(exact, 2, 4, 3)
     assert paths == ((0,), (0, 0), (1,)) and values == pytest.approx([0.6, 0.4, 0.2])
@@ -375,31 +375,19 @@ def test_simulate_command_and_its_refusals(tmp_path, capsys):
     with pytest.raises(ValueError, match="no table of step times.*specplug steps"):
         calibrate.parse_step_ms(str(times))
     tree.write_text("[]")
-    with pytest.raises(ValueError, match="holds no tau by nodes"):
+    with pytest.raises(ValueError, match="has no tau by nodes"):
         simulate.run(parser.parse_args(words))
 
 
 # ---- training
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return trained.write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory) -> FeatureSet:
-    return trained.make_features(target, trained.make_answers(), tmp_path_factory.mktemp("features"))
-
-
 def fit(target, data, out, **changes) -> MedusaHeads:
     stop = changes.pop("max_steps", None)
     settings = {"epochs": 1, "batch_tokens": 96, "draft_vocab_size": DRAFT, "num_heads": 3} | changes
     options = train.MedusaTraining(**settings)
-    return train.train_medusa(
-        target, data, str(out), torch.arange(DRAFT), options, dev=data, max_steps=stop, progress=False
-    )
+    task = train.MedusaTask(target, torch.arange(DRAFT), options)
+    return trainer.train(task, data, str(out), trainer.RunSettings(dev=data, max_steps=stop, progress=False))
 
 
 @pytest.mark.parametrize("label_topk", [0, 5])

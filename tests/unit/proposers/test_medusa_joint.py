@@ -11,7 +11,7 @@ import torch
 from tests.doubles import tiny, trained
 from vllm_specplug.proposers.medusa import joint
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
-from vllm_specplug.proposers.training import loop
+from vllm_specplug.proposers.training import loop, trainer
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
 
@@ -51,10 +51,9 @@ def options(**changes) -> joint.JointTraining:
 
 
 def fit(target, data, out, dev=None, max_steps=None, **changes) -> joint.JointTask:
-    ids = torch.arange(DRAFT)
-    return joint.train_joint(
-        target, data, str(out), ids, options(**changes), dev=dev, max_steps=max_steps, progress=False
-    )
+    task = joint.JointTask(target, torch.arange(DRAFT), options(**changes))
+    trainer.train(task, data, str(out), trainer.RunSettings(dev=dev, max_steps=max_steps, progress=False))
+    return task
 
 
 def adapter_of(task) -> torch.Tensor:

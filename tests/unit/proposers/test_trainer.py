@@ -20,22 +20,15 @@ IDS = torch.arange(DRAFT)
 SMALL = eagle.EagleOptions(epochs=1, batch_tokens=96, draft_vocab_size=DRAFT, align_steps=2)
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def data(target, tmp_path_factory):
-    return make_features(target, make_answers(), tmp_path_factory.mktemp("features"))
+def train(target, data, out, options=SMALL, **settings):
+    task = eagle.EagleTask(target, IDS, options, device=settings.get("team", Team()).device)
+    return trainer.train(task, data, str(out), trainer.RunSettings(progress=False, **settings))
 
 
 def weights(target, data, out, **changes):
     stop = changes.pop("max_steps", None)
     options = replace(SMALL, **changes)
-    head = eagle.train_eagle(target, data, str(out), IDS, options, max_steps=stop, progress=False)
-    return head.state_dict()
+    return train(target, data, out, options, max_steps=stop).state_dict()
 
 
 # ---- steps
@@ -96,7 +89,7 @@ def _train_in_a_team(environment, target, folder, out):
     os.environ |= environment
     with join("cpu") as team:
         data = team.leader_first(lambda: make_features(target, make_answers(), folder))
-        eagle.train_eagle(target, data, out, IDS, SMALL, team=team, progress=False, max_steps=3)
+        train(target, data, out, team=team, max_steps=3)
 
 
 def test_two_processes_make_the_steps_of_one_that_accumulates(target, data, tmp_path):
@@ -133,7 +126,7 @@ def test_one_process_needs_no_torch_distributed(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delattr(torch.distributed, "init_process_group")
     with join("cpu") as team:
-        assert team == Team() and team.leads
+        assert team == Team() and team.is_leader
         assert team.leader_first(lambda: 3) == 3
 
 
@@ -182,7 +175,7 @@ def test_a_killed_run_resumes_to_the_same_weights(target, data, tmp_path, monkey
 
 
 def test_log_and_plot(target, data, tmp_path):
-    eagle.train_eagle(target, data, str(tmp_path), IDS, SMALL, dev=data, eval_every=2, progress=False)
+    train(target, data, tmp_path, dev=data, eval_every=2)
     rows = log.read_log(tmp_path)
     steps = load_head(tmp_path)[0]["specplug"]["steps"]
     measured = [row for row in rows if "alpha" in row]
@@ -269,10 +262,10 @@ def test_checkpoint_to_start_from_must_fit(target, data, tmp_path):
 def test_features_of_another_model_are_refused(target, data, tmp_path):
     other = write_target(tmp_path / "other", hidden=32)
     with pytest.raises(ValueError, match="features have hidden size 16, the target 32: they belong to another model"):
-        eagle.train_eagle(other, data, str(tmp_path / "out"), IDS, SMALL, progress=False)
+        train(other, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     features.extract(target, make_answers(3), tmp_path / "cache", progress=False)
-    with pytest.raises(ValueError, match="holds features of the target .*, not of 'other'"):
+    with pytest.raises(ValueError, match="has features of the target .*, not of 'other'"):
         features.extract(other, make_answers(3), tmp_path / "cache", progress=False)
 
 

@@ -183,7 +183,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         )
         if self._vocabulary is not None:
             batch = self.runner.input_batch
-            self._vocabulary.look(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
+            self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
         growth = _Growth(self.options.level_floor, self.runner.serving_budget)
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
