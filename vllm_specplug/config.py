@@ -1,8 +1,7 @@
 """Options of our methods: typed, frozen, validated before the engine starts.
 
-The dictionary given to ``--speculative-config`` is resolved once, by
-:func:`parse_options`; nothing else reads user input, and no environment
-variable doubles a field.
+The dictionary given to ``--speculative-config`` is resolved once, by :func:`parse_options`.  Nothing else reads user
+input, and no environment variable duplicates a field.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ MAX_NUM_SPECULATIVE_TOKENS = 255
 MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
 
-#: What a verified node must be worth with a fixed budget, in tokens.  On a CPU a further row costs 2 to 3% of a plain
-#: step; a union that verified nodes down to 0.01 was 8% slower than one that stopped at 0.05.
+#: Smallest estimated acceptance probability of a verified node with a fixed budget.  On a CPU a further row costs 2 to
+#: 3% of a plain step; a union that verified nodes down to 0.01 was 8% slower than one that stopped at 0.05.
 DEFAULT_NODE_FLOOR = 0.06
-#: The same with a measured budget where a source may offer any number of nodes: what never pays is not looked at.
+#: The same with a measured budget for a source without a bound on its nodes.  Less likely nodes are never verified, so
+#: that they need not be considered.
 MEASURED_NODE_FLOOR = 0.01
 VERIFICATIONS = ("exact", "typical", "rejection")
-#: By default the first: no machine has measured them yet.
+#: The first is the default; they have not been compared on a GPU yet.
 TREE_ATTENTIONS = ("triton", "flash", "xformers")
 BUDGETS = ("measured", "fixed")
 
@@ -41,22 +41,22 @@ class TreeOptions:
 
     Attributes:
         num_speculative_tokens: drafted nodes per verification (the root is not counted).
-        budget: ``measured``: how much is drafted and verified follows from measured costs and what pays at each step;
-            ``fixed``: as much as the other options say.
-        verification: ``exact``: the host's own sampler decides at every visited node.  ``typical``: drafts that are
-            likely enough are accepted at temperatures above 0, which is faster and changes the distribution (Medusa).
+        budget: ``measured``: measured costs decide at each step how much is drafted and verified; ``fixed``: the other
+            options decide.
+        verification: ``exact``: vLLM's own sampler decides at every visited node.  ``typical``: drafts that are likely
+            enough are accepted at temperatures above 0, which is faster and changes the distribution (Medusa).
             ``rejection``: drafts are sampled and verified by multi-round rejection: the target's distribution exactly,
             but other tokens than plain decoding draws with the same seed.
-        typical_epsilon, typical_delta: limits of typical acceptance, see ``typical.threshold``; a request may bring
-            its own as ``extra_args``.
-        tree_attention: how rows of trees attend on CUDA.  ``triton``: one kernel of ours; ``flash``: the host's
-            FlashAttention over the context, merged with a masked kernel over the tree; ``xformers``: so too, with
+        typical_epsilon, typical_delta: limits of typical acceptance, see ``core.typical.threshold``; a request can
+            set its own in ``extra_args``.
+        tree_attention: how rows of trees attend on CUDA.  ``triton``: one kernel of ours; ``flash``: vLLM's
+            FlashAttention over the context, merged with a masked kernel over the tree; ``xformers``: the same with
             xformers' partial attention.
-        trace_trees: file that receives the first trees as JSON lines, for looking at them.
+        trace_trees: file that receives the first trees as JSON lines.
     """
 
     method: ClassVar[str]
-    #: Packages of ``vllm_specplug.proposers`` whose shipped drafters the method reads; of one name, the last counts.
+    #: Packages of ``vllm_specplug.proposers`` whose shipped drafters the method can read; the last of a name counts.
     drafter_packages: ClassVar[tuple[str, ...]] = ()
     #: Whether drafts can be sampled from known probabilities, which ``rejection`` needs.
     has_draft_probs: ClassVar[bool] = False
@@ -84,11 +84,13 @@ class TreeOptions:
         if self.verification == "rejection":
             if not self.has_draft_probs:
                 raise ConfigError(
-                    f"verification='rejection' needs draft probabilities, which {self.method} has not: use eagle2, "
-                    "hass or medusa, or leave it out"
+                    f"verification='rejection' needs draft probabilities, which {self.method} does not have: use "
+                    "eagle2, hass or medusa, or leave it out"
                 )
             if self.budget == "measured":
-                raise ConfigError("verification='rejection' needs budget='fixed': a learned choice of nodes biases it")
+                raise ConfigError(
+                    "verification='rejection' needs budget='fixed': a learned choice of nodes would bias it"
+                )
         check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:
             require_string("trace_trees", self.trace_trees)
@@ -105,13 +107,13 @@ class Eagle2Options(TreeOptions):
         draft_depth: levels of the draft tree; the first comes with the drafter's re-seeding
             forward, each further one costs one drafter forward.
         draft_top_k: beam width and children per node; 1 gives EAGLE-1 chains.
-        min_node_value: nodes whose value (product of confidences from the root) is lower are not verified; by default
-            0.06 with a fixed budget, and nothing is refused in advance with a measured one.
-        min_level_value: no further level is drafted where the nodes to feed are worth less than this together, in
+        min_node_value: nodes of a lower value (product of confidences from the root) are not verified; by default 0.06
+            with a fixed budget, 0 with a measured one.
+        min_level_value: no further level is drafted if the values of the nodes to feed sum up to less, in expected
             tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
             trees are those of the paper.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
-        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI); by default where the weights are bfloat16.
+        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI); the default with bfloat16 weights.
     """
 
     method: ClassVar[str] = "eagle2"
@@ -147,22 +149,22 @@ class Eagle2Options(TreeOptions):
 
     @property
     def node_floor(self) -> float:
-        """``min_node_value``, its default resolved."""
+        """Return ``min_node_value`` or its default."""
         return node_floor(self.min_node_value, self.budget)
 
     @property
     def level_floor(self) -> float:
-        """``min_level_value``, its default resolved."""
+        """Return ``min_level_value`` or its default."""
         return _or(self.min_level_value, 0.5 if self.budget == "fixed" else 0.0)
 
     @property
     def max_nodes(self) -> int:
-        """Nodes drafted before reranking: k + (depth - 1) * k^2."""
+        """Return the nodes drafted before reranking: k + (depth - 1) * k^2."""
         return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
 
 
 def node_floor(given: float | None, budget: str, measured: float = 0.0) -> float:
-    """``min_node_value``: the one given, else the default of the budget."""
+    """Return ``min_node_value`` as given, or the default of the budget."""
     return _or(given, DEFAULT_NODE_FLOOR if budget == "fixed" else measured)
 
 
@@ -172,20 +174,20 @@ def _or(value: float | None, default: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HassOptions(Eagle2Options):
-    """Options of ``{"method": "hass"}``: EAGLE-2's, since HASS (section 3) changes how the drafter is trained only."""
+    """Options of ``{"method": "hass"}``: those of EAGLE-2, since HASS (section 3) only changes the training."""
 
     method: ClassVar[str] = "hass"
     drafter_packages: ClassVar[tuple[str, ...]] = ("eagle2", "hass")
 
 
 def check_typical_limits(typical_epsilon: Any, typical_delta: Any) -> None:
-    """Raise ``ConfigError`` unless both can be limits of typical acceptance; delta 0 accepts all that is possible."""
+    """Raise ``ConfigError`` unless both are valid limits of typical acceptance; delta 0 accepts every token."""
     require_number("typical_epsilon", typical_epsilon, 0.0, 1.0)
     require_number("typical_delta", typical_delta, 0.0, 1e6)
 
 
 def parts_of(options: TreeOptions) -> tuple[TreeOptions, ...]:
-    """A method's options and, of a union, those of its sources."""
+    """Return a method's options and, for a union, those of its sources."""
     return (options, *getattr(options, "sources", ()))
 
 
@@ -203,7 +205,7 @@ def with_drafter(options: TreeOptions, resolved: TreeOptions) -> TreeOptions:
 
 
 def is_our_method(method: Any) -> bool:
-    """Whether a speculative-config ``method`` is registered with this plugin."""
+    """Return whether a speculative-config ``method`` is registered with this plugin."""
     return isinstance(method, str) and method in method_names()
 
 
@@ -235,7 +237,7 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
 
 
 def shipped_drafters(method: str = "eagle2") -> dict[str, Path]:
-    """Short names of the drafters in this package that the method can serve, with their directories."""
+    """Return the drafters in this package that the method can serve: short name and directory."""
     found: dict[str, Path] = {}
     for package in getattr(find_method(method).options, "drafter_packages", ()):
         spec = find_spec(f"vllm_specplug.proposers.{package}")
@@ -246,10 +248,10 @@ def shipped_drafters(method: str = "eagle2") -> dict[str, Path]:
 
 
 def resolve_drafter(model: str, method: str = "eagle2") -> Path:
-    """Directory of a drafter given by directory, short name or Hugging Face repository.
+    """Return the directory of a drafter given by directory, short name or Hugging Face repository.
 
     Raises:
-        ConfigError: nothing of that name is to be found.
+        ConfigError: nothing of that name was found.
     """
     shipped = shipped_drafters(method)
     if model in shipped:
@@ -272,7 +274,7 @@ def _download(repository: str, shipped: str) -> Path:
     patterns = ["*.json", "*.safetensors", "*.bin", "medusa_lm_head.pt"]
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
-    except Exception as error:  # the hub raises a family of its own and of HTTP errors
+    except Exception as error:  # the hub has its own error classes beside HTTP errors
         raise ConfigError(
             f"drafter {repository!r} is neither a directory nor a shipped drafter ({shipped}), and could not be "
             f"fetched from the Hugging Face hub: {error}"

@@ -1,14 +1,30 @@
-"""Values that cross stage boundaries, and the glossary of axis names.
+"""The values that cross stages, and the glossary.
+
+Words, one meaning each:
+    vLLM: the engine that this plugin runs in.
+    target: the model that is served; its output is what plain vLLM would give.
+    drafter: what proposes draft tokens; with weights (EAGLE, Medusa, SWIFT) or model-free (lookup).
+    step: one forward of the target over the batch, with all that belongs to it.  A verification step has draft trees.
+    draft level: one forward of the drafter; it drafts the nodes of one depth.
+    draft phase: all that the drafter does behind one step.
+    walk: the pass down the verified trees that selects the accepted paths.
+    commit: moving accepted rows' key/value to the slots behind the context.
+    re-seed: the drafter's forward over the accepted tokens with the target's hidden states (stable KV).
+    tau: tokens emitted per verification step and request, the bonus token counted.
+    value of a node: estimated probability that the node's whole path is accepted.
+    quantise: to round numbers to 8 bits.
 
 Axes:
-    num_reqs: requests in the batch (``R``).
-    num_rows: rows of a request's tree, the root included (``W``); the root, row 0, is
-        the request's last emitted token, whose key/value is not cached yet.
-    num_nodes: drafted nodes, ``num_rows - 1`` (``N``).
+    num_reqs: requests in the batch.
+    num_rows: rows of a request's tree, the root included.  The root, row 0, is the request's last emitted token; its
+        key/value is not cached yet.
+    num_nodes: drafted nodes, ``num_rows - 1``.
     depth: edges from the root; the root has depth 0.
     context: tokens of a request whose key/value is committed (the root excluded).
+    flat row: place of a token in a forward over the whole batch.
+    slot: place of a token's key/value in the paged cache.  On the V2 runner also a request's place in its buffers.
 
-All tensors are fixed-width and padded, so that shapes do not depend on the data.
+All tensors have fixed widths and are padded, so that shapes do not depend on the data.
 """
 
 from __future__ import annotations
@@ -57,16 +73,16 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft trees with what their proposer thinks of every row.
+    """Draft trees with their proposer's estimates.
 
     Attributes:
         tree: the trees.
-        log_values: float32 ``[num_reqs, num_rows]``; log of the probability, as the proposer believes, that the row's
-            whole path is accepted: 0 for the root, never above the parent's, -inf for padding rows.
-        source_names: the proposers whose drafts were merged; empty where there is only one.
-        source_bits: int64 ``[num_reqs, num_rows]``; bit ``s`` is set where ``source_names[s]`` drafted the row; 0 for
+        log_values: float32 ``[num_reqs, num_rows]``; log of the estimated probability that the row's whole path is
+            accepted: 0 for the root, never above the parent's, -inf for padding rows.
+        source_names: the proposers whose drafts were merged; empty if there is only one.
+        source_bits: int64 ``[num_reqs, num_rows]``; bit ``s`` is set if ``source_names[s]`` drafted the row; 0 for
             the root and padding rows; None without source names.
-        proposal: what the nodes were drawn from; None where they were not sampled.
+        proposal: the distributions that the nodes were drawn from; None if they were not sampled.
     """
 
     tree: TokenTree
@@ -78,7 +94,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Where the rows of a tree stand for one verification forward.
+    """Positions and mask of the rows of a tree in one verification forward.
 
     Attributes:
         positions: int64 ``[num_reqs, num_rows]``; rotary position, context + depth.

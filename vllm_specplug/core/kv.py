@@ -1,22 +1,22 @@
 """Commit: make the accepted path's key/value contiguous behind the context.
 
 Who owns which cache slots of a request, by token index; C = context length at the start of the step, W = the tree's
-rows, E = tokens emitted by the walk, the bonus token included (half-open ranges; every range is in slots that the host
+rows, E = tokens emitted by the walk, the bonus token included (half-open ranges; every range is in slots that vLLM
 has allocated to the request):
 
     range          before forward   after forward        after the moves        next step
     [0, C)         valid            valid                valid                  valid
     [C, C + 1)     owned, empty     the root             valid (the root)       valid
     [C + 1, C + E) owned, empty     tree rows 1..E-1     valid (accepted path)  valid
-    [C + E, C + W) owned, empty     tree rows E..W-1     free: garbage          owned, overwritten by the next tree
-    [C + W, ...)   free             free                 free                   free
+    [C + E, C + W) owned, empty     tree rows E..W-1     unused: garbage        owned, overwritten by the next tree
+    [C + W, ...)   not owned        not owned            not owned              not owned
 
 The bonus token is the next step's root: it has no key/value until that forward writes it at C + E.  The context
-therefore grows by E, rollback is nothing but forgetting, and row d's target C + d never lies behind its source
-(rows are parent-first, so the d-th node of a path is at row d or later).
+therefore grows by E, and a rollback copies nothing.  The target of the d-th node of a path, C + d, never lies behind
+its source: rows are parent-first, so that the node is at row d or later.
 
-On a CPU a forward of tree rows only writes nothing: its rows are kept aside, and the commit writes those accepted,
-the root among them.  The slots are the same.
+``core/step.py: plan_step`` computes the moves.  On a CPU, a forward that has tree rows only writes nothing to the
+pages: its key/value is kept aside, and the commit writes that of the accepted rows and the root to the same slots.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch
 
 @dataclass(frozen=True)
 class KvScratch:
-    """Key/value of drafted nodes in a layer, outside the pages: thrown away after each round (stable KV).
+    """Key/value of drafted nodes in a layer, outside the pages; it is not kept after the draft phase (stable KV).
 
     Attributes:
         key, value: ``[num_reqs * capacity, num_kv_heads, head_size]``.
-        rows: int64 ``[num_tokens]``; where this forward's rows go.
+        rows: int64 ``[num_tokens]``; place of this forward's rows.
     """
 
     key: torch.Tensor
@@ -41,14 +41,14 @@ class KvScratch:
     rows: torch.Tensor
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put this forward's key/value in their rows; the whole scratch."""
+        """Write this forward's key/value to its rows; return the whole scratch."""
         self.key.index_copy_(0, self.rows, key)
         self.value.index_copy_(0, self.rows, value)
         return self.key, self.value
 
 
 class DraftScratch:
-    """The scratch of a drafter's attention layers: allocated on first use, anew where it must hold more rows.
+    """The scratch of a drafter's attention layers; allocated on first use, and again if it must hold more rows.
 
     Args:
         shapes: by layer name, ``(num_kv_heads, head_size)``.
@@ -61,7 +61,7 @@ class DraftScratch:
         self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def at(self, rows: torch.Tensor, size: int) -> dict[str, KvScratch]:
-        """By layer name, for a forward whose rows go to ``rows``; ``size`` rows are needed in all."""
+        """Return the scratch by layer name, for a forward whose rows go to ``rows``; it has at least ``size``."""
         if size > self._size:
             self._size = size
             for name, shape in self._shapes.items():

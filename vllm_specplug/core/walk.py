@@ -1,8 +1,9 @@
-"""Walk: descend each tree with the host's own sampler, one depth at a time (PAPERS.md section 1).
+"""Walk: descend each tree with vLLM's own sampler, one depth at a time.
 
-At its current node a request samples one token exactly as plain decoding would; if the token is a child of the node,
-the walk descends, else it stops with that token as the bonus.  The tree only decides how many tokens one forward
-yields, never which: the output is the target's, whatever the sampling parameters.
+At its current node a request samples one token exactly as plain decoding does.  If the token is a child of the node,
+the walk descends; else it stops, with that token as the bonus.  So the tree only decides how many tokens one forward
+yields, never which ones, for all sampling parameters.  (With one-hot drafts this is speculative sampling of EAGLE-2,
+section 2.1.)
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Sample = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class WalkState:
-    """A walk in progress.  ``advance`` writes into the output buffers, so only the newest state is of use.
+    """A walk in progress.  ``advance`` writes into the output buffers, so that only the newest state is valid.
 
     Attributes:
         token_ids: int64 ``[num_reqs, num_rows]``; the tree's tokens.
-        parents: int64 ``[num_reqs, num_rows]``; the tree's parents, ``PADDING`` for rows that nothing may match.
+        parents: int64 ``[num_reqs, num_rows]``; the tree's parents, ``PADDING`` for rows that must not match.
         output_token_ids: int32 ``[num_reqs, max_emitted]``; see ``Walk``.
         path_rows: int64 ``[num_reqs, max_emitted]``; see ``Walk``.
         num_emitted: int64 ``[num_reqs]``.
@@ -45,7 +46,7 @@ class WalkState:
 
 
 def start(tree: TokenTree, max_emitted: int | None = None, active: torch.Tensor | None = None) -> WalkState:
-    """Stand at the roots.
+    """Start a walk at the roots.
 
     Args:
         tree: the verified trees.
@@ -62,7 +63,7 @@ def start(tree: TokenTree, max_emitted: int | None = None, active: torch.Tensor 
         active = torch.ones(num_reqs, dtype=torch.bool, device=path_rows.device)
     return WalkState(
         token_ids=tree.token_ids,
-        # A node may hold PADDING for a token (the host's placeholder drafts); it must match nothing.
+        # A node may hold PADDING for a token (vLLM's placeholder drafts); it must match nothing.
         parents=tree.parents.masked_fill(tree.token_ids < 0, PADDING),
         output_token_ids=path_rows.new_full((num_reqs, max_emitted), PADDING, dtype=torch.int32),
         path_rows=path_rows,
@@ -74,7 +75,7 @@ def start(tree: TokenTree, max_emitted: int | None = None, active: torch.Tensor 
 
 
 def current_rows(state: WalkState) -> torch.Tensor:
-    """Row of each request's current node, int64 ``[num_reqs]``; for stopped requests the row they stopped at."""
+    """Return the row of each request's current node, int64 ``[num_reqs]``; of stopped requests the last one."""
     return state.rows
 
 
@@ -104,7 +105,7 @@ def advance(state: WalkState, sampled_token_ids: torch.Tensor) -> WalkState:
 
 
 def finish(state: WalkState) -> Walk:
-    """The result of the walk."""
+    """Return the result of the walk."""
     return Walk(state.output_token_ids, state.path_rows, state.num_emitted)
 
 
@@ -121,16 +122,16 @@ def walk_exact(
         tree: the verified trees.
         sample: the sampler, called once per depth.
         active: bool ``[num_reqs]``; requests to walk, by default all.
-        static_depth: a depth that no tree exceeds.  With it the number of rounds is fixed and nothing is read back.
-            Without it, the loop also ends once no request is active, on a CPU only, where asking costs nothing.
+        static_depth: a depth that no tree exceeds.  With it the number of iterations is fixed and no value is read
+            back.  Without it, on a CPU, the loop also ends once no request is active.
         max_emitted: most tokens to emit; also the width of the result.
     """
     state = start(tree, max_emitted, active)
-    rounds = state.output_token_ids.shape[1]
+    num_depths = state.output_token_ids.shape[1]
     if static_depth is not None:
-        rounds = min(rounds, static_depth + 1)
+        num_depths = min(num_depths, static_depth + 1)
     sync_is_cheap = static_depth is None and state.active.device.type == "cpu"
-    for depth in range(rounds):
+    for depth in range(num_depths):
         if sync_is_cheap and not state.active.any():
             break
         state = advance(state, sample(current_rows(state), state.active, depth))
@@ -144,7 +145,7 @@ def walk_tokens(
     static_depth: int | None = None,
     max_emitted: int | None = None,
 ) -> Walk:
-    """Walk where a token was already sampled at every row (greedy verification on a device).
+    """Walk trees for which a token was already sampled at every row (greedy verification on a device).
 
     Args:
         tree: the verified trees.

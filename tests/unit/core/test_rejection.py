@@ -235,7 +235,7 @@ def test_siblings_in_the_order_of_the_draw():
 
 def test_options():
     assert parse_options({"method": "eagle2", "model": "x", "verification": "rejection"}).verification == "rejection"
-    with pytest.raises(ConfigError, match="needs draft probabilities, which lookup has not"):
+    with pytest.raises(ConfigError, match="needs draft probabilities, which lookup does not have"):
         parse_options({"method": "lookup", "verification": "rejection"})
     with pytest.raises(ConfigError, match="needs budget='fixed'"):
         parse_options({"method": "hass", "model": "x", "verification": "rejection", "budget": "measured"})

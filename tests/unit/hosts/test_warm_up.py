@@ -97,7 +97,7 @@ def test_a_warm_up_leaves_no_trace(monkeypatch, caplog, fails):
     drafting = free_proposer.make_drafting(options, 100)
     warmed, serving = made
     assert drafting._proposer is serving and not serving.seen
-    assert len(warmed.seen) == (0 if fails == "make" else 2 * free_proposer.WARM_UP_ROUNDS)
+    assert len(warmed.seen) == (0 if fails == "make" else 2 * free_proposer.WARM_UP_DRAFTS)
     assert warmed.ended == ([] if fails == "make" else ["synthetic-0", "synthetic-1"])
     assert Guard.total_failures == failures and not caplog.records
     assert not free_proposer.logger.disabled
@@ -117,7 +117,7 @@ def test_a_warm_up_learns_and_asks_the_host():
     (lookup,) = [source for source in union._sources if source is not None]
     assert union.calibration.outcomes.sum() > 64 and lookup.calibration.outcomes.sum() > 64
     assert lookup._traffic.cursor > 100  # requests were ended
-    assert len(asked) == free_proposer.WARM_UP_ROUNDS and all(isinstance(draft, Draft) for draft in asked)
+    assert len(asked) == free_proposer.WARM_UP_DRAFTS and all(isinstance(draft, Draft) for draft in asked)
     assert not any(guard.failures for guard in union._guards)
 
 

@@ -1,6 +1,6 @@
-"""Host features beside our methods, as data: what is refused at start, and which test shows what works.
+"""Features of vLLM beside our methods, as data: which are refused at start, and which test shows that the others work.
 
-The checks at start, the tests and the table of docs/support.md read the same list.
+The checks at start, the tests and the table of docs/support.md read this list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 
 
 class Setting(NamedTuple):
-    """What the host hands over when the speculative config is built."""
+    """What vLLM passes when the speculative config is built."""
 
     model_config: Any
     parallel_config: Any
@@ -39,10 +39,10 @@ class Refusal:
     """A feature that is refused when the engine starts.
 
     Attributes:
-        feature: its name, as in the message.
+        feature: its name in the message.
         fix: what to use instead.
-        used: whether it is in use.
-        example: engine arguments that use it; ``model.NAME`` stands for an attribute of the host's model config.
+        used: returns whether it is in use.
+        example: engine arguments that use it; ``model.NAME`` stands for an attribute of vLLM's model config.
     """
 
     feature: str
@@ -58,7 +58,7 @@ class Support:
     Attributes:
         feature: its name.
         test: the test that shows it, ``file::name``.
-        note: what is special about it.
+        note: a remark for the table.
     """
 
     feature: str
@@ -81,7 +81,7 @@ WORKS = (
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
-    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments held to the schema as the host does"),
+    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
     Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
@@ -113,7 +113,7 @@ REFUSED = (
     ),
     Refusal(
         "asynchronous scheduling",
-        "--no-async-scheduling or leave it to the host",
+        "--no-async-scheduling, or leave the option out",
         lambda s: bool(s.engine_args.async_scheduling) and not s.v2_runner,
         {"async_scheduling": True},
     ),
@@ -200,7 +200,7 @@ REFUSED = (
 
 
 def check_features(method: str, setting: Setting) -> None:
-    """Refuse what our methods cannot be run with, by name.
+    """Refuse features that our methods do not support, by name.
 
     Raises:
         ConfigError: naming the first feature and the fix.
@@ -209,9 +209,7 @@ def check_features(method: str, setting: Setting) -> None:
         raise ConfigError(f"method {method!r} does not run on {current_platform.device_name!r}: use CUDA or a CPU")
     on_cpu = current_platform.is_cpu() and not setting.v2_runner
     if on_cpu and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
-        raise ConfigError(
-            f"method {method!r} does not know the packed KV layout of this processor architecture: use x86-64"
-        )
+        raise ConfigError(f"method {method!r} supports the packed KV layout of x86-64 only: use such a processor")
     for refusal in REFUSED:
         if refusal.used(setting):
             raise ConfigError(
@@ -220,7 +218,7 @@ def check_features(method: str, setting: Setting) -> None:
 
 
 def uses_v2_runner(options: TreeOptions) -> bool:
-    """Whether the host will choose its V2 model runner: where it loads a drafter, and where we may say so."""
+    """Return whether vLLM will choose its V2 model runner for these options."""
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return bool(envs.VLLM_USE_V2_MODEL_RUNNER)
     methods = [find_method(part.method) for part in parts_of(options)]
@@ -233,10 +231,10 @@ class _Runner:
     """A model runner on which not all of our options work.
 
     Attributes:
-        name: as in messages.
-        static: whether a round is the device's alone and of a fixed shape: the host knows nothing of it, and nothing is
-            saved by a node left out.
-        otherwise: what to do with a method it does not serve, beside choosing another.
+        name: in messages.
+        static: whether a draft phase has a fixed shape and stays on the device: the CPU sees no draft, and leaving out
+            a node saves nothing.
+        otherwise: the way out for a method that it does not serve.
     """
 
     name: str
@@ -253,7 +251,7 @@ V1_CUDA = _Runner("vLLM's V1 model runner on CUDA", False, "serve it on a CPU")
 
 
 def check_options(options: TreeOptions, runner: _Runner) -> None:
-    """Refuse what our methods do not do on a runner yet.
+    """Refuse options that do not work on a runner yet.
 
     Raises:
         ConfigError: naming the option and the fix.
@@ -278,9 +276,9 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
             "min_node_value",
             "min_node_value=0, and fewer num_speculative_tokens",
         ),
-        # Answers of other requests are on the host.
+        # Answers of other requests are in CPU memory.
         (runner.static and given["traffic_tokens"], "traffic_tokens", f"traffic_tokens=0, or {runner.otherwise}"),
-        # Asking a device whether to go on costs more than a level.
+        # Reading back from a device whether to go on costs more than a draft level.
         (given["min_level_value"], "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):
         if used:
@@ -313,10 +311,10 @@ def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
 
 
 def feature_table() -> str:
-    """The table of host features in docs/support.md, in Markdown."""
+    """Return the feature table of docs/support.md, in Markdown."""
     rows = [[support.feature, "works", support.note] for support in WORKS]
     rows += [[refusal.feature, "refused", f"use {refusal.fix}"] for refusal in REFUSED]
-    return format_table(["host feature", "with our methods", "note"], rows, markdown=True)
+    return format_table(["vLLM feature", "with our methods", "note"], rows, markdown=True)
 
 
 if __name__ == "__main__":

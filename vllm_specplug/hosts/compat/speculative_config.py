@@ -46,33 +46,32 @@ NO_DRAFTER = "vllm_specplug.hosts.drafters.base.V1Drafter"
 #: vLLM's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.
 V2_WITHOUT_DRAFTER = "ngram_gpu"
 
-#: Draft architectures of the host that our subclass replaces (draft vocabularies, ``fc.bias``).
+#: The draft architecture that replaces vLLM's: it adds draft vocabularies and ``fc.bias``.
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
 EAGLE_MODEL = "vllm_specplug.hosts.drafters.eagle_model:SpecPlugEagleForCausalLM"
 
 
 @config
 class TreeSpeculativeConfig(SpeculativeConfig):
-    """The host's ``eagle``/``eagle3`` configuration with the tree's options beside it.
+    """vLLM's configuration of ``eagle``, ``eagle3`` or a custom drafter, with our options beside it.
 
-    The host keeps doing what it does for those methods: load the drafter, give it paged KV in
-    the prefix cache, reserve lookahead slots.  Importable and picklable: it travels to the
-    engine core and the workers.
+    vLLM does what it does for those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
+    lookahead slots.  The class is importable and picklable, because it is sent to the engine core and the workers.
     """
 
     specplug: Any = None
     """Options of our method (a ``TreeOptions``)."""
 
     v2_runner: bool = False
-    """Whether the host's V2 model runner is to run the trees."""
+    """Whether vLLM's V2 model runner runs the trees."""
 
     metrics_file: str | None = None
-    """Where the worker counts for ``/metrics``, see ``metrics.publish``."""
+    """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
 
     def compute_hash(self) -> str:
-        # The attention of the compiled model is ours: no engine without our methods may take it from a cache.
-        rounded = getattr(model_drafter(self.specplug), "draft_int8", False)
-        return f"specplug-{'int8-' if rounded else ''}{super().compute_hash()}"
+        # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
+        in_int8 = getattr(model_drafter(self.specplug), "draft_int8", False)
+        return f"specplug-{'int8-' if in_int8 else ''}{super().compute_hash()}"
 
     def __post_init__(self):
         result = super().__post_init__()
@@ -87,7 +86,7 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         return any(find_method(part.method).make_on_device is not None for part in parts_of(self.specplug))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Unpickled in the engine core and the workers: their registries must know the drafter too.
+        # Unpickled in the engine core and the workers, whose registries need the drafter too.
         _register_model()
         self.__dict__.update(state)
 
@@ -102,7 +101,7 @@ def _register_model() -> None:
 def build(
     given: dict[str, Any], target_model_config: Any, target_parallel_config: Any, engine_args: Any
 ) -> TreeSpeculativeConfig:
-    """Validate everything that can be known before the engine starts, and build the host's configuration.
+    """Validate everything that is known before the engine starts, and build vLLM's configuration.
 
     Raises:
         ConfigError, CheckpointError: with the fix in the message.
@@ -131,7 +130,7 @@ def build(
         method=vllm_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
-        # V1's drafter selects its inputs by path rows, after the walk: the host's padded batch assumes flat prefixes.
+        # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
         # (On V2 the rows themselves are brought into path order.)
         disable_padded_drafter_batch=not v2,
         target_model_config=target_model_config,

@@ -1,10 +1,10 @@
-"""What a drafter with key/value of its own has missed while drafting paused, and how it takes it in later.
+"""Rows of the target that a drafter with a KV cache has not read while drafting paused.
 
-A paused step must cost what a plain one costs, so the drafter does not run at all; the target's hidden states of the
-step's tokens are kept instead.  When drafting resumes, one forward over them gives the drafter the key/value that it
-would have had.  What is kept is bounded: a request that does not fit (prompts, under load) stays unread, and decodes
-plainly until it ends.  A request that ends while paused takes its gap with it: whoever finds its blocks in the prefix
-cache drafts worse from them, and decodes the same tokens.
+A paused step must cost as much as a plain one, so that the drafter does not run at all.  The target's hidden states of
+the step's tokens are kept instead.  When drafting resumes, one forward over them writes the key/value that the drafter
+lacks.  The kept rows are bounded: a request that does not fit (prompts, under load) stays unread and decodes plainly
+until it ends.  A request that ends while drafting is paused leaves a gap in its blocks.  A later request that finds
+those blocks in the prefix cache is drafted worse, and decodes the same tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass
 class _Missed:
-    """Tokens ``[start, stop)`` of one request: rows of the tensors kept."""
+    """Tokens ``[start, stop)`` of one request, as rows of kept tensors."""
 
     start: int
     stop: int
@@ -29,14 +29,14 @@ class _Missed:
 
 
 class MissedRows:
-    """The hidden states that the drafter has not seen, by request.
+    """The hidden states that the drafter has not read, by request.
 
     Args:
-        max_rows: the most that are kept, and so the most that one catch-up forward runs over.
+        max_rows: most rows to keep, which bounds the catch-up forward.
 
     Attributes:
-        num_rows: how many are kept.
-        unread: requests with a gap that nothing will fill.
+        num_rows: rows that are kept.
+        unread: requests with a gap that stays.
     """
 
     def __init__(self, max_rows: int):
@@ -46,7 +46,7 @@ class MissedRows:
         self._missed: dict[str, _Missed] = {}
 
     def admit(self, request_ids: Sequence[str], counts: np.ndarray) -> np.ndarray:
-        """Which requests' rows of a step are kept; the others are unread from now on.
+        """Decide which requests' rows of a step are kept; the other requests are unread from now on.
 
         Args:
             request_ids: of the step.
@@ -69,18 +69,18 @@ class MissedRows:
         return kept
 
     def add(self, request_ids: Sequence[str], hidden: torch.Tensor, starts: list[int], counts: list[int]) -> None:
-        """Keep rows of one step, of requests that were admitted.
+        """Keep rows of one step, of admitted requests.
 
         Args:
             request_ids: in the order of the rows.
-            hidden: ``[num_rows, hidden_size]``; kept as it is, so it must not be a buffer that changes.
+            hidden: ``[num_rows, hidden_size]``; kept without a copy, so that it must not be a reused buffer.
             starts: index of each request's first token among its tokens.
             counts: rows of each request.
         """
         first = 0
         for request_id, start, count in zip(request_ids, starts, counts, strict=True):
             missed = self._missed.get(request_id)
-            if missed is not None and missed.stop != start:  # preempted: it is computed anew, from some point on
+            if missed is not None and missed.stop != start:  # preempted, and computed again from some token on
                 self._forget(request_id)
                 missed = None
             if missed is None:
@@ -91,7 +91,7 @@ class MissedRows:
         self.num_rows += first
 
     def take(self, request_ids: Sequence[str]) -> list[tuple[int, int, torch.Tensor]]:
-        """Hand over, and forget, what these requests have missed: (place in ``request_ids``, start, hidden states)."""
+        """Return and forget what these requests have missed: (index in ``request_ids``, start, hidden states)."""
         taken = []
         for place, request_id in enumerate(request_ids):
             missed = self._missed.get(request_id)

@@ -1,7 +1,8 @@
-"""What a drafter keeps of its context, without the rest of its forward.
+"""Writes a drafter's key/value of context rows without the rest of its forward.
 
-Of a head with one layer, rows from which no draft grows are needed as key/value only: not their attention, its output
-projection and the MLP, most of the work.  So it reads prompts, and what it missed while drafting paused.
+In a drafter with one layer, rows from which no draft grows are needed as key/value only.  Their attention, its output
+projection and the MLP, most of the work, are left out.  Prompts are read this way, and rows that were missed while
+drafting paused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class ContextWriter:
     """Computes and writes the key/value of a drafter's only layer.
 
     Args:
-        model: one that ``knows`` tells true of.
+        model: one that ``supports`` accepts.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -25,19 +26,19 @@ class ContextWriter:
         self._attention = self._layer.self_attn
 
     @staticmethod
-    def knows(model: torch.nn.Module) -> bool:
-        """Whether ``model`` is an EAGLE head of one layer as the host builds it (and no class derived from it)."""
+    def supports(model: torch.nn.Module) -> bool:
+        """Return whether ``model`` is an EAGLE drafter of one layer as vLLM builds it, and no derived class."""
         return type(model) in (SpecPlugEagleForCausalLM, Eagle3LlamaForCausalLM) and len(model.model.layers) == 1
 
     def key_value(
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention would find of these rows.
+        """Compute the key/value of these rows.
 
         Args:
-            token_ids: int ``[num_rows]``; the token *behind* each row's.
+            token_ids: int ``[num_rows]``; the token *behind* that of each row.
             positions: int ``[num_rows]``.
-            hidden_states: ``[num_rows, hidden_size]``; of EAGLE-3, its three layers' combined.
+            hidden_states: ``[num_rows, hidden_size]``; of EAGLE-3: its three layers combined.
 
         Returns:
             Each ``[num_rows, num_kv_heads, head_size]``.
@@ -63,7 +64,7 @@ class ContextWriter:
     ) -> None:
         """Write ``key_value`` to the drafter's pages; ``slot_mapping`` int64 ``[num_rows]``.
 
-        ``hidden_states`` are as the target gives them: of EAGLE-3, of three layers side by side.
+        ``hidden_states`` are the target's; for EAGLE-3 those of three layers side by side.
         """
         if isinstance(self._model, Eagle3LlamaForCausalLM):
             hidden_states = self._model.combine_hidden_states(hidden_states)

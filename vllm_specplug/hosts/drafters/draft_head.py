@@ -1,4 +1,4 @@
-"""LM heads of drafters: on a CPU in 8 bits, or packed as the host packs its own linear layers."""
+"""LM heads of drafters: on a CPU in 8 bits, or packed as vLLM packs its own linear layers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from vllm_specplug.hosts.drafters.int8_linear import Int8Linear
 
 
 class DraftHead(torch.nn.Module):
-    """Logits over a draft vocabulary.
+    """Computes logits over a draft vocabulary.
 
     Args:
         weight: ``[draft_vocab, hidden_size]``, in the dtype of the hidden states.
-        in_int8: whether both are rounded, see ``int8_linear``.
+        in_int8: whether weights and hidden states are quantised, see ``int8_linear``.
     """
 
     def __init__(self, weight: torch.Tensor, in_int8: bool = False):
         super().__init__()
-        self._rounded = Int8Linear(weight) if in_int8 else None
+        self._quantised = Int8Linear(weight) if in_int8 else None
         if in_int8:
             return
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self.cpu_linear = F.linear  # the name that the host's packing sets
+        self.cpu_linear = F.linear  # the name that vLLM's packing sets
         if weight.device.type == "cpu":
             dispatch_cpu_unquantized_gemm(self, remove_weight=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
-        if self._rounded is not None:
-            return self._rounded(hidden)
+        if self._quantised is not None:
+            return self._quantised(hidden)
         return self.cpu_linear(hidden, self.weight, None)

@@ -1,4 +1,4 @@
-"""Which noise each request is drafted with above temperature 0, and generators for requests without a seed."""
+"""The noise that drafts use above temperature 0, and generators for requests without a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm_specplug")
 
 
 def noise_is_known(sampler: Sampler) -> bool:
-    """Whether the host's sampler draws the noise that ``noise.gumbel_noise`` gives: tried out on flat logits."""
+    """Return whether vLLM's sampler draws the noise of ``noise.gumbel_noise``, by a trial on flat logits."""
     count, vocab_size = 16, 500
     generators = {row: torch.Generator().manual_seed(row) for row in range(count)}
     seeds = upcoming_seeds(list(generators.values()), 1)
@@ -28,17 +28,17 @@ def noise_is_known(sampler: Sampler) -> bool:
 
 
 class DraftNoise:
-    """Coupled noise for requests that are walked exactly, noise of its own where drafts are verified by rejection."""
+    """Coupled noise for requests that are walked exactly; separate noise for those that are verified by rejection."""
 
     def __init__(self, runner: Any, options: TreeOptions, has_custom_processors: bool):
         self._runner = runner
         self._num_nodes = options.num_speculative_tokens
-        #: Whether requests that can be are verified by rejection.
+        #: Whether requests are verified by rejection if they can be.
         self.rejects = options.verification == "rejection" and not has_custom_processors
         self.couples = options.verification != "typical" and getattr(model_drafter(options), "coupled", False)
         self.couples = self.couples and runner.may_couple
         if self.couples and not noise_is_known(runner.sampler):
-            logger.warning("vllm-specplug: the host's sampler draws unknown noise: drafts are not coupled with it")
+            logger.warning("vllm-specplug: vLLM's sampler draws noise of another kind: drafts are not coupled with it")
             self.couples = False
         self._own: dict[str, torch.Generator] = {}
 
@@ -47,39 +47,39 @@ class DraftNoise:
             self._own.pop(req_id, None)
 
     def generators(self) -> dict[int, torch.Generator]:
-        """Of the batch, by place: the requests' own, and ones of ours for requests without a seed."""
+        """Return the generator per batch index: the request's own if seeded, else one created here."""
         batch = self._runner.input_batch
         if not (self.couples or self.rejects) or batch.all_greedy:
             return batch.generators
         found = dict(batch.generators)
-        for place, req_id in enumerate(batch.req_ids):
-            if place not in found and req_id not in batch.greedy_reqs:
+        for index, req_id in enumerate(batch.req_ids):
+            if index not in found and req_id not in batch.greedy_reqs:
                 if req_id not in self._own:
-                    # From the global generator, which the host seeds: a server's seed still says all that follows.
+                    # From the global generator, which vLLM seeds: the server's seed still determines all tokens.
                     seed = int(torch.randint(0, SEED_RANGE, (1,)))
                     self._own[req_id] = torch.Generator().manual_seed(seed)
-                found[place] = self._own[req_id]
+                found[index] = self._own[req_id]
         return found
 
     def rejected(self, num_reqs: int) -> list[bool]:
-        """Whose drafts are verified by rejection."""
-        return [self.rejects and self._can_reject(place) for place in range(num_reqs)]
+        """Return per batch index whether its drafts are verified by rejection."""
+        return [self.rejects and self._can_reject(index) for index in range(num_reqs)]
 
     def sampling(self, num_levels: int, width: int) -> DraftSampling | None:
-        """How to draft the next round; None: the likeliest tokens for all."""
+        """Return how to sample the next draft; None: take the likeliest tokens for all requests."""
         runner, batch = self._runner, self._runner.input_batch
         if not (self.couples or self.rejects) or batch.all_greedy:
             return None
         num_reqs, metadata = batch.num_reqs, batch.sampling_metadata
         found = self.generators()
-        generators = [found.get(place) for place in range(num_reqs)]
+        generators = [found.get(index) for index in range(num_reqs)]
         own = torch.tensor(self.rejected(num_reqs))
         temperature = metadata.temperature[:num_reqs]
         if not self.couples:
             temperature = temperature.where(own, 0.0)
         seeds = upcoming_seeds(generators, num_levels).unsqueeze(2).repeat(1, 1, width)
-        for place in own.nonzero().flatten().tolist():
-            seeds[place] = torch.randint(0, SEED_RANGE, (num_levels, width), generator=generators[place])
+        for index in own.nonzero().flatten().tolist():
+            seeds[index] = torch.randint(0, SEED_RANGE, (num_levels, width), generator=generators[index])
         vocab_size = runner.model_config.get_vocab_size()
         return DraftSampling(
             temperature=temperature,
@@ -89,13 +89,13 @@ class DraftNoise:
             coupled=~own,
         )
 
-    def _can_reject(self, place: int) -> bool:
-        """Whether a request's drafts may be verified by rejection.
+    def _can_reject(self, index: int) -> bool:
+        """Return whether a request's drafts can be verified by rejection.
 
-        Near the end of the context drafts may be cut, which must not depend on what was sampled.
+        Near the end of the context drafts may be truncated, and that must not depend on the sampled tokens.
         """
         runner, batch = self._runner, self._runner.input_batch
-        request = runner.requests[batch.req_ids[place]]
-        if batch.num_tokens_no_spec[place] + self._num_nodes >= runner.max_model_len:
+        request = runner.requests[batch.req_ids[index]]
+        if batch.num_tokens_no_spec[index] + self._num_nodes >= runner.max_model_len:
             return False
         return is_plainly_sampled(request.sampling_params)

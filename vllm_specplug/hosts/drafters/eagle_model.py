@@ -1,4 +1,4 @@
-"""EAGLE-1/2/HASS heads in the host: its own model plus ``fc.bias`` and draft vocabularies."""
+"""EAGLE-1/2/HASS drafters in vLLM: its own model plus ``fc.bias`` and draft vocabularies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_specplug.hosts.drafters.int8_linear import quantise_layers
 
 
 class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
-    """The host's EAGLE head; ``d2t`` is read here, and the LM head's rows come from the target."""
+    """vLLM's EAGLE model; ``d2t`` is read here, and the LM head's rows come from the target."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         config = vllm_config.speculative_config.draft_model_config.hf_config
         has_bias = getattr(config, "bias", True)
-        config.bias = False  # to the host's layers it would mean biases of the attention, left uninitialised
+        config.bias = False  # vLLM's layers would read it as biases of the attention, and leave them uninitialised
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         #: Offsets ``[draft_vocab]`` from draft to target token ids; None: the drafter has the target's vocabulary.
         self.d2t: torch.Tensor | None = None
@@ -33,10 +33,10 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
                 prefix=f"{prefix}.model.fc" if prefix else "model.fc",
                 return_bias=False,
             )
-            # A checkpoint may say `bias` (or nothing, which means true) and carry none.
+            # A checkpoint may say `bias` (the default) and contain none.
             self.model.fc.bias.data.zero_()
         if model_drafter(vllm_config.speculative_config.specplug).draft_int8:
-            # fc reads embeddings beside features of another size: what rounds to the larger loses the smaller
+            # fc reads embeddings beside features of another scale; one scale for both would lose the smaller ones
             quantise_layers(self, besides=("fc",))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]):

@@ -1,4 +1,4 @@
-"""The host's EAGLE proposer, drafting trees: its model loading, paged KV and first forward; our growth."""
+"""EAGLE on the V1 runner: vLLM's model loading, paged KV and first forward; our growth of trees."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
 
-#: From so many rows on, besides those from which drafts grow, the drafter's context is written without the rest of its
-#: forward: with less to save, the calls for that may take as long (benchmarks/test_draft_context.py).
+#: Context rows from which on the drafter's key/value is written without the rest of its forward.  With fewer rows the
+#: extra calls take as long as they save (benchmarks/test_draft_context.py).
 WRITTEN_ROWS = 32
 
 
 class TreeEagleProposer(DraftHooks, EagleProposer):
-    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) on the host's paged draft KV.
+    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) on vLLM's paged draft KV.
 
-    The first forward of a round is the host's own: it re-runs the drafter over the accepted
-    tokens with the target's hidden states (stable KV); of many rows only over the last of each request.  The levels
-    behind it keep their key/value in a scratch that is thrown away, so that drafting never touches committed pages.
+    The first forward of a draft phase is vLLM's own.  It runs the drafter over the accepted tokens with the target's
+    hidden states (stable KV); if there are many rows, only over the last row of each request.  The levels behind it
+    keep their key/value in a scratch, so that drafting never touches committed pages.
     """
 
     grows_by_level = True
@@ -48,9 +48,9 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self.path_index: torch.Tensor | None = None
         self._vocabulary: ContextVocabulary | None = None
         self._first_pass: tuple[Any, ...] | None = None
-        #: What the drafter has not seen of the requests, see ``catch_up``.
+        #: Rows that the drafter has not read, see ``catch_up``.
         self.missed = MissedRows(self.max_num_tokens)
-        #: None where every row takes the whole forward.
+        #: None: every row takes the whole forward.
         self.context: ContextWriter | None = None
 
     def follow(self, plan: StepPlan) -> None:
@@ -70,7 +70,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
         self._scratch = LevelScratch(self.vllm_config, self.draft_layers, self.options, self.dtype, self.device)
         simple = not (self.needs_extra_input_slots or self.use_heterogeneous_vocab or self.uses_mrope)
-        if self.device.type == "cpu" and simple and ContextWriter.knows(self.model):
+        if self.device.type == "cpu" and simple and ContextWriter.supports(self.model):
             self.context = ContextWriter(self.model)
 
     def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
@@ -110,7 +110,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self.missed.add(request_ids, rows, starts, counts[kept].tolist())
 
     def catch_up(self) -> None:
-        """Run the drafter over what it has missed of the scheduled requests: their key/value is then complete."""
+        """Run the drafter over the missed rows of the scheduled requests; their key/value is then complete."""
         batch = self.runner.input_batch
         taken = self.missed.take(batch.req_ids)
         if not taken:
@@ -146,12 +146,12 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         )
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
 
-    # ---- one round
+    # ---- one draft phase
 
     def prepare_inputs(self, common_attn_metadata, sampled_token_ids, num_draft_tokens):
-        """The host's selection of accepted rows as a flat prefix, turned into path rows.
+        """Turn vLLM's selection of accepted rows, a flat prefix, into path rows.
 
-        Slots stay those of the flat prefix, where the accepted key/value has been moved to.
+        Slots stay those of the flat prefix, to which the accepted key/value was moved.
         """
         metadata, token_indices = super().prepare_inputs(common_attn_metadata, sampled_token_ids, num_draft_tokens)
         assert self.path_index is not None
@@ -162,9 +162,9 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         return self._first_pass
 
     def propose(self, **kwargs: Any) -> Draft:  # type: ignore[override]
-        """Draft one tree per request, where the host drafts a chain."""
+        """Draft one tree per request; vLLM would draft a chain."""
         begin = time.perf_counter()
-        # With no tokens to draft, the host's propose is just the re-seeding forward.
+        # With no tokens to draft, vLLM's propose is only the re-seeding forward.
         super().propose(**{**self._last_rows_only(kwargs), "num_speculative_tokens": 0})
         first_pass = time.perf_counter() - begin
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
@@ -210,11 +210,11 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         return draft
 
     def writes(self, num_rows: int, num_reqs: int) -> bool:
-        """Whether so many rows of so many requests are written, and only the last of each runs."""
+        """Return whether only the last row of each request runs, and the others are written as key/value."""
         return self.context is not None and num_rows - num_reqs >= WRITTEN_ROWS
 
     def _last_rows_only(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the host's first forward, of the last row of each request where all are written first."""
+        """Reduce vLLM's first forward to the last row of each request, if all rows are written first."""
         metadata, token_ids = kwargs["common_attn_metadata"], kwargs["target_token_ids"]
         if kwargs.get("token_indices_to_sample") is not None or not self.writes(len(token_ids), metadata.num_reqs):
             return kwargs
@@ -252,7 +252,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
 
 def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
-    """The tokens behind the rows: ``token_ids`` moved by one, ``next_token_ids`` at the ``last`` rows."""
+    """Return the tokens behind the rows: ``token_ids`` moved by one, ``next_token_ids`` at the ``last`` rows."""
     shifted = token_ids.roll(-1)
     shifted[last.long()] = next_token_ids.to(shifted.dtype)
     return shifted
@@ -281,7 +281,7 @@ def _metadata(
 
 
 class _Growth:
-    """Whether a round's next level is drafted, and what each took."""
+    """Decides whether the next level is drafted, and times the levels."""
 
     def __init__(self, floor: float, budget: Any):
         self.floor, self.budget = floor, budget
@@ -294,10 +294,10 @@ class _Growth:
         return grows and self.budget.may_grow(beam_values)
 
     def scored(self, level: int) -> None:
-        """The nodes of a level are known; those of the first come with the first pass."""
+        """Note that a level was scored; the first level comes with the first pass."""
         if level:
             self._level_seconds.append(time.perf_counter() - self._asked)
 
     def report(self, first_pass: float, num_rows: int, level_rows: int) -> None:
-        """Tell the budget what the round took: its first pass over ``num_rows`` in seconds, and the levels."""
+        """Report times to the budget: ``first_pass`` seconds over ``num_rows`` rows, and the levels."""
         self.budget.drafted(first_pass, num_rows, self._level_seconds, level_rows)

@@ -53,7 +53,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             width = self.block_tables.input_block_tables[0].shape[1]
             self._record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device))
 
-    # ---- one round
+    # ---- one draft phase
 
     def sample_draft(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Keep the hidden states that vLLM would sample its first draft from; the returned tokens are not used."""

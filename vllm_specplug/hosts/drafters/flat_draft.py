@@ -24,11 +24,11 @@ class FlatDraft:
     """A request's drafted nodes, the root left out: entry ``i`` is row ``i + 1`` of its tree.
 
     Attributes:
-        token_ids: of the nodes, parent-first.
+        token_ids: the nodes' tokens, parent-first.
         parents: row of each node's parent.
         log_values: see ``Draft``.
         sources: names of the proposers of each node; empty where there is only one proposer.
-        drawn_from: the distributions that the nodes were drawn from; None where they are to be walked exactly.
+        drawn_from: the distributions that the nodes were drawn from; None if the tree is walked exactly.
     """
 
     token_ids: list[int]
@@ -39,7 +39,7 @@ class FlatDraft:
 
 
 def flatten(draft: Draft, rejected: Sequence[bool] | None = None) -> list[FlatDraft]:
-    """The drafts of a batch, request by request; ``rejected`` says which are verified by rejection (default: none)."""
+    """Split the drafts of a batch by request; ``rejected`` marks those verified by rejection (default: none)."""
     tree, names, proposal = draft.tree, draft.source_names, draft.proposal
     sizes = tree.num_rows.tolist()
     token_ids, parents, log_values = tree.token_ids.tolist(), tree.parents.tolist(), draft.log_values.tolist()

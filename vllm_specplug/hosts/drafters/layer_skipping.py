@@ -1,8 +1,8 @@
-"""Forwards of the host's target model with some sub-layers left out, through the host's own forward.
+"""Runs vLLM's target model with some sub-layers left out, through vLLM's own forward.
 
-A decoder layer adds what its attention and its MLP give to the residual stream: one that gives zeros is left out.  For
-the time of a drafting forward, which always runs eagerly, the ``forward`` of those modules is another; what the host
-has compiled is not touched, so that no set of layers is ever compiled for.
+A decoder layer adds the outputs of its attention and its MLP to the residual stream, so that an output of zeros leaves
+the sub-layer out.  During a drafting forward, which always runs eagerly, the ``forward`` of those modules is replaced.
+vLLM's compiled model is not touched, so that nothing is compiled for a set of layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerSkipping:
     """The target model whose sub-layers can be left out.
 
     Args:
-        target_model: the host's.
+        target_model: vLLM's.
 
     Raises:
         ConfigError: its architecture is not one of ``ARCHITECTURES``, or not all of its layers are in this process.
@@ -59,12 +59,12 @@ class LayerSkipping:
         return len(self._layers)
 
     def attention_names(self) -> list[str]:
-        """Of each layer, the host's name of its attention."""
+        """Return vLLM's name of the attention of each layer."""
         return [layer.self_attn.attn.layer_name for layer in self._layers]
 
     @contextlib.contextmanager
     def left_out(self, layer_set: LayerSet) -> Iterator[None]:
-        """Forwards inside run without these sub-layers; the host's forward context must skip what is compiled."""
+        """Run forwards inside without these sub-layers; vLLM's forward context must skip the compiled model."""
         whole = set(layer_set.attention) & set(layer_set.mlp)
         changed = [(self._layers[i], _passed_on) for i in whole]
         changed += [(self._layers[i].self_attn, _nothing_to_add) for i in layer_set.attention if i not in whole]

@@ -1,4 +1,4 @@
-"""Proposers without a model of the host's, driven by what the host knows of each request."""
+"""Model-free proposers on the V1 runner: warmed up, called with the tokens of each request, checked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger("vllm_specplug")
 #: ``draft_by_model(expected)``: ``expected`` float ``[num_reqs]``, see ``DraftContext``, or None without other drafts.
 DraftByModel = Callable[["torch.Tensor | None"], "Draft | None"]
 
-#: Rounds of the warm-up: by then each proposer has learned from what it drafted.
-WARM_UP_ROUNDS = 24
+#: Draft phases of the warm-up: by then each proposer has learned from its drafts.
+WARM_UP_DRAFTS = 24
 
 
 def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftContext:
-    """Requests of repetitive text, to time proposers with."""
+    """Make requests of repetitive text, to time proposers with."""
     count = max(min(max_len, 512) - 1, 1)
     token_ids = torch.zeros(num_reqs, max_len, dtype=torch.int32)
     token_ids[:, :count] = torch.arange(count) % min(64, vocab_size)
@@ -43,14 +43,14 @@ def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftCont
 
 
 def warm_up(options: TreeOptions, make: Callable[[], Proposer], vocab_size: int) -> None:
-    """Let a proposer made for this do all that one does, so that no request waits for a compiler.
+    """Run a proposer through all its code, so that no request waits for a compiler.
 
-    What fails here costs nothing: it fails again where it counts, and is counted and said there.
+    A failure here is ignored: it will occur again while serving, where it is counted and logged.
     """
     failures, was_disabled, began = Guard.total_failures, logger.disabled, time.perf_counter()
     logger.disabled = True
     try:
-        with suppress(Exception):  # a third party's code, see ``Guard``
+        with suppress(Exception):  # third-party code, see ``Guard``
             _warm_up(options, make(), vocab_size)
     finally:
         Guard.total_failures, logger.disabled = failures, was_disabled
@@ -62,9 +62,9 @@ def warm_up(options: TreeOptions, make: Callable[[], Proposer], vocab_size: int)
 def _warm_up(options: TreeOptions, proposer: Proposer, vocab_size: int) -> None:
     guard = Guard(options.method)
     whole = synthetic_context(2, 256, vocab_size)
-    for step in range(WARM_UP_ROUNDS):
-        # Answers of ended requests are looked up too.
-        if step == WARM_UP_ROUNDS - 1 and isinstance(proposer, Remembering):
+    for step in range(WARM_UP_DRAFTS):
+        # The proposer also reads answers of requests that have ended.
+        if step == WARM_UP_DRAFTS - 1 and isinstance(proposer, Remembering):
             guard.run(lambda: proposer.finish(whole.request_ids))
         count = 128 + 4 * step
         roots = whole.token_ids[:, count - 1].long()
@@ -79,7 +79,7 @@ def _warm_up(options: TreeOptions, proposer: Proposer, vocab_size: int) -> None:
 
 
 def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftContext:
-    """What the host knows of each request; ``wanted`` bool ``[num_reqs]``, see ``DraftContext``."""
+    """Make the context from vLLM's batch; ``wanted`` bool ``[num_reqs]``, see ``DraftContext``."""
     num_reqs = input_batch.num_reqs
     token_ids = torch.from_numpy(input_batch.token_ids_cpu[:num_reqs])
     num_tokens = torch.from_numpy(input_batch.num_tokens_no_spec[:num_reqs]).long()

@@ -1,8 +1,8 @@
-"""SWIFT in the host: the target drafts over its own pages, with some of its sub-layers left out.
+"""SWIFT on the V1 runner: the target drafts over its own pages, with some of its sub-layers left out.
 
-Key/value of drafted tokens lives in a scratch outside the pages, so that drafting cannot touch what is committed, and
-the verification writes the pages of what it accepts, as for every other method.  Candidate sets are scored the same
-way, between the steps, as often as the ledger allows.
+Key/value of drafted tokens is kept in a scratch outside the pages, so that drafting cannot touch committed pages.
+Verification writes the pages of accepted tokens, as for every method.  Candidate layer sets are scored in the same way
+between the steps, as often as the ledger allows.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from vllm_specplug.types import Draft
 
 logger = logging.getLogger("vllm_specplug")
 
-#: Candidates scored on one window while there is another, and steps between two looks at a set whose search has ended.
-WINDOW_USES, CHECK_EVERY = 8, 50
-#: What the Gaussian process is believed to take before it was timed.
+#: Candidates that are scored on one window, if there is another window.
+WINDOW_USES = 8
+#: Steps between two scorings of the best set after its search has ended.
+CHECK_EVERY = 50
+#: Seconds that the Gaussian process is assumed to take before it was timed.
 FIRST_GUESS_SECONDS = 0.1
 
 
 class _Window(NamedTuple):
-    """Tokens ``start`` to ``start + context_window`` of a request, whose successors are known."""
+    """Tokens ``start`` to ``start + context_window`` of a request; the tokens behind them are known."""
 
     request_id: str
     start: int
 
 
 class _Open(NamedTuple):
-    """A draft of which it is not known yet what the target chose."""
+    """A draft whose outcome is not known yet."""
 
     num_tokens: int
     draft_steps: int
@@ -57,7 +59,7 @@ class _Open(NamedTuple):
 
 
 class SwiftProposer(V1Drafter):
-    """The target itself, with layers left out; it looks for better layer sets at the end of a round."""
+    """The target itself, with layers left out; it searches for better layer sets behind the draft phase."""
 
     options: SwiftOptions
 
@@ -66,7 +68,7 @@ class SwiftProposer(V1Drafter):
         self.max_model_len = vllm_config.model_config.max_model_len
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
         self._wanted = np.zeros(0, dtype=bool)
-        #: Rows of the scratch that belong to each place in the batch.
+        #: Rows of the scratch per batch index.
         self._capacity = max(self.options.draft_depth, self.options.context_window)
         self._open: dict[str, _Open] = {}
         #: By request: the end of its last window.
@@ -86,7 +88,7 @@ class SwiftProposer(V1Drafter):
         self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
         self.state.search()
 
-    # ---- one round
+    # ---- hooks of the draft phase
 
     def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
         self._wanted = wanted
@@ -101,7 +103,7 @@ class SwiftProposer(V1Drafter):
                 acceptance.accepted += new - 1
 
     def after_draft(self, step_began: float) -> None:
-        """Look for better layer sets, if there is time."""
+        """Search for better layer sets, if the ledger allows."""
         request_ids, seconds = self.runner.input_batch.req_ids, time.perf_counter() - step_began
         self.ledger.serve(request_ids, seconds)
         begin = time.perf_counter()
@@ -138,7 +140,7 @@ class SwiftProposer(V1Drafter):
         num_reqs = len(sampled_token_ids)
         last = np.maximum(num_tokens_no_spec[:num_reqs] - 1, 0).astype(np.int64)
         roots = torch.from_numpy(token_ids_cpu[np.arange(num_reqs), last]).long()
-        # Behind the last position of the model nothing can be emitted.
+        # Nothing can be emitted behind the model's last position.
         drafted = np.flatnonzero(self._wanted & (last < self.max_model_len - 1))
         groups: dict[str, list[int]] = {}
         for place in drafted.tolist():
@@ -175,7 +177,7 @@ class SwiftProposer(V1Drafter):
 
     @torch.inference_mode()
     def _optimise(self, request_ids: list[str], step_seconds: float) -> None:
-        """Score one set on one window, if the ledger allows."""
+        """Score one layer set on one window, if the ledger allows."""
         self._steps_since_look += 1
         if not self.ledger.allows(request_ids, self._trial_seconds or step_seconds):
             return
@@ -204,7 +206,7 @@ class SwiftProposer(V1Drafter):
             logger.debug("vllm-specplug: swift: step %d, matchness %.3f", search.all_steps, search.matchness)
 
     def _choose_window(self, request_ids: list[str]) -> _Window | None:
-        """The window in use while it is fresh, or there is no other; else the newest tokens of an answer."""
+        """Return the current window while it is fresh or the only one; else the newest tokens of an answer."""
         batch, gamma = self.runner.input_batch, self.options.context_window
         if self._window is not None and self._window.request_id not in request_ids:
             self._window = None
@@ -214,7 +216,7 @@ class SwiftProposer(V1Drafter):
             request_id = request_ids[place]
             start = int(batch.num_tokens_no_spec[place]) - 1 - gamma
             found = _Window(request_id, start)
-            # The first token of an answer is chosen behind the last one of the prompt.
+            # The first token of an answer is predicted from the last one of the prompt.
             if start < max(int(batch.num_prompt_tokens[place]) - 1, self._looked_at.get(request_id, 0)):
                 continue
             if self._search(found).stopped and (not self.options.adapt or self._steps_since_look < CHECK_EVERY):
@@ -228,7 +230,7 @@ class SwiftProposer(V1Drafter):
         return self.state.search(self._stream(window.request_id))
 
     def _matchness(self, layer_set: LayerSet, place: int, start: int) -> float:
-        """Share of the window's tokens that the drafting model picks behind those before (SWIFT, section 4.1.2)."""
+        """Return the share of the window's tokens that the drafting model predicts (SWIFT, section 4.1.2)."""
         gamma = self.options.context_window
         tokens = torch.from_numpy(self.runner.input_batch.token_ids_cpu[place, start : start + gamma + 1]).long()
         mask = torch.ones(1, gamma, gamma, dtype=torch.bool).tril()
@@ -249,10 +251,10 @@ class SwiftProposer(V1Drafter):
         """Run the target without ``layer_set``.
 
         Args:
-            layer_set: sub-layers left out.
-            requests: int64 ``[n]``; places in the batch.
+            layer_set: sub-layers to leave out.
+            requests: int64 ``[n]``; batch indices.
             context_lens: int64 ``[n]``; tokens whose pages are read.
-            token_ids: int64 ``[n, width]``; fed behind them and behind the ``first`` tokens of earlier forwards.
+            token_ids: int64 ``[n, width]``; tokens behind the context and the ``first`` tokens of earlier forwards.
             first: tokens fed since the context.
             mask: bool ``[n, width, first + width]``; which of the fed tokens each row sees.
 

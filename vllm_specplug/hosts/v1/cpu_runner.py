@@ -1,4 +1,4 @@
-"""The V1 model runner with trees on the host's CPU attention."""
+"""The V1 model runner with trees on vLLM's CPU attention."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_specplug.kernels.tree_attention import write_rows
 
 
 class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
-    """CPU runner of the host whose drafts are trees."""
+    """vLLM's CPU runner with draft trees."""
 
     level_metadata = staticmethod(level_metadata)
 
     def check_target(self) -> None:
-        """Refuse a target whose layers keep keys and values of different shapes.
+        """Refuse a target whose layers have keys and values of different shapes.
 
         Raises:
             ConfigError: naming a layer.
@@ -61,7 +61,7 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
     def commit(self, plan: StepPlan) -> None:
         """Write the accepted rows' key/value behind the context, in all layers.
 
-        In a forward of trees only nothing was written before: rejected rows never reach the pages.
+        A forward that has tree rows only writes nothing to the pages: rejected rows never reach them.
         """
         rows = self._step.rows
         if rows is None:

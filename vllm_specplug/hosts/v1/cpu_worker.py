@@ -1,4 +1,4 @@
-"""The host's CPU worker with our model runner."""
+"""vLLM's CPU worker with our V1 model runner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_specplug.kernels.tree_attention import select_backend
 
 
 class TreeCPUWorker(CPUWorker):
-    """Selected through ``worker_cls`` when one of our methods is configured."""
+    """Selected through ``worker_cls`` on a CPU with the V1 runner."""
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
@@ -27,12 +27,12 @@ class TreeCPUWorker(CPUWorker):
             )
         with custom_processors_hidden(self.model_config):
             super().init_device()
-        # The host builds its runner inside init_device and takes no class; its buffers are freed here.
+        # vLLM builds its own runner inside init_device; its buffers are freed here.
         self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        # What loading and compiling two models has left behind goes back to the system (some 60 MiB here) before the
+        # Memory that was freed after loading and compiling two models goes back to the system (some 60 MiB) before the
         # pages of the KV cache are touched.
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
@@ -44,7 +44,7 @@ class TreeCPUWorker(CPUWorker):
         self.model_runner.prepare_budget()
         return times
 
-    # Asked by ``specplug calibrate cost``, through the host's ``collective_rpc``:
+    # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
 
     def measure_costs(self) -> dict[str, Any]:
         """Time the parts of a step anew."""
@@ -53,17 +53,17 @@ class TreeCPUWorker(CPUWorker):
         return {"facts": serving.facts}
 
     def forget_worth(self) -> None:
-        """As if nothing had been drafted yet; costs are kept."""
+        """Forget the values of drafts; costs are kept."""
         self.model_runner.serving_budget.restart()
 
     def report_budget(self, batches: list[int]) -> dict[str, Any]:
-        """Costs, reliability, and what would be chosen for batches of these sizes."""
+        """Return costs, reliability, and the budget's choices for batches of these sizes."""
         budget = self.model_runner.serving_budget.budget
         choices = [budget.choice(batch) for batch in batches]
         return {"seconds": budget.costs.to_json(), "reliability": budget.reliability.curve(), "choices": choices}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        select_backend()  # builds the op, or says that it cannot, before the first request
+        select_backend()  # builds the op, or logs why it cannot, before the first request
         with tree_backend_selected():
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))

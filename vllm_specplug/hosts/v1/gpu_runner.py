@@ -1,4 +1,4 @@
-"""The V1 model runner with trees on a device: the Triton kernels of the V2 runner, the host values of V1."""
+"""The V1 model runner with trees on a device: the Triton kernels of V2, the CPU values of V1."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
 
 
 class TreeDeviceModelRunner(TreeModelRunner):
-    """Mixed into a V1 runner of the host whose attention is that of ``v1_gpu_attention``."""
+    """Mixed into a V1 runner of vLLM with the attention of ``attention.paged``."""
 
     level_metadata = staticmethod(level_metadata)
-    may_couple = False  # what we know is the noise of the host's CPU sampler
+    may_couple = False  # only the noise of vLLM's CPU sampler can be computed ahead
     _caches: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_model(self, *args, **kwargs) -> None:
@@ -46,4 +46,4 @@ class TreeDeviceModelRunner(TreeModelRunner):
 
 
 class TreeGPUModelRunnerV1(TreeDeviceModelRunner, GPUModelRunner):
-    """Where the host is told, or falls back, to its V1 runner on CUDA."""
+    """vLLM's V1 runner on CUDA with draft trees."""

@@ -1,4 +1,4 @@
-"""The host's CUDA worker with our V1 model runner."""
+"""vLLM's CUDA worker with our V1 model runner."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vllm_specplug.hosts.v1.gpu_runner import TreeGPUModelRunnerV1
 
 
 class DeviceWorkerV1:
-    """Mixed into a worker of the host."""
+    """Mixed into a worker of vLLM."""
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
-            raise ConfigError("vLLM chose its V2 model runner, which was not foreseen: set VLLM_USE_V2_MODEL_RUNNER=0")
+            raise ConfigError("vLLM chose its V2 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
         super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +28,7 @@ class DeviceWorkerV1:
 
 
 class TreeGPUWorkerV1(DeviceWorkerV1, Worker):
-    """Selected through ``worker_cls`` on CUDA where the host uses its V1 runner."""
+    """Selected through ``worker_cls`` on CUDA with the V1 runner."""
 
     def _make_model_runner(self) -> TreeGPUModelRunnerV1:
         return TreeGPUModelRunnerV1(self.vllm_config, self.device)

@@ -1,7 +1,8 @@
-"""The V2 model runner with trees: stage -> (host's forward) -> walk -> commit -> re-seed and draft, all on the device.
+"""The V2 model runner with trees: stage -> (vLLM's forward) -> walk -> commit -> draft phase, all on the device.
 
-Seams, in the order of a step: the model state's ``prepare_attn`` (positions and masks, after slots were derived), the
-attention implementation, the rejection sampler (walk and commit), the speculator (re-seeding and drafting).
+Seams in the order of a step: the model state's ``prepare_attn`` (positions and masks, after slots were derived), the
+attention implementation, the rejection sampler (walk and commit), the speculator (re-seeding and drafting).  See
+``core/step.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PATCHES = (
         target="vllm.v1.worker.gpu.model_runner",
         attribute="init_speculator",
         parameters=("vllm_config", "device", "req_states"),
-        reason="the host's list of speculators is closed, and the runner takes none",
+        reason="vLLM's list of speculators is closed, and its runner accepts no other",
         wrap=_wrap_init_speculator,
     ),
 )
@@ -60,14 +61,14 @@ def install_v2() -> None:
     """Apply the patches of the V2 runner.
 
     Raises:
-        ConfigError: this host's runner differs from what we know.
+        ConfigError: the runner of this vLLM has other signatures.
     """
     if problems := apply_all(PATCHES):
-        raise ConfigError("tree speculation cannot run on this host's V2 model runner: " + "; ".join(problems))
+        raise ConfigError("tree speculation cannot run on the V2 model runner of this vLLM: " + "; ".join(problems))
 
 
 class TreeModelState:
-    """The host's model state; the attention metadata that it prepares for target layers carries the trees."""
+    """vLLM's model state; it adds the trees to the attention metadata of target layers."""
 
     def __init__(self, inner: Any, runner: TreeRunner):
         self._inner, self._runner = inner, runner
@@ -90,19 +91,19 @@ class TreeModelState:
     def _stage(self, input_batch: Any, cudagraph_mode: CUDAGraphMode, for_capture: bool) -> DeviceTreeRows | None:
         trees, num_reqs = self._trees, input_batch.num_reqs_after_padding
         if for_capture:
-            # A uniform batch of that many tokens is one of trees when it is replayed.
+            # A uniform batch of that many tokens will be replayed with trees.
             uniform = input_batch.num_tokens_after_padding == num_reqs * trees.width
             return trees.stage_for_capture(num_reqs, self._inner.max_model_len) if uniform else None
         rows = before_forward(self._runner, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
             longest = int(input_batch.num_scheduled_tokens.max())
             if longest > 1:
-                raise RuntimeError(f"a graph recorded for trees would run rows that are none (query length {longest})")
+                raise RuntimeError(f"a CUDA graph recorded for trees would run other rows (query length {longest})")
         return rows
 
 
 class TreeRunner:
-    """Mixed into a V2 runner of the host."""
+    """Mixed into a V2 runner of vLLM; implements ``core.step.StepRunner``."""
 
     speculator: TreeSpeculator
 
@@ -162,7 +163,7 @@ class TreeRunner:
     # ---- the step, see ``core.step.StepRunner``
 
     def lay_out_trees(self, input_batch: Any) -> DeviceTreeRows | None:
-        """Positions and masks, in one kernel (``core.layout.lay_out`` is its reference)."""
+        """Write positions and masks in one kernel; ``core.layout.lay_out`` is its reference."""
         rows = self.speculator.trees.stage(input_batch)
         if rows is not None:
             self.speculator.timer.begin_step()

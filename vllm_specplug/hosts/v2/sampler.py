@@ -1,9 +1,9 @@
-"""Verification on the V2 runner: the host's sampler at every tree row, and a walk over what it sampled.
+"""Verification on the V2 runner: vLLM's sampler at every tree row, and a walk over the sampled tokens.
 
-The host keys its noise by (seed, position), and tree rows stand at the positions of plain decoding: whatever is sampled
-at a row of the walked path is what plain decoding would sample there.  So all rows are sampled in parallel, on the
-device, and the walk only looks up.  Where a request's logits depend on its earlier tokens (penalties, bad words, a
-thinking budget, custom processors), the batch is sampled depth by depth, on rows that form a chain to the processors.
+vLLM keys its noise by (seed, position), and tree rows have the positions of plain decoding.  So the token sampled at a
+row of the walked path is the one that plain decoding would sample there.  All rows are sampled in parallel on the
+device, and the walk only looks tokens up.  If a request's logits depend on its earlier tokens (penalties, bad words, a
+thinking budget, custom processors), the batch is sampled depth by depth, on rows that the processors see as a chain.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from vllm_specplug.types import Walk
 
 
 class TreeRejectionSampler(RejectionSampler):
-    """In the place of the host's rejection sampler.
+    """Replaces vLLM's rejection sampler.
 
     Args:
-        sampler, spec_config, device: the host's.
+        sampler, spec_config, device: vLLM's.
         runner: commits what is accepted.
         trees: the staged trees.
     """
@@ -86,7 +86,7 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
     def _row_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions of the sampled rows; placeholder drafts, before anything was sampled, are -1."""
+        """Return tokens and positions of the sampled rows; placeholder drafts of a request without tokens are -1."""
         rows, slots, local = (
             input_batch.logits_indices,
             input_batch.expanded_idx_mapping,
@@ -98,7 +98,7 @@ class TreeRejectionSampler(RejectionSampler):
         return input_batch.input_ids[rows].masked_fill(placeholder, -1), pos
 
     def _needs_history(self, input_batch: InputBatch) -> bool:
-        """Whether what is sampled at a row depends on the tokens before it: host values only."""
+        """Return whether a row's logits depend on the tokens before it; reads CPU values only."""
         requests, sampler = input_batch.idx_mapping_np, self.sampler
         if not sampler.needs_logits_processing[requests].any():
             return False
@@ -117,7 +117,7 @@ class TreeRejectionSampler(RejectionSampler):
     def _sample_all(
         self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
     ) -> torch.Tensor:
-        """A token for every row, int64 ``[num_logits]``; by chunks of requests, as the host bounds its copies."""
+        """Sample a token for every row, int64 ``[num_logits]``; by chunks of requests, as vLLM bounds its copies."""
         offsets = input_batch.cu_num_logits_np
         sampled = []
         for first, last in _iter_request_chunks(offsets, get_max_chunk_logits(logits.shape[1])):
@@ -138,9 +138,9 @@ class TreeRejectionSampler(RejectionSampler):
     def _walk_by_depth(
         self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The walk of ``walk_exact``; at each depth the processors see the path so far, as if drafted as a chain.
+        """Walk by ``walk_exact``; at each depth the processors see the path so far, as if it were drafted as a chain.
 
-        By chunks of requests too: the chains of a deep tree are many rows.
+        By chunks of requests too, since the chains of a deep tree have many rows.
         """
         first = input_batch.cu_num_logits[:-1].long()
         num_reqs, max_rows = first.shape[0], get_max_chunk_logits(logits.shape[1])
@@ -182,7 +182,7 @@ class TreeRejectionSampler(RejectionSampler):
         path_rows: torch.Tensor,
         num_sampled: torch.Tensor,
     ) -> Any:
-        """The host's, on the logits in path order."""
+        """Compute vLLM's logprobs on the logits in path order."""
         max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
         if max_num_logprobs == NO_LOGPROBS:
             return None

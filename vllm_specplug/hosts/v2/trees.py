@@ -1,6 +1,6 @@
-"""Trees on the device, by request slot: what the V2 runner keeps between proposal and verification.
+"""Trees on the device, by request slot: the V2 runner keeps them between draft phase and verification.
 
-Nothing here is read back.  The buffers live as long as the runner, so that CUDA graphs may hold their addresses.
+Nothing is read back to the CPU.  The buffers live as long as the runner, so that CUDA graphs can hold their addresses.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from vllm_specplug.types import PADDING, TokenTree
 
 
 class DeviceTrees:
-    """The trees of all request slots, and those of the forward in flight.
+    """The trees of all request slots, and those of the current forward.
 
     Args:
         max_num_reqs: request slots.
         num_nodes: drafted nodes of a tree.
-        max_depth: no tree is deeper.
+        max_depth: depth that no tree exceeds.
         max_num_tokens: rows of a forward.
-        device: where.
+        device: of all buffers.
     """
 
     def __init__(self, max_num_reqs: int, num_nodes: int, max_depth: int, max_num_tokens: int, device: torch.device):
         self.width, self.max_depth = num_nodes + 1, max_depth
         num_words = -(-self.width // WORD_BITS)
-        # Until something is drafted: children of the root.  Placeholder drafts then stand somewhere valid.
+        # Before the first draft: children of the root, so that vLLM's placeholder drafts have valid positions.
         parents = torch.zeros(max_num_reqs, self.width, dtype=torch.int64, device=device)
         parents[:, 0] = PADDING
         full = torch.full((max_num_reqs,), self.width, device=device)
@@ -42,23 +42,23 @@ class DeviceTrees:
         self.tree_start, self.tree_lens = torch.zeros_like(self.context_lens), torch.zeros_like(self.context_lens)
         self.bits = torch.zeros(max_num_reqs, self.width, num_words, dtype=torch.int64, device=device)
         self.max_num_tokens, self._columns = max_num_tokens, torch.arange(self.width, device=device)
-        #: What followed from the walk of the forward in flight; None before.
+        #: What followed from the last walk; None before the first.
         self.plan: StepPlan | None = None
         self._flat_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        #: Whether the forward in flight has trees: host value.
+        #: Whether the current forward has trees; a value on the CPU.
         self.staged = False
 
     def keep(self, tree_parents: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep what was drafted: int64 ``[num_reqs, num_rows]`` parents for int ``[num_reqs]`` slots."""
+        """Keep drafted trees: int64 ``[num_reqs, num_rows]`` parents for int ``[num_reqs]`` slots."""
         store_trees(tree_parents.contiguous(), slots, self.parents, self.depths, self.slot_bits, self.max_depth)
 
     # ---- before the forward
 
     def stage(self, input_batch: Any) -> DeviceTreeRows | None:
-        """Rewrite the positions of tree rows, whose slots were derived from the flat ones, and lay out the masks.
+        """Rewrite the positions of tree rows (their slots were derived from the flat ones) and build the masks.
 
         Args:
-            input_batch: the host's; its ``positions`` are changed in place.
+            input_batch: vLLM's; its ``positions`` are changed in place.
         """
         self.staged = input_batch.num_draft_tokens > 0
         if not self.staged:
@@ -89,7 +89,7 @@ class DeviceTrees:
         )
 
     def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
-        """Full trees without a context, for recording a CUDA graph of ``num_reqs`` of them."""
+        """Stage full trees without a context, to record a CUDA graph of ``num_reqs`` of them."""
         self.context_lens.zero_()
         self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * self.width)
         self.tree_lens.fill_(self.width)
@@ -115,10 +115,10 @@ class DeviceTrees:
     # ---- after the forward
 
     def batch_tree(self, input_batch: Any, token_ids: torch.Tensor) -> TokenTree:
-        """The trees of the forward, for walks in plain torch.
+        """Return the trees of the forward, for walks in plain torch.
 
         Args:
-            input_batch: the host's.
+            input_batch: vLLM's.
             token_ids: int ``[num_logits]``; the tokens of the sampled rows.
         """
         offsets = input_batch.cu_num_logits.long()
@@ -133,9 +133,9 @@ class DeviceTrees:
         )
 
     def linearise(self, input_batch: Any) -> None:
-        """Make the batch what it would be had the accepted path been drafted as a chain: ids and positions, in place.
+        """Give the batch the token ids and positions of a chain draft of the accepted path, in place.
 
-        What the host does next (its drafter's first forward over the accepted rows) then needs no change.
+        vLLM's next forward (its drafter over the accepted rows) then needs no change.
         """
         if not self.staged:
             return

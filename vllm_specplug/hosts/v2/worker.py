@@ -1,4 +1,4 @@
-"""Workers of the host with our V2 runner."""
+"""vLLM's workers with our V2 runner."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm_specplug.hosts.v2.runner import TreeCPUModelRunnerV2, TreeGPUModelRunn
 
 
 class _TreeWorker:
-    """What both workers have."""
+    """Shared by both workers."""
 
     def init_device(self) -> None:
         if not self.use_v2_model_runner:
             raise ConfigError(
-                "vLLM fell back to its V1 model runner, which was not foreseen: set VLLM_USE_V2_MODEL_RUNNER=0 to have "
-                "trees there, or remove what V2 does not support (the warning above names it)"
+                "vLLM fell back to its V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0 to run trees there, or "
+                "remove the feature that V2 does not support (the warning above names it)"
             )
         install_v2()
         super().init_device()
@@ -47,5 +47,5 @@ class TreeCPUWorkerV2(_TreeWorker, CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        # The host builds its runner inside init_device and takes no class; its buffers are freed here.
+        # vLLM builds its own runner inside init_device; its buffers are freed here.
         self.model_runner = TreeCPUModelRunnerV2(self.vllm_config, self.device)
