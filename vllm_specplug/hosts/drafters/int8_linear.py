@@ -53,7 +53,7 @@ class Int8LinearMethod(UnquantizedLinearMethod):
 
 
 def quantise_layers(model: torch.nn.Module, besides: tuple[str, ...] = ()) -> None:
-    """Mark the linear layers of ``model`` to be quantised when its weights are read, except those named in ``besides``."""
+    """Mark the linear layers of ``model`` to be quantised at loading, except those named in ``besides``."""
     for name, layer in model.named_modules():
         plain = isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
         if plain and name.rpartition(".")[2] not in besides:
