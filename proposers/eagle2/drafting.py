@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_specplug.core.draft_sampling import Children, stack_candidates
-from vllm_specplug.core.tree import grow_level, new_pool, rerank_draft
+from vllm_specplug.core.growth import grow_level
+from vllm_specplug.core.pool import new_pool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.types import Draft, Proposal
 
 

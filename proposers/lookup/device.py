@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import logsigmoid, pad
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
-from vllm_specplug.core.tree import NEVER, DraftPool, rerank_draft
+from vllm_specplug.core.pool import NEVER, DraftPool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposers.lookup.drafting import START
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.types import PADDING, Draft

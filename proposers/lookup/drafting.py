@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
-from vllm_specplug.core.tree import NEVER, DraftPool, rerank_draft
+from vllm_specplug.core.pool import NEVER, DraftPool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 from vllm_specplug.proposers.lookup.options import LookupOptions

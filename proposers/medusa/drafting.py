@@ -9,7 +9,10 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest, stack_candidates
-from vllm_specplug.core.tree import expand, new_pool, next_beam, rerank_draft, static_tree
+from vllm_specplug.core.growth import expand, next_beam
+from vllm_specplug.core.pool import new_pool
+from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.core.tree import static_tree
 from vllm_specplug.types import PADDING, Draft, Proposal
 
 from .sparse_tree import Paths, in_draw_order, parents_of

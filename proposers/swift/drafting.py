@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.core.tree import NEVER, DraftPool, rerank_draft
+from vllm_specplug.core.pool import NEVER, DraftPool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.types import Draft
 
 #: Top-1 probability up to which so many of the best tokens are verified; above the last bound, the best one alone.

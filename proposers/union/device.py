@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
-from vllm_specplug.core.tree import NEVER, DraftPool, rerank_draft
+from vllm_specplug.core.pool import NEVER, DraftPool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposers.union.drafting import start_weights
 from vllm_specplug.proposers.union.merge import DRAFTED, SILENT
 from vllm_specplug.types import PADDING, Draft

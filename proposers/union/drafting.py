@@ -11,7 +11,8 @@ import torch
 
 from vllm_specplug.budget.calibration import OnlineLogistic, Reliability, sigmoid
 from vllm_specplug.core.guard import Guard
-from vllm_specplug.core.tree import DraftPool, rerank_draft
+from vllm_specplug.core.pool import DraftPool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
 from vllm_specplug.proposers.union.merge import DRAFTED, SILENT, Merged, merge
 from vllm_specplug.proposers.union.options import UnionOptions

@@ -38,7 +38,7 @@ from vllm.platforms import current_platform
 
 from tests.doubles import interpreted, tiny  # noqa: F401
 from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
-from vllm_specplug.core import tree_loops
+from vllm_specplug.core.loops import arrays
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -76,7 +76,7 @@ def host_without_its_top_k_kernel():
 @pytest.fixture(scope="session", autouse=True)
 def torch_operations():
     """What a device would run: the loops for trees in the host's memory stay unused."""
-    with tree_loops.torch_operations():
+    with arrays.torch_operations():
         yield
 
 

@@ -67,7 +67,7 @@ def too_deep(draft):
 
 @pytest.mark.parametrize("fault", [raising, misshapen, wrong_ids, wrong_parents, too_deep])
 def test_a_faulty_drafter_costs_speed_only(llm, prompts, plain, monkeypatch, fault):
-    growth, failures, before = runner_of(llm).speculator._growth, Guard.failures_of_all, counted(llm)
+    growth, failures, before = runner_of(llm).speculator._growth, Guard.total_failures, counted(llm)
     honest, calls = growth._grow, []
 
     def sometimes(num_reqs, slots, roots, *inputs):
@@ -81,5 +81,5 @@ def test_a_faulty_drafter_costs_speed_only(llm, prompts, plain, monkeypatch, fau
     monkeypatch.setattr(growth, "_grow", sometimes)
     assert same(answers(llm, prompts), plain)
     raised = len(calls) // 2 if fault in (raising, misshapen) else 0
-    assert len(calls) > 3 and Guard.failures_of_all - failures == raised
+    assert len(calls) > 3 and Guard.total_failures - failures == raised
     assert counted(llm)["proposer failed"] - before["proposer failed"] == raised

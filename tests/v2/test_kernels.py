@@ -5,8 +5,8 @@ import torch
 
 from tests.doubles.reference_step import move_rows as reference_moves
 from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
-from vllm_specplug.core import tree_loops
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
+from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
 from vllm_specplug.core.walk import walk_tokens
@@ -187,7 +187,7 @@ def test_walk_and_moves(seed):
         reference_moves(cache, plan_step(expected, offsets[:-1], int(offsets[-1])), slot_mapping)
     moved = [cache.clone().to(DEVICE) for cache in caches]
     walk = Walk(output, path, num_emitted)
-    with tree_loops.torch_operations():
+    with torch_operations():
         plan = plan_step(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
     move_rows(cache_pointers(moved), moved[0], slot_mapping.to(DEVICE), plan.source_rows, plan.target_rows)
     for cache, before, after in zip(moved, caches, rows, strict=True):

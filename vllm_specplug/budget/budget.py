@@ -18,7 +18,7 @@ import torch
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio
 from vllm_specplug.budget.costs import CostModel
-from vllm_specplug.core.tree import prune
+from vllm_specplug.core.pruning import prune
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.compiled import compiled
 

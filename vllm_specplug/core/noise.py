@@ -1,7 +1,7 @@
-"""The Gumbel noise of a sampler whose noise is a function of (seed, token): one seed per drawn token.
+"""Gumbel noise as a function of (seed, token), as in vLLM's CPU sampler.
 
-The host's CPU sampler is one: it draws an integer seed per emitted token and picks the largest ``logit + noise``.  So
-the noise of the tokens to come can be looked at without drawing: from a copy of the generator.
+That sampler draws one integer seed per emitted token and picks the largest ``logit + noise``.  The noise of future
+tokens can therefore be computed in advance, from a copy of the generator.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 #: SplitMix64 in signed 64-bit integers, whose products wrap as unsigned ones do.
 _GAMMA, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
-#: Seeds are drawn from 0 to this, the last excluded.
+#: Seeds are drawn from 0 to this value, which is excluded.
 SEED_RANGE = 2**31
 
 
 def gumbel_noise(seeds: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise of tokens.
+    """Compute standard Gumbel noise for tokens.
 
     Args:
-        seeds: int64, broadcast against ``token_ids``.
+        seeds: int64, broadcastable to ``token_ids``.
         token_ids: int64.
 
     Returns:
@@ -33,11 +33,11 @@ def gumbel_noise(seeds: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def upcoming_seeds(generators: Sequence[torch.Generator | None], count: int) -> torch.Tensor:
-    """The next seeds that each generator will draw, one by one, without drawing them.
+    """Return the seeds that each generator will draw next, without changing its state.
 
     Args:
-        generators: CPU generators; None gives seeds of 0.
-        count: seeds of each.
+        generators: CPU generators; for None the seeds are 0.
+        count: seeds per generator.
 
     Returns:
         int64 ``[len(generators), count]``.
@@ -58,5 +58,5 @@ def _mix(values: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(values: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right, zeros coming in: torch repeats the sign."""
+    """Shift right and fill with zeros: torch would repeat the sign bit."""
     return (values >> count) & ((1 << (64 - count)) - 1)

@@ -1,7 +1,7 @@
-"""What a request may ask of the plugin itself: ``extra_args`` offline, ``vllm_xargs`` over HTTP.
+"""Options of single requests: ``extra_args`` offline, ``vllm_xargs`` over HTTP.
 
-The host's front end checks its requests here, a process that drafts nothing: what works on trees would bring numba and
-LLVM into it, some 80 MiB.
+vLLM's front-end process checks its requests here and drafts nothing.  This module therefore imports no tree code, which
+would load numba and LLVM there (about 80 MiB).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 from vllm_specplug.config import ConfigError, TreeOptions, check_typical_limits
 
-#: Keys of ``extra_args`` that replace the server's options of typical acceptance.
+#: Keys of ``extra_args`` that override the server's options for typical acceptance.
 TYPICAL_ARGS = ("typical_epsilon", "typical_delta")
 
 
 def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
-    """False where the request says ``{"speculation": false}`` (over HTTP, a host may turn it into 0).
+    """Return false if the request has ``{"speculation": false}`` (over HTTP, vLLM may pass it as 0).
 
     Raises:
-        ConfigError: neither true nor false.
+        ConfigError: the value is neither true nor false.
     """
     value = (extra_args or {}).get("speculation", True)
     if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -28,10 +28,10 @@ def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
 
 
 def stream_of(extra_args: Mapping[str, Any] | None) -> str:
-    """The stream of tasks that a request names (``{"swift_stream": "translation"}``); empty where it names none.
+    """Return the request's stream of tasks (``{"swift_stream": "translation"}``); empty if it names none.
 
     Raises:
-        ConfigError: it is no short string.
+        ConfigError: the value is not a string of up to 64 characters.
     """
     name = (extra_args or {}).get("swift_stream", "")
     if not isinstance(name, str) or len(name) > 64:
@@ -40,10 +40,10 @@ def stream_of(extra_args: Mapping[str, Any] | None) -> str:
 
 
 def request_limits(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> tuple[float, float]:
-    """Epsilon and delta of a request: its own (``extra_args``), else the server's.
+    """Return epsilon and delta of a request: its own (``extra_args``), else the server's.
 
     Raises:
-        ConfigError: a value out of range, or a server that verifies exactly.
+        ConfigError: a value is out of range, or the server verifies exactly.
     """
     given = {key: extra_args[key] for key in TYPICAL_ARGS if key in extra_args} if extra_args else {}
     if given and options.verification != "typical":
@@ -57,7 +57,7 @@ def request_limits(extra_args: Mapping[str, Any] | None, options: TreeOptions) -
 
 
 def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> None:
-    """Raise ``ConfigError`` unless all that the request asks for can be done."""
+    """Raise ``ConfigError`` unless all options of the request are valid."""
     wants_speculation(extra_args)
     stream_of(extra_args)
     request_limits(extra_args, options)

@@ -1,15 +1,15 @@
-"""Typical acceptance (Medusa, section 2.3.1; PAPERS.md section 4): lossy, opt in.
+"""Typical acceptance (Medusa, section 2.3.1): lossy, opt in.
 
-A drafted token x behind an accepted node is accepted where the target's probability of it exceeds a threshold that
-falls as the target's uncertainty grows:
+A child of an accepted node is accepted if the target's probability p(x) of its token x exceeds a threshold.  The
+threshold falls as the entropy H of the target's distribution p grows:
 
     p(x) > min(epsilon, delta * exp(-H(p)))
 
-The deepest accepted path wins, of equally deep ones the likeliest.  The token behind it needs no acceptance: plain
-decoding's sampler draws it (the paper takes the likeliest token there; sampling keeps what the request's temperature
-means where nothing is accepted), and while what it draws is drafted too, the walk goes on exactly.  So limits that
-nothing passes give plain decoding's tokens.  At temperature 0 the distribution is one token and only the greedy path
-passes: the walk is then exact.
+The deepest accepted path wins; of equally deep ones, the likeliest.  The token after it is drawn by plain decoding's
+sampler.  (The paper takes the likeliest token; sampling keeps the request's temperature in effect where nothing is
+accepted.)  If the drawn token is a drafted child, the walk continues exactly from there.  With limits that no draft
+passes, the output is therefore plain decoding's.  At temperature 0 the distribution is one token and only the greedy
+path passes: the walk is then exact.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from vllm_specplug.core.tree import valid_rows
 from vllm_specplug.types import PADDING, TokenTree
 
-#: ``log_probs(requests [n], rows [n]) -> float32 [n, vocab]``: the target's distribution behind tree rows.
+#: ``log_probs(requests [n], rows [n]) -> float32 [n, vocab]``: the target's next-token distribution at tree rows.
 RowLogProbs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def threshold(log_probs: torch.Tensor, epsilon: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """min(epsilon, delta * exp(-H)), H in nats.
+    """Compute min(epsilon, delta * exp(-H)), with the entropy H in nats.
 
     Args:
-        log_probs: float ``[..., vocab]``; -inf where a token cannot come.
+        log_probs: float ``[..., vocab]``; -inf for impossible tokens.
         epsilon, delta: float ``[...]``.
     """
     entropy = torch.special.entr(log_probs.exp()).sum(-1)
@@ -39,13 +39,15 @@ def threshold(log_probs: torch.Tensor, epsilon: torch.Tensor, delta: torch.Tenso
 def accept_typical(
     tree: TokenTree, log_probs: RowLogProbs, epsilon: torch.Tensor, delta: torch.Tensor, active: torch.Tensor
 ) -> torch.Tensor:
-    """Find the accepted path of every tree, asking for the distributions of accepted nodes with children only.
+    """Find the accepted path of every tree.
+
+    Only the distributions of accepted nodes with children are requested.
 
     Args:
         tree: the verified trees.
-        log_probs: the target.
+        log_probs: returns the target's distributions.
         epsilon, delta: float32 ``[num_reqs]``.
-        active: bool ``[num_reqs]``; the others accept nothing.
+        active: bool ``[num_reqs]``; the other requests accept nothing.
 
     Returns:
         int64 ``[num_reqs]``; row of the last accepted node, 0 (the root) where nothing is accepted.
@@ -61,9 +63,10 @@ def accept_typical(
         if not rows.numel():
             break
         parents = tree.parents[requests, rows]
-        asked, index = (requests * width + parents).unique(return_inverse=True)
-        of_parent = log_probs(asked // width, asked % width)
-        limit = threshold(of_parent, epsilon[asked // width], delta[asked // width])[index]
+        unique_parents, index = (requests * width + parents).unique(return_inverse=True)
+        of_request, at_row = unique_parents // width, unique_parents % width
+        of_parent = log_probs(of_request, at_row)
+        limit = threshold(of_parent, epsilon[of_request], delta[of_request])[index]
         of_child = of_parent[index, tree.token_ids[requests, rows]]
         accepted[requests, rows] = of_child.exp() > limit
         likelihood[requests, rows] = likelihood[requests, parents] + of_child
@@ -73,17 +76,17 @@ def accept_typical(
 
 
 def path_token_ids(tree: TokenTree, last_rows: torch.Tensor) -> torch.Tensor:
-    """Tokens of the paths that end in ``last_rows`` (int64 ``[num_reqs]``), in the order of emission.
+    """Collect the tokens of the paths that end in ``last_rows`` (int64 ``[num_reqs]``), in the order of emission.
 
     Returns:
-        int64 ``[num_reqs, max(1, greatest depth)]``; ``PADDING`` behind a path.
+        int64 ``[num_reqs, max(1, greatest depth)]``; ``PADDING`` after a path.
     """
     depths = tree.depths.gather(1, last_rows.unsqueeze(1)).squeeze(1)
     longest = max(int(depths.max()), 1)
     tokens = tree.token_ids.new_full((last_rows.shape[0], longest + 1), PADDING)
     requests, rows = torch.arange(last_rows.shape[0]), last_rows
     for _ in range(longest):
-        # A root lands in column 0, which holds nothing of interest.
+        # Roots are written to column 0, which is dropped.
         tokens[requests, tree.depths[requests, rows]] = tree.token_ids[requests, rows]
         rows = tree.parents[requests, rows].clamp(min=0)
     return tokens[:, 1:]

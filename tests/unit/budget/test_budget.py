@@ -26,7 +26,8 @@ from vllm_specplug.budget.budget import (
 )
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.budget.costs import CostModel
-from vllm_specplug.core.tree import from_flat, prune
+from vllm_specplug.core.pruning import prune
+from vllm_specplug.core.tree import from_flat
 from vllm_specplug.types import Draft
 
 EAGLE = Arm("eagle2", host=True, free=False)
@@ -499,12 +500,13 @@ ROUNDS = """
 import json, sys
 from numba.core.dispatcher import Dispatcher
 from vllm_specplug.budget import budget
-from vllm_specplug.core import tree_loops
+from vllm_specplug.core.loops import pool, rows, warm_up
 
 def compiled():
-    return {n: len(f.signatures) for m in (budget, tree_loops) for n, f in vars(m).items() if isinstance(f, Dispatcher)}
+    modules = (budget, pool, rows)
+    return {n: len(f.signatures) for m in modules for n, f in vars(m).items() if isinstance(f, Dispatcher)}
 
-tree_loops.compile_loops()
+warm_up.compile_loops()
 budget.compile_loops()
 before = compiled()
 from tests.unit.budget.test_budget import CHEAP, make, run

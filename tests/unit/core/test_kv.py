@@ -8,8 +8,8 @@ import torch
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_tree
 from tests.doubles.reference_step import move_rows
-from vllm_specplug.core import tree_loops
 from vllm_specplug.core.kv import DraftScratch
+from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.types import PADDING
@@ -36,14 +36,14 @@ def plan(request, batch):
     _, walk, row_start, num_rows = batch
     with contextlib.ExitStack() as stack:
         if request.param == "torch":
-            stack.enter_context(tree_loops.torch_operations())
+            stack.enter_context(torch_operations())
         return plan_step(walk, row_start.int(), num_rows)
 
 
 def test_both_forms_are_equal(batch):
     _, walk, row_start, num_rows = batch
     loops = plan_step(walk, row_start, num_rows)
-    with tree_loops.torch_operations():
+    with torch_operations():
         assert all(map(torch.equal, vars(loops).values(), vars(plan_step(walk, row_start, num_rows)).values()))
 
 

@@ -6,9 +6,12 @@ from hypothesis import strategies as st
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_rows, to_tree
-from vllm_specplug.core import tree as T
+from vllm_specplug.core.growth import deeper_nodes_can_enter, expand, next_beam
 from vllm_specplug.core.layout import ancestor_bits, lay_out
+from vllm_specplug.core.pool import new_pool
+from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.core.step import plan_step
+from vllm_specplug.core.tree import chain_tree, from_flat, valid_rows
 from vllm_specplug.core.walk import walk_tokens
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -30,7 +33,7 @@ batches = st.lists(trees(), min_size=1, max_size=4)
 def test_masks_are_consistent(batch, context_len):
     tree = to_tree(batch)
     layout = lay_out(tree, torch.full((len(batch),), context_len))
-    valid = T.valid_rows(tree.num_rows, tree.token_ids.shape[1])
+    valid = valid_rows(tree.num_rows, tree.token_ids.shape[1])
     # A row sees itself, its ancestors (so many as its depth), nothing behind itself and no padding.
     assert torch.equal(layout.mask.diagonal(dim1=1, dim2=2), valid)
     assert torch.equal(layout.mask.sum(2), (tree.depths + 1) * valid)
@@ -51,11 +54,11 @@ def test_truncation_commutes_with_layout_and_shortens_walks(batch, data):
     tree = to_tree(batch)
     width = tree.token_ids.shape[1]
     cuts = torch.tensor(data.draw(st.lists(st.integers(0, width), min_size=len(batch), max_size=len(batch))))
-    cut = T.truncate(tree, cuts)
+    cut = from_flat(tree.token_ids, tree.parents, torch.minimum(tree.num_rows, cuts).clamp(min=1))
     whole, part = lay_out(tree, cuts), lay_out(cut, cuts)
-    kept = T.valid_rows(cut.num_rows, width)
+    kept = valid_rows(cut.num_rows, width)
     assert torch.equal(part.mask, whole.mask & kept.unsqueeze(2))
-    assert torch.equal(T.from_flat(tree.token_ids, tree.parents, cut.num_rows).depths, cut.depths)
+    assert torch.equal(tree.depths * kept, cut.depths)
     row_tokens = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=width, max_size=width))] * len(batch))
     long_walk, short_walk = walk_tokens(tree, row_tokens), walk_tokens(cut, row_tokens)
     for request in range(len(batch)):
@@ -100,17 +103,17 @@ def test_walks_follow_edges_and_moves_lead_back(batch, data):
 def test_reranked_trees_are_the_best_closed_sets(top_k, levels, num_nodes, num_reqs, seed, certain):
     """Real float32 log probs (rounding included), a share of them 0 so that children tie their parents."""
     generator = torch.Generator().manual_seed(seed)
-    pool, beam = T.new_pool(num_reqs, top_k, levels, "cpu"), None
+    pool, beam = new_pool(num_reqs, top_k, levels, "cpu"), None
     for _ in range(levels):
         width = 1 if beam is None else beam.shape[1]
         log_probs = torch.randn(num_reqs, width, top_k, generator=generator).abs().neg() * 5
         log_probs[torch.rand(log_probs.shape, generator=generator) < certain] = 0.0
         log_probs[torch.rand(log_probs.shape, generator=generator) < 0.1] = float("nan")
         tokens = torch.randint(0, 100, log_probs.shape, generator=generator)
-        T.expand(pool, beam, tokens, log_probs)
-        beam = T.next_beam(pool, top_k)
+        expand(pool, beam, tokens, log_probs)
+        beam = next_beam(pool, top_k)
         assert (beam[:, 1:] > beam[:, :-1]).all()
-    tree = T.rerank(pool, torch.zeros(num_reqs, dtype=torch.int64), num_nodes)
+    tree = rerank_draft(pool, torch.zeros(num_reqs, dtype=torch.int64), num_nodes)[0].tree
     for request in range(num_reqs):
         nodes = list(zip(pool.token_ids[request].tolist(), pool.parents[request].tolist(), strict=True))
         values = [value if value > float("-inf") else None for value in pool.log_values[request].tolist()]
@@ -123,16 +126,16 @@ def test_reranked_trees_are_the_best_closed_sets(top_k, levels, num_nodes, num_r
 def test_no_stage_reads_data_back():
     """On the meta device tensors have no data: any host sync, or a size that depends on data, raises."""
     device, num_reqs, num_nodes, top_k, levels = "meta", 3, 8, 2, 3
-    pool, beam = T.new_pool(num_reqs, top_k, levels, device), None
+    pool, beam = new_pool(num_reqs, top_k, levels, device), None
     for _ in range(levels):
         shape = (num_reqs, 1 if beam is None else top_k, top_k)
-        T.expand(pool, beam, torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device))
-        beam = T.next_beam(pool, top_k)
+        expand(pool, beam, torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device))
+        beam = next_beam(pool, top_k)
     numbers = torch.zeros(num_reqs, dtype=torch.int64, device=device)
-    assert T.growth_can_pay(pool, num_nodes).shape == (num_reqs,)
-    tree = T.truncate(T.rerank(pool, numbers, num_nodes), numbers)
+    assert deeper_nodes_can_enter(pool, num_nodes).shape == (num_reqs,)
+    tree = rerank_draft(pool, numbers, num_nodes)[0].tree
     row_tokens = torch.zeros(num_reqs, num_nodes + 1, dtype=torch.int64, device=device)
-    trees = [tree, T.chain_tree(numbers, row_tokens[:, 1:], numbers), T.from_flat(row_tokens, row_tokens, numbers)]
+    trees = [tree, chain_tree(numbers, row_tokens[:, 1:], numbers), from_flat(row_tokens, row_tokens, numbers)]
     for tree in trees:
         layout = lay_out(tree, numbers, max_depth=levels)
         assert ancestor_bits(layout.mask).shape == (num_reqs, num_nodes + 1, 1)

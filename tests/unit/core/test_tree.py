@@ -7,9 +7,23 @@ import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_rows, to_tree
-from vllm_specplug.core import tree as T
+from vllm_specplug.core.growth import deeper_nodes_can_enter, expand, next_beam
+from vllm_specplug.core.pool import DraftPool, new_pool
+from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.core.tree import (
+    chain_tree,
+    depths_from_parents,
+    from_flat,
+    static_tree,
+    valid_rows,
+    validate_parents,
+)
 
 INF = math.inf
+
+
+def rerank(*args, **options):
+    return rerank_draft(*args, **options)[0].tree
 
 
 def grow(rng, top_k, levels, num_reqs=1, edge_cases=True):
@@ -17,7 +31,7 @@ def grow(rng, top_k, levels, num_reqs=1, edge_cases=True):
 
     An oracle pool is a pair of lists: (token, parent) and values (None for a node that does not exist).
     """
-    pool = T.new_pool(num_reqs, top_k, levels, "cpu")
+    pool = new_pool(num_reqs, top_k, levels, "cpu")
     mirrors = [([], []) for _ in range(num_reqs)]
     choices = [0.0, 0.0, -0.125, -0.25, -0.5, -1.0, -3.0] + ([-INF, math.nan] if edge_cases else [])
     beam = None
@@ -33,8 +47,8 @@ def grow(rng, top_k, levels, num_reqs=1, edge_cases=True):
                     exists = above is not None and math.isfinite(log_prob)
                     nodes.append((token, parent))
                     values.append(above + log_prob if exists else None)
-        assert T.expand(pool, beam, torch.tensor(token_ids), torch.tensor(log_probs)) is pool
-        beam = T.next_beam(pool, top_k)
+        assert expand(pool, beam, torch.tensor(token_ids), torch.tensor(log_probs)) is pool
+        beam = next_beam(pool, top_k)
     return pool, mirrors
 
 
@@ -48,23 +62,23 @@ def test_pool_has_the_reference_size():
 def test_a_full_pool_refuses_another_level():
     pool, _ = grow(oracle.seeded(0), top_k=2, levels=2)
     with pytest.raises(ValueError, match="the pool holds 6 nodes, 10 would"):
-        T.expand(pool, T.next_beam(pool, 2), torch.zeros(1, 2, 2, dtype=torch.int64), torch.zeros(1, 2, 2))
+        expand(pool, next_beam(pool, 2), torch.zeros(1, 2, 2, dtype=torch.int64), torch.zeros(1, 2, 2))
 
 
 def test_expand_accumulates_in_float32():
-    pool = T.new_pool(1, 1, 2, "cpu")
+    pool = new_pool(1, 1, 2, "cpu")
     tokens = torch.zeros(1, 1, 1, dtype=torch.int64)
-    T.expand(pool, None, tokens, torch.full((1, 1, 1), -256.0, dtype=torch.bfloat16))
-    T.expand(pool, T.next_beam(pool, 1), tokens, torch.full((1, 1, 1), -0.5, dtype=torch.bfloat16))
+    expand(pool, None, tokens, torch.full((1, 1, 1), -256.0, dtype=torch.bfloat16))
+    expand(pool, next_beam(pool, 1), tokens, torch.full((1, 1, 1), -0.5, dtype=torch.bfloat16))
     assert pool.log_values.tolist() == [[-256.0, -256.5]]  # bfloat16 would give -256 twice.
 
 
 def test_values_never_grow_along_a_path():
-    pool = T.new_pool(1, 3, 2, "cpu")
+    pool = new_pool(1, 3, 2, "cpu")
     log_probs = torch.tensor([[[0.25, math.nan, INF]]])
-    T.expand(pool, None, torch.zeros(1, 1, 3, dtype=torch.int64), log_probs)
+    expand(pool, None, torch.zeros(1, 1, 3, dtype=torch.int64), log_probs)
     assert pool.log_values[0, :3].tolist() == [0.0, -INF, 0.0]
-    T.expand(pool, T.next_beam(pool, 3), torch.zeros(1, 3, 3, dtype=torch.int64), torch.rand(1, 3, 3))
+    expand(pool, next_beam(pool, 3), torch.zeros(1, 3, 3, dtype=torch.int64), torch.rand(1, 3, 3))
     assert pool.log_values[0, 3:].tolist() == [0.0] * 3 + [-INF] * 3 + [0.0] * 3
 
 
@@ -83,7 +97,7 @@ def test_next_beam_takes_the_best_of_the_newest_level_with_stable_ties():
     for _ in range(100):
         top_k = rng.randint(1, 5)
         pool, mirrors = grow(rng, top_k, rng.randint(1, 3), num_reqs=2)
-        beam = T.next_beam(pool, top_k)
+        beam = next_beam(pool, top_k)
         for request, (_, values) in enumerate(mirrors):
             newest = range(pool.level_start, pool.size)
             best = sorted(newest, key=lambda node: (-INF if values[node] is None else values[node], -node))[::-1]
@@ -97,7 +111,7 @@ def test_rerank_equals_the_oracle_on_2000_pools():
         num_reqs, num_nodes = 20, rng.randint(1, 30)
         pool, mirrors = grow(rng, rng.randint(1, 4), rng.randint(1, 4), num_reqs=num_reqs)
         roots = torch.tensor([rng.randrange(50) for _ in range(num_reqs)])
-        tree = T.rerank(pool, roots, num_nodes)
+        tree = rerank(pool, roots, num_nodes)
         assert tree.token_ids.shape == (num_reqs, num_nodes + 1)
         for request, (nodes, values) in enumerate(mirrors):
             taken = oracle.rerank(nodes, values, num_nodes)
@@ -117,7 +131,7 @@ def test_rerank_with_a_floor_equals_the_oracle_without_the_nodes_below():
     for _ in range(100):
         num_nodes, floor = rng.randint(1, 30), rng.choice([1e-4, 0.01, 0.1, 0.4])
         pool, mirrors = grow(rng, rng.randint(1, 4), rng.randint(1, 4), num_reqs=4)
-        tree = T.rerank(pool, torch.tensor([7] * 4), num_nodes, min_node_value=floor)
+        tree = rerank(pool, torch.tensor([7] * 4), num_nodes, min_node_value=floor)
         for request, (nodes, values) in enumerate(mirrors):
             kept = [None if value is None or value < math.log(floor) else value for value in values]
             cut += kept != values
@@ -125,13 +139,13 @@ def test_rerank_with_a_floor_equals_the_oracle_without_the_nodes_below():
     assert cut > 100
 
 
-def test_rerank_hands_out_values_and_pool_indices():
+def test_rerank_returns_values_and_pool_indices():
     rng = oracle.seeded(7)
     for _ in range(60):
         pool, _ = grow(rng, rng.randint(1, 4), rng.randint(1, 4), num_reqs=3)
-        draft, nodes = T.rerank_draft(pool, torch.tensor([7] * 3), rng.randint(1, 30))
-        assert torch.equal(draft.tree.parents, T.rerank(pool, torch.tensor([7] * 3), nodes.shape[1] - 1).parents)
-        is_node = T.valid_rows(draft.tree.num_rows, nodes.shape[1]) & (torch.arange(nodes.shape[1]) > 0)
+        draft, nodes = rerank_draft(pool, torch.tensor([7] * 3), rng.randint(1, 30))
+        assert torch.equal(draft.tree.parents, rerank(pool, torch.tensor([7] * 3), nodes.shape[1] - 1).parents)
+        is_node = valid_rows(draft.tree.num_rows, nodes.shape[1]) & (torch.arange(nodes.shape[1]) > 0)
         assert torch.equal(nodes >= 0, is_node)
         index = nodes.clamp(min=0)
         assert torch.equal(draft.log_values[is_node], pool.log_values.gather(1, index)[is_node])
@@ -142,15 +156,15 @@ def test_rerank_hands_out_values_and_pool_indices():
 
 def test_rerank_keeps_a_tied_child_with_its_parent():
     """EAGLE's reference picks by torch.topk and may keep a certain child without its parent."""
-    pool = T.new_pool(1, 8, 6, "cpu")
+    pool = new_pool(1, 8, 6, "cpu")
     tokens = torch.arange(8).repeat(1, 8, 1)
     certain = torch.full((1, 8, 8), -30.0)
     certain[:, :, 0] = 0.0
-    T.expand(pool, None, tokens[:, :1], torch.full((1, 1, 8), -2.0))
+    expand(pool, None, tokens[:, :1], torch.full((1, 1, 8), -2.0))
     for _ in range(5):
-        T.expand(pool, T.next_beam(pool, 8), tokens, certain)
+        expand(pool, next_beam(pool, 8), tokens, certain)
     for num_nodes in range(1, 49):  # 48 nodes tie.
-        tree = T.rerank(pool, torch.tensor([9]), num_nodes)
+        tree = rerank(pool, torch.tensor([9]), num_nodes)
         rows = to_rows(tree, 0)
         assert len(rows) == num_nodes + 1
         assert all(parent < row for row, (_, parent) in enumerate(rows))
@@ -160,22 +174,22 @@ def test_rerank_keeps_a_tied_child_with_its_parent():
 
 
 def test_rerank_with_nothing_drafted_leaves_the_root():
-    pool = T.new_pool(2, 3, 1, "cpu")
-    T.expand(pool, None, torch.zeros(2, 1, 3, dtype=torch.int64), torch.tensor([[[-INF] * 3], [[-1.0, -INF, -2.0]]]))
-    tree = T.rerank(pool, torch.tensor([4, 5]), 6)
+    pool = new_pool(2, 3, 1, "cpu")
+    expand(pool, None, torch.zeros(2, 1, 3, dtype=torch.int64), torch.tensor([[[-INF] * 3], [[-1.0, -INF, -2.0]]]))
+    tree = rerank(pool, torch.tensor([4, 5]), 6)
     assert tree.num_rows.tolist() == [1, 3]
     assert to_rows(tree, 0) == [(4, -1)]
     assert to_rows(tree, 1) == [(5, -1), (0, 0), (0, 0)]
 
 
-def test_growth_can_pay_exactly_when_a_certain_child_would_enter():
+def test_deeper_nodes_can_enter_exactly_when_a_certain_child_would():
     rng = oracle.seeded(4)
     seen = set()
     for _ in range(150):
         top_k, num_nodes = rng.randint(1, 4), rng.randint(1, 25)
         pool, mirrors = grow(rng, top_k, rng.randint(1, 3), num_reqs=4, edge_cases=rng.random() < 0.5)
-        can_pay = T.growth_can_pay(pool, num_nodes).tolist()
-        for (nodes, values), answer in zip(mirrors, can_pay, strict=True):
+        can_enter = deeper_nodes_can_enter(pool, num_nodes).tolist()
+        for (nodes, values), answer in zip(mirrors, can_enter, strict=True):
             newest = [node for node in range(pool.level_start, pool.size) if values[node] is not None]
             entered = False
             if newest:
@@ -187,38 +201,38 @@ def test_growth_can_pay_exactly_when_a_certain_child_would_enter():
     assert seen == {True, False}
 
 
-def test_stopping_when_growth_cannot_pay_changes_nothing():
+def test_stopping_when_no_deeper_node_can_enter_changes_nothing():
     rng = oracle.seeded(5)
     stops = 0
     for _ in range(200):
         pool, _ = grow(rng, 3, 4)
         num_nodes = rng.randint(1, 12)
-        full = T.rerank(pool, torch.tensor([1]), num_nodes)
-        early = T.DraftPool(pool.token_ids, pool.parents, pool.log_values, pool.depths)
+        full = rerank(pool, torch.tensor([1]), num_nodes)
+        early = DraftPool(pool.token_ids, pool.parents, pool.log_values, pool.depths)
         for level, size in enumerate([3, 12, 21, 30], start=1):
             early.level_start, early.size, early.num_levels = early.size, size, level
-            if not T.growth_can_pay(early, num_nodes).any():
+            if not deeper_nodes_can_enter(early, num_nodes).any():
                 break
         stops += early.size < 30
-        assert torch.equal(T.rerank(early, torch.tensor([1]), num_nodes).token_ids, full.token_ids)
-        assert torch.equal(T.rerank(early, torch.tensor([1]), num_nodes).parents, full.parents)
+        assert torch.equal(rerank(early, torch.tensor([1]), num_nodes).token_ids, full.token_ids)
+        assert torch.equal(rerank(early, torch.tensor([1]), num_nodes).parents, full.parents)
     assert stops > 20
 
 
 def test_chain_tree():
-    tree = T.chain_tree(torch.tensor([1, 2]), torch.tensor([[3, -1, 5], [6, 7, 8]]), torch.tensor([3, 1]))
+    tree = chain_tree(torch.tensor([1, 2]), torch.tensor([[3, -1, 5], [6, 7, 8]]), torch.tensor([3, 1]))
     assert to_rows(tree, 0) == [(1, -1), (3, 0), (-1, 1), (5, 2)]  # A placeholder draft stays a node.
     assert to_rows(tree, 1) == [(2, -1), (6, 0)]
     assert tree.depths.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_static_tree():
-    tree = T.static_tree(torch.tensor([1, 2]), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]]), (0, 0, 1, 3))
+    tree = static_tree(torch.tensor([1, 2]), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]]), (0, 0, 1, 3))
     assert to_rows(tree, 0) == [(1, -1), (3, 0), (4, 0), (5, 1), (6, 3)]
     assert to_rows(tree, 1) == [(2, -1), (7, 0), (8, 0), (9, 1), (10, 3)]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 3]] * 2
     with pytest.raises(ValueError, match="4 nodes, 3 tokens"):
-        T.static_tree(torch.tensor([1]), torch.tensor([[3, 4, 5]]), (0, 0, 1, 3))
+        static_tree(torch.tensor([1]), torch.tensor([[3, 4, 5]]), (0, 0, 1, 3))
 
 
 @pytest.mark.parametrize(
@@ -232,27 +246,27 @@ def test_static_tree():
 )
 def test_validate_parents_says_what_is_wrong(parents, message):
     with pytest.raises(ValueError, match=message):
-        T.validate_parents(parents)
+        validate_parents(parents)
 
 
 def test_validate_parents_accepts_every_tree():
     for shape in oracle.all_shapes(4):
-        T.validate_parents(tuple(shape[1:]))
+        validate_parents(tuple(shape[1:]))
 
 
-def test_flat_depths_and_truncation_equal_the_oracle_on_2000_trees():
+def test_flat_depths_and_prefixes_equal_the_oracle_on_2000_trees():
     rng = oracle.seeded(6)
     trees = [oracle.random_tree(rng, 20, 9) for _ in range(2000)]
     tree = to_tree(trees)
-    cuts = [rng.randint(0, 22) for _ in trees]
-    cut = T.truncate(tree, torch.tensor(cuts))
+    cuts = [rng.randint(1, 22) for _ in trees]
+    cut = from_flat(tree.token_ids, tree.parents, torch.minimum(tree.num_rows, torch.tensor(cuts)))
     for request, rows in enumerate(trees):
         assert to_rows(tree, request) == rows
         assert tree.depths[request, : len(rows)].tolist() == [oracle.depth(rows, row) for row in range(len(rows))]
-        assert to_rows(cut, request) == rows[: max(cuts[request], 1)]
-    assert torch.equal(cut.depths, T.depths_from_parents(cut.parents))
+        assert to_rows(cut, request) == rows[: cuts[request]]
+    assert torch.equal(cut.depths, depths_from_parents(cut.parents))
 
 
 def test_depths_of_the_longest_chain():
     parents = torch.arange(64).unsqueeze(0) - 1
-    assert T.depths_from_parents(parents).tolist() == [list(range(64))]
+    assert depths_from_parents(parents).tolist() == [list(range(64))]

@@ -93,13 +93,13 @@ def test_a_warm_up_leaves_no_trace(monkeypatch, caplog, fails):
 
     options = SimpleNamespace(method="chatty", num_speculative_tokens=4)
     monkeypatch.setattr(free_proposer, "find_method", lambda _: Method("chatty", object, make))
-    failures = Guard.failures_of_all
+    failures = Guard.total_failures
     drafting = free_proposer.make_drafting(options, 100)
     warmed, serving = made
     assert drafting._proposer is serving and not serving.seen
     assert len(warmed.seen) == (0 if fails == "make" else 2 * free_proposer.WARM_UP_ROUNDS)
     assert warmed.ended == ([] if fails == "make" else ["synthetic-0", "synthetic-1"])
-    assert Guard.failures_of_all == failures and not caplog.records
+    assert Guard.total_failures == failures and not caplog.records
     assert not free_proposer.logger.disabled
 
 

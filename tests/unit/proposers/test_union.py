@@ -16,8 +16,7 @@ from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows, to_tree
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, model_drafter, parse_options
-from vllm_specplug.core.guard import Guard
-from vllm_specplug.core.guard import _checked as checked
+from vllm_specplug.core.guard import Guard, check_draft
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
@@ -446,9 +445,9 @@ def test_the_guard_equals_array_operations(seed, num_reqs, num_faults):
     expected = reference_check(draft, ctx, num_nodes)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=re.escape(expected)):
-            checked(draft, ctx, num_nodes)
+            check_draft(draft, ctx, num_nodes)
         return
-    found = checked(draft, ctx, num_nodes)
+    found = check_draft(draft, ctx, num_nodes)
     tree = found.tree
     for one, other in zip(
         expected, (tree.token_ids, tree.parents, tree.depths, tree.num_rows, found.log_values), strict=True

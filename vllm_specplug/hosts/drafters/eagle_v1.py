@@ -15,8 +15,8 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
+from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.core.tree import prune
 from vllm_specplug.hosts.drafters.base import DraftHooks
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter

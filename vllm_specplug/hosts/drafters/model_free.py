@@ -47,13 +47,13 @@ def warm_up(options: TreeOptions, make: Callable[[], Proposer], vocab_size: int)
 
     What fails here costs nothing: it fails again where it counts, and is counted and said there.
     """
-    failures, was_disabled, began = Guard.failures_of_all, logger.disabled, time.perf_counter()
+    failures, was_disabled, began = Guard.total_failures, logger.disabled, time.perf_counter()
     logger.disabled = True
     try:
         with suppress(Exception):  # a third party's code, see ``Guard``
             _warm_up(options, make(), vocab_size)
     finally:
-        Guard.failures_of_all, logger.disabled = failures, was_disabled
+        Guard.total_failures, logger.disabled = failures, was_disabled
     seconds = time.perf_counter() - began
     if seconds > 1:
         logger.info("vllm-specplug: %r was warmed up in %.0f s", options.method, seconds)

@@ -70,7 +70,7 @@ class DraftPhase:
         )
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
         wanted &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
-        budget, drafter, failures = self.serving_budget, self.drafter, Guard.failures_of_all
+        budget, drafter, failures = self.serving_budget, self.drafter, Guard.total_failures
         arm = budget.plan(wanted)
         drafter.before_draft(wanted, hidden_states)
         ran = caught_up = False
@@ -92,7 +92,7 @@ class DraftPhase:
             if not ran:
                 self._skip_model_drafter(sampled_token_ids, hidden_states, *args, **kwargs)
             draft = budget.select(draft, wanted)
-        self._counters.add("proposer failed", Guard.failures_of_all - failures)
+        self._counters.add("proposer failed", Guard.total_failures - failures)
         if draft is not None:
             unread = drafter.missed.unread.intersection(self.input_batch.req_ids)
             self._counters.add("not read by the drafter", len(unread))

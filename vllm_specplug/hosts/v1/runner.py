@@ -20,9 +20,9 @@ from vllm.v1.outputs import SamplerOutput
 
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.loops.warm_up import compile_loops
 from vllm_specplug.core.step import StepPlan, after_forward, before_forward
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.core.tree_loops import compile_loops
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget

@@ -1,4 +1,4 @@
-"""The loops over trees in the host's memory against the torch operations: equal to the bit, hard cases included."""
+"""The compiled loops against the torch operations: equal to the bit, hard cases included."""
 
 import math
 import subprocess
@@ -11,14 +11,19 @@ import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree
-from vllm_specplug.core import tree as T
-from vllm_specplug.core import tree_loops
 from vllm_specplug.core.draft_sampling import Children, likeliest
+from vllm_specplug.core.growth import grow_level
 from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.loops import pool as pool_loops
+from vllm_specplug.core.loops import rows as row_loops
+from vllm_specplug.core.loops.arrays import is_cpu_without_autograd, torch_operations
+from vllm_specplug.core.pool import DraftPool, new_pool
+from vllm_specplug.core.pruning import prune, rerank_draft
 from vllm_specplug.core.step import plan_step
+from vllm_specplug.core.tree import depths_from_parents, from_flat, valid_rows
 from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
-from vllm_specplug.types import Draft
+from vllm_specplug.types import Draft, TokenTree
 
 INF = math.inf
 #: In eighths, so that sums are exact and ties abound.
@@ -41,14 +46,14 @@ def assert_same(ours, theirs):
         assert ours == theirs
 
 
-def compare(name, compute):
+def compare(loops, name, compute):
     """``compute`` in both forms: the same result, and it did come from the loop ``name``."""
-    results, honest = [], getattr(tree_loops, name)
+    results, honest = [], getattr(loops, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_loops, name, lambda *args: results.append(honest(*args)) or results[-1])
+        patch.setattr(loops, name, lambda *args: results.append(honest(*args)) or results[-1])
         ours = compute()
         used = len(results)
-        with tree_loops.torch_operations():
+        with torch_operations():
             theirs = compute()
     assert 0 < used == len(results)
     assert name == "grow_level" or results[-1] is not None
@@ -69,7 +74,7 @@ def random_pool(generator, num_reqs):
         values = values - torch.rand(values.shape, generator=generator)
     tokens = torch.randint(0, 50, parents.shape, generator=generator)
     depths = torch.randint(1, 9, (1, width), generator=generator).expand(num_reqs, -1)
-    return T.DraftPool(tokens, parents, values, depths, size=int(torch.randint(0, width + 1, (), generator=generator)))
+    return DraftPool(tokens, parents, values, depths, size=int(torch.randint(0, width + 1, (), generator=generator)))
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 33])
@@ -79,11 +84,11 @@ def test_rerank(num_reqs):
         pool, num_nodes = random_pool(generator, num_reqs), rng.choice([0, 1, 5, 20, 100])
         roots = torch.randint(0, 50, (num_reqs,), generator=generator).to(rng.choice([torch.int32, torch.int64]))
         floor = rng.choice([0.0, 0.01, math.exp(-0.5), math.exp(-1), 1.0])
-        compare("rerank", lambda p=pool, r=roots, n=num_nodes, f=floor: T.rerank_draft(p, r, n, f))
+        compare(pool_loops, "rerank", lambda p=pool, r=roots, n=num_nodes, f=floor: rerank_draft(p, r, n, f))
 
 
 def random_children(generator, num_reqs, top_k, levels, choices):
-    """What a drafter may find, level by level."""
+    """A drafter's children, level by level."""
     return [
         Children(torch.randint(0, 50, (rows, top_k), generator=generator), choose(generator, choices, rows, top_k))
         for rows in [num_reqs] + [num_reqs * top_k] * (levels - 1)
@@ -91,7 +96,7 @@ def random_children(generator, num_reqs, top_k, levels, choices):
 
 
 def compare_growths(generator, rng, num_reqs):
-    """Whole growths: the trees, and all that the drafter and ``may_grow`` are told; the number of levels fed."""
+    """Compare whole growths: the trees and all arguments of ``forward`` and ``may_grow``; return the levels fed."""
     top_k, levels, dtype = rng.randint(1, 5), rng.randint(1, 4), rng.choice([torch.float32, torch.bfloat16])
     choices = rng.choice([LOG_PROBS, LOG_PROBS[:7], LOG_PROBS[-3:]]).to(dtype)
     children = random_children(generator, num_reqs, top_k, levels, choices)
@@ -100,23 +105,23 @@ def compare_growths(generator, rng, num_reqs):
     stop = rng.randint(1, 9)
 
     def draft():
-        told = []
+        calls = []
 
         def forward(level, token_ids, features, mask):
-            told.append((level, token_ids, features, mask))
+            calls.append((level, token_ids, features, mask))
             return DraftFeatures(hidden, features + hidden)
 
         def may_grow(values):
-            told.append(values)
-            return len(told) < stop
+            calls.append(values)
+            return len(calls) < stop
 
         def score(level, rows, top_k):
             return children[level]
 
         root = DraftFeatures(hidden[:, 0], hidden[:, 0])
-        return grow_tree(torch.arange(num_reqs), root, score, forward, **options, may_grow=may_grow), told
+        return grow_tree(torch.arange(num_reqs), root, score, forward, **options, may_grow=may_grow), calls
 
-    return len(compare("grow_level", draft)[1]) // 2
+    return len(compare(pool_loops, "grow_level", draft)[1]) // 2
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 33])
@@ -133,14 +138,14 @@ def test_levels_of_a_pool(seed):
     drafted = random_children(generator, num_reqs, top_k, levels, LOG_PROBS[5:])
 
     def grow():
-        pool, beams = T.new_pool(num_reqs, top_k, levels, "cpu"), [None]
+        pool, beams = new_pool(num_reqs, top_k, levels, "cpu"), [None]
         for children in drafted:
-            beams.append(T.grow_level(pool, beams[-1], children.token_ids, children.log_probs, 30))
+            beams.append(grow_level(pool, beams[-1], children.token_ids, children.log_probs, 30))
             if beams[-1] is None:
                 break
         return pool, beams
 
-    compare("grow_level", grow)
+    compare(pool_loops, "grow_level", grow)
 
 
 def random_trees(rng, num_reqs):
@@ -153,26 +158,26 @@ def test_trees_as_rows(num_reqs):
     for _ in range(100):
         tree, dtype = random_trees(rng, num_reqs), rng.choice([torch.int32, torch.int64])
         num_rows = torch.tensor([rng.randint(-1, tree.parents.shape[1] + 1) for _ in range(num_reqs)], dtype=dtype)
-        hostile = tree.parents.masked_fill(~T.valid_rows(num_rows, tree.parents.shape[1]), 99).to(dtype)
+        hostile = tree.parents.masked_fill(~valid_rows(num_rows, tree.parents.shape[1]), 99).to(dtype)
         hostile[:, 0] = 7
-        flat = compare("from_flat", lambda t=tree, p=hostile, n=num_rows: T.from_flat(t.token_ids, p, n))
-        compare("depths_from_parents", lambda t=flat: T.depths_from_parents(t.parents))
+        flat = compare(row_loops, "from_flat", lambda t=tree, p=hostile, n=num_rows: from_flat(t.token_ids, p, n))
+        compare(row_loops, "depths_from_parents", lambda t=flat: depths_from_parents(t.parents))
         contexts = torch.tensor([rng.randint(0, 5000) for _ in range(num_reqs)], dtype=dtype)
-        compare("lay_out", lambda t=flat, c=contexts: lay_out(t, c))
-        compare("lay_out", lambda t=tree, c=contexts: lay_out(t, c, int(t.depths.max())))
+        compare(row_loops, "lay_out", lambda t=flat, c=contexts: lay_out(t, c))
+        compare(row_loops, "lay_out", lambda t=tree, c=contexts: lay_out(t, c, int(t.depths.max())))
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 33])
 def test_prune(num_reqs):
     generator, rng = torch.Generator().manual_seed(num_reqs), oracle.seeded(num_reqs)
-    for _ in range(100):  # also nodes without their parents, of which nothing is promised
+    for _ in range(100):  # also nodes without their parents, whose result is unspecified but equal
         tree = random_trees(rng, num_reqs)
         keep = torch.rand(tree.parents.shape, generator=generator) < rng.choice([0.0, 0.5, 0.9])
         bits = torch.randint(0, 4, keep.shape, generator=generator) if rng.random() < 0.5 else None
         draft = Draft(tree, -torch.rand(keep.shape, generator=generator), ("a", "b") if bits is not None else (), bits)
-        compare("prune", lambda d=draft, k=keep: T.prune(d, k))
+        compare(row_loops, "prune", lambda d=draft, k=keep: prune(d, k))
         one = keep[:, :1].expand_as(keep)
-        compare("prune", lambda d=draft, k=one: T.prune(d, k))
+        compare(row_loops, "prune", lambda d=draft, k=one: prune(d, k))
 
 
 @pytest.mark.parametrize("num_reqs", [1, 2, 33])
@@ -183,7 +188,7 @@ def test_moves(num_reqs):
         tokens = torch.tensor([[rng.randrange(3) for _ in range(tree.parents.shape[1])] for _ in range(num_reqs)])
         walk = walk_tokens(tree, tokens, torch.tensor([rng.random() < 0.8 for _ in range(num_reqs)]))
         starts = torch.tensor([rng.randrange(99) for _ in range(num_reqs)], dtype=torch.int32)
-        compare("plan_step", lambda w=walk, s=starts: plan_step(w, s, 200))
+        compare(row_loops, "plan_step", lambda w=walk, s=starts: plan_step(w, s, 200))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 63), (5, 64), (2, 200), (33, 1000)])
@@ -191,47 +196,47 @@ def test_moves(num_reqs):
 def test_likeliest(shape, dtype):
     generator, rng = torch.Generator().manual_seed(shape[1]), oracle.seeded(shape[1])
     for _ in range(20):
-        # Distinct logits, also when rounded: of equal ones torch.topk takes any.
+        # Logits that stay distinct in the dtype: of equal ones torch.topk takes any.
         width = min(shape[1], 1000 if dtype == torch.float32 else 100)
         logits = torch.stack([torch.randperm(width, generator=generator) for _ in range(shape[0])]).to(dtype) / 8
         count = min(rng.choice([1, 8, 20]), logits.shape[1])
         ids = torch.randperm(5000, generator=generator)[: logits.shape[1]] if rng.random() < 0.5 else None
-        compare("largest", lambda x=logits, k=count, d=ids: likeliest(x, k, d))
+        compare(pool_loops, "largest", lambda x=logits, k=count, d=ids: likeliest(x, k, d))
 
 
-def test_largest_of_ties_and_of_what_is_no_number():
+def test_largest_of_ties_and_nan():
     values = torch.tensor([[-INF, 1.0, 2.0, 2.0, math.nan, 1.0, math.nan], [-INF] * 7]).repeat(1, 40)
-    best, places = tree_loops.largest(values, 5)
+    best, places = pool_loops.largest(values, 5)
     assert best[0].isnan().all() and places[0].tolist() == [4, 6, 11, 13, 18]
     assert (best[1] == -INF).all() and places[1].tolist() == [0, 1, 2, 3, 4]
-    best, places = tree_loops.largest(values[:, :4].repeat(1, 30), 3)
+    best, places = pool_loops.largest(values[:, :4].repeat(1, 30), 3)
     assert best[0].tolist() == [2.0] * 3 and places[0].tolist() == [2, 3, 6]
 
 
 @pytest.mark.parametrize("parents", [[-1, 2, 0], [-1, 1, 0], [1, 0, 0]])
 def test_parents_below_their_children_are_left_to_torch(parents):
     parents, one = torch.tensor([parents]), torch.ones(1, dtype=torch.int64)
-    tree = T.TokenTree(torch.zeros_like(parents), parents, torch.zeros_like(parents), 3 * one)
-    assert tree_loops.lay_out(tree, one) is None
-    assert tree_loops.depths_from_parents(parents) is None
-    assert tree_loops.prune(Draft(tree, torch.zeros(1, 3)), torch.ones(1, 3, dtype=torch.bool)) is None
-    assert parents[0, 0] > 0 or tree_loops.from_flat(parents, parents, 3 * one) is None
+    tree = TokenTree(torch.zeros_like(parents), parents, torch.zeros_like(parents), 3 * one)
+    assert row_loops.lay_out(tree, one) is None
+    assert row_loops.depths_from_parents(parents) is None
+    assert row_loops.prune(Draft(tree, torch.zeros(1, 3)), torch.ones(1, 3, dtype=torch.bool)) is None
+    assert parents[0, 0] > 0 or row_loops.from_flat(parents, parents, 3 * one) is None
 
 
-def test_which_tensors_fit():
+def test_which_tensors_the_loops_take():
     tensor = torch.zeros(2)
-    assert tree_loops.is_cpu_without_autograd(tensor, tensor)
-    assert not tree_loops.is_cpu_without_autograd(tensor, tensor.to("meta"))
-    assert not tree_loops.is_cpu_without_autograd(tensor.requires_grad_())
-    with tree_loops.torch_operations():
-        assert not tree_loops.is_cpu_without_autograd(torch.zeros(2))
-    assert tree_loops.is_cpu_without_autograd(torch.zeros(2))
+    assert is_cpu_without_autograd(tensor, tensor)
+    assert not is_cpu_without_autograd(tensor, tensor.to("meta"))
+    assert not is_cpu_without_autograd(tensor.requires_grad_())
+    with torch_operations():
+        assert not is_cpu_without_autograd(torch.zeros(2))
+    assert is_cpu_without_autograd(torch.zeros(2))
 
 
-def test_traced_code_never_meets_the_loops(monkeypatch):
+def test_traced_code_never_calls_the_loops(monkeypatch):
     tree, contexts = random_trees(oracle.seeded(0), 2), torch.tensor([5, 6])
     expected = lay_out(tree, contexts).mask
-    monkeypatch.setattr(tree_loops, "lay_out", None)
+    monkeypatch.setattr(row_loops, "lay_out", None)
     traced = torch.compile(lambda tree, contexts: lay_out(tree, contexts).mask, backend="eager", fullgraph=True)
     assert torch.equal(traced(tree, contexts), expected)
     with pytest.raises(TypeError):
@@ -239,17 +244,19 @@ def test_traced_code_never_meets_the_loops(monkeypatch):
 
 
 def test_nothing_is_left_to_compile():
-    """In a new process: what the warm-up compiled serves a growth, trees from elsewhere, and the step behind them."""
+    """In a new process: after the warm-up, growth, other trees and the rest of a step compile nothing."""
     code = """if True:
         import torch
         from numba.core.dispatcher import Dispatcher
-        from tests.unit.core import test_tree_loops as tests
-        from vllm_specplug.core import tree_loops
+        from tests.unit.core import test_loops as tests
+        from vllm_specplug.core.loops import pool, rows
+        from vllm_specplug.core.loops.warm_up import compile_loops
 
         def compiled():
-            return {name: len(f.signatures) for name, f in vars(tree_loops).items() if isinstance(f, Dispatcher)}
+            functions = {**vars(pool), **vars(rows)}
+            return {name: len(f.signatures) for name, f in functions.items() if isinstance(f, Dispatcher)}
 
-        tree_loops.compile_loops()
+        compile_loops()
         before = compiled()
         assert len(before) > 10 and sum(map(bool, before.values())) > 5, before  # loaded ones call others that are not
         tests.test_growth(2)
