@@ -15,7 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_specplug.core.layout import ancestor_bits
-from vllm_specplug.kernels import triton_tree_attention
+from vllm_specplug.kernels import triton_tiles, triton_tree_attention
 from vllm_specplug.kernels.context_attention import ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
@@ -77,12 +77,12 @@ def main() -> None:
         return kernel
 
     JITFunction.run = compile_only
-    triton_tree_attention._shared_memory = lambda _: 227 << 10
+    triton_tiles._shared_memory = lambda _: 227 << 10
     driver.set_active(Elsewhere(90))
     attention(1, 64)  # the smallest tiles
     attention(61, 64, num_splits=1)
     round_of()
-    triton_tree_attention._shared_memory = lambda _: 99 << 10
+    triton_tiles._shared_memory = lambda _: 99 << 10
     driver.set_active(Elsewhere(89))
     # The largest tiles on a device with little shared memory.
     attention(61, 128)

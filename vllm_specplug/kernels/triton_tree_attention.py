@@ -1,171 +1,78 @@
-"""Tree attention over the host's paged KV in Triton (CUDA; on a CPU under Triton's interpreter).
+"""Tree attention over vLLM's paged KV cache in Triton (CUDA; on a CPU under Triton's interpreter).
 
-The same operation as ``tree_attention`` (whose reference and input factory serve here too), on pages that keep a
-token's key and value side by side (layout ``token``) and with the tree mask packed into words, see
-``layout.ancestor_bits``.  For small batches the context is split among programs; a second kernel merges their parts by
-log-sum-exp.  Grids and shapes depend on host values only, so that a CUDA graph can hold the launches.
+The same operation as ``tree_attention.tree_attention`` (its reference serves here too), on pages that keep a token's key
+and value side by side (layout ``token``) and with the tree mask packed into words, see ``layout.ancestor_bits``.  For
+small batches several programs share a context; a second kernel merges their parts by log-sum-exp.  Grids and shapes
+depend only on Python values known on the CPU, so a CUDA graph can capture the launches.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_specplug.kernels.triton_tiles import attend, attend_tree, load_queries, store_output, tile_options
+
 MAX_SPLITS = 32
 
-#: The interpreter's dot takes the bits of bfloat16 for integers.
-_INTERPRETED = triton.knobs.runtime.interpret
-
 
 @triton.jit
-def _attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """One tile of keys: the running maximum, sum and weighted values of a softmax."""
-    if WIDEN:
-        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have seen nothing yet
-    weights = tl.exp(scores - shift[:, None])
-    decay = tl.exp(top - shift)
-    total = total * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-    return new_top, total, acc
-
-
-@triton.jit
-def _load_queries(
-    query_ptr,
-    query_stride,
-    query_head_stride,
-    query_start_ptr,
-    request,
-    kv_head,
-    row_block,
-    query_len,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """One tile of a request's queries, and where its rows are: (query row, head of the group), which share their keys.
-
-    Returns:
-        The queries ``[BLOCK_M, HEAD_PADDED]``; the query row, whether the request has it, the row in the batch and the
-        head of each; the dimensions of a head, and whether it has them.
-    """
-    index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = index // GROUP
-    head = kv_head * GROUP + index % GROUP
-    in_query = row < query_len
-    dims = tl.arange(0, HEAD_PADDED)
-    in_head = dims < HEAD_SIZE
-    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
-    places = query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :]
-    q = tl.load(places, mask=in_query[:, None] & in_head[None, :], other=0.0)
-    return q, row, in_query, flat, head, dims, in_head
-
-
-@triton.jit
-def _store_output(output_ptr, output_stride, output_head_stride, tile, total, acc):
-    """What the softmax over all keys gave for a tile of ``_load_queries``."""
-    _, _, in_query, flat, head, dims, in_head = tile
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row that sees nothing gets zeros
-    places = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
-    tl.store(places, result.to(output_ptr.dtype.element_ty), mask=in_query[:, None] & in_head[None, :])
-
-
-@triton.jit
-def _attend_tree(
-    tile,
-    tree,
-    request,
-    kv_head,
-    scale,
-    top,
-    total,
-    acc,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """The tiles of a request's tree keys, each row's by its own mask.
+def _attend_context(
+    tile, cache, request, kv_head, split, scale, top, total, acc,
+    NUM_SPLITS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend to this split's share of a request's context, tile by tile.
 
     Args:
-        tile: of ``_load_queries``.
-        tree: from ``key_ptr`` to ``bits_row_stride``, as the kernels take them.
+        tile: from ``load_queries``.
+        cache: the kernel's arguments from ``cache_ptr`` to ``context_lens_ptr``.
     """
-    q, row, in_query, _, _, dims, in_head = tile
-    key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride = tree[:6]
-    tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride = tree[6:]
-    tree_len = tl.load(tree_lens_ptr + request)
-    tree_start = tl.load(tree_start_ptr + request)
-    for first in range(0, tree_len, BLOCK_N):
-        node = first + tl.arange(0, BLOCK_N)
-        valid = node < tree_len
+    q, _, in_query, _, _, dims, in_head = tile
+    cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride = cache[:4]
+    block_table_ptr, block_table_stride, context_lens_ptr = cache[4:]
+    context = tl.load(context_lens_ptr + request)
+    # Plain arithmetic: each function of Triton's library costs the interpreter milliseconds.
+    tiles = (context + BLOCK_N - 1) // BLOCK_N
+    share = (tiles + NUM_SPLITS - 1) // NUM_SPLITS
+    for number in range(split * share, tl.minimum((split + 1) * share, tiles)):
+        position = number * BLOCK_N + tl.arange(0, BLOCK_N)
+        valid = position < context
+        page = tl.load(block_table_ptr + request * block_table_stride + position // PAGE, mask=valid, other=0)
+        slot = (
+            cache_ptr
+            + page.to(tl.int64) * cache_block_stride
+            + kv_head * cache_head_stride
+            + (position % PAGE) * cache_slot_stride
+        )
+        # Never-written slots may hold NaN, and 0 * NaN is NaN: masked loads.
         loads = valid[:, None] & in_head[None, :]
-        flat_node = (tree_start + node).to(tl.int64)
-        keys = key_ptr + flat_node * key_stride + kv_head * key_head_stride
-        values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
-        k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
-        v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
-        # A tile lies within one word: it starts at a multiple of BLOCK_N, which divides the word's bits.
-        word = bits_ptr + request * bits_stride + row * bits_row_stride + first // 64
-        words = tl.load(word, mask=in_query, other=0)
-        visible = (((words[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0) & valid[None, :]
-        top, total, acc = _attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
+        k = tl.load(slot[:, None] + dims[None, :], mask=loads, other=0.0)
+        v = tl.load(slot[:, None] + HEAD_SIZE + dims[None, :], mask=loads, other=0.0)
+        top, total, acc = attend(q, k, v, valid[None, :] & in_query[:, None], scale, top, total, acc, PRECISION, WIDEN)
     return top, total, acc
 
 
 @triton.jit
 def _tree_attention_kernel(
-    query_ptr,
-    query_stride,
-    query_head_stride,
-    output_ptr,
-    output_stride,
-    output_head_stride,
-    cache_ptr,
-    cache_block_stride,
-    cache_head_stride,
-    cache_slot_stride,
-    block_table_ptr,
-    block_table_stride,
-    context_lens_ptr,
-    query_start_ptr,
-    query_lens_ptr,
-    key_ptr,
-    key_stride,
-    key_head_stride,
-    value_ptr,
-    value_stride,
-    value_head_stride,
-    tree_start_ptr,
-    tree_lens_ptr,
-    bits_ptr,
-    bits_stride,
-    bits_row_stride,
-    parts_ptr,
-    tops_ptr,
-    totals_ptr,
-    scale,
-    num_heads,
-    max_query_len,
-    num_row_blocks,
-    NUM_SPLITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    query_ptr, query_stride, query_head_stride,
+    output_ptr, output_stride, output_head_stride,
+    cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride,
+    block_table_ptr, block_table_stride,
+    context_lens_ptr, query_start_ptr, query_lens_ptr,
+    key_ptr, key_stride, key_head_stride,
+    value_ptr, value_stride, value_head_stride,
+    tree_start_ptr, tree_lens_ptr,
+    bits_ptr, bits_stride, bits_row_stride,
+    parts_ptr, tops_ptr, totals_ptr,
+    scale, num_heads, max_query_len, num_row_blocks,
+    NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend from one tile of queries to one split of the context; the last split adds the tree."""
     request = tl.program_id(0) // num_row_blocks
     row_block = tl.program_id(0) % num_row_blocks
     kv_head = tl.program_id(1)
@@ -173,12 +80,14 @@ def _tree_attention_kernel(
     query_len = tl.load(query_lens_ptr + request)
     if row_block * BLOCK_M >= query_len * GROUP:
         return
-
-    tile = _load_queries(
+    tile = load_queries(
         query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
         GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
     )  # fmt: skip
-    q, row, in_query, _, head, dims, in_head = tile
+    cache = (
+        cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride,
+        block_table_ptr, block_table_stride, context_lens_ptr,
+    )  # fmt: skip
     tree = (
         key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride,
         tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride,
@@ -187,32 +96,17 @@ def _tree_attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, HEAD_PADDED], 0.0, tl.float32)
-    context = tl.load(context_lens_ptr + request)
-    # Plain arithmetic: every function of triton's own library costs the interpreter milliseconds.
-    tiles = (context + BLOCK_N - 1) // BLOCK_N
-    share = (tiles + NUM_SPLITS - 1) // NUM_SPLITS
-    for number in range(split * share, tl.minimum((split + 1) * share, tiles)):
-        place = number * BLOCK_N + tl.arange(0, BLOCK_N)
-        valid = place < context
-        page = tl.load(block_table_ptr + request * block_table_stride + place // PAGE, mask=valid, other=0)
-        slot = (
-            cache_ptr
-            + page.to(tl.int64) * cache_block_stride
-            + kv_head * cache_head_stride
-            + (place % PAGE) * cache_slot_stride
-        )
-        # Never-written slots may hold NaN, and 0 * NaN is NaN: masked loads.
-        loads = valid[:, None] & in_head[None, :]
-        k = tl.load(slot[:, None] + dims[None, :], mask=loads, other=0.0)
-        v = tl.load(slot[:, None] + HEAD_SIZE + dims[None, :], mask=loads, other=0.0)
-        top, total, acc = _attend(q, k, v, valid[None, :] & in_query[:, None], scale, top, total, acc, PRECISION, WIDEN)
-
+    top, total, acc = _attend_context(
+        tile, cache, request, kv_head, split, scale, top, total, acc,
+        NUM_SPLITS, HEAD_SIZE, PAGE, BLOCK_N, PRECISION, WIDEN,
+    )  # fmt: skip
     if split == NUM_SPLITS - 1:  # the split with the fewest context tiles
-        top, total, acc = _attend_tree(tile, tree, request, kv_head, scale, top, total, acc, BLOCK_N, PRECISION, WIDEN)
+        top, total, acc = attend_tree(tile, tree, request, kv_head, scale, top, total, acc, BLOCK_N, PRECISION, WIDEN)
 
     if NUM_SPLITS == 1:
-        _store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
+        store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
     else:
+        _, row, in_query, _, head, dims, in_head = tile
         part = ((request * max_query_len + row).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
         places = parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :]
         tl.store(places, acc, mask=in_query[:, None] & in_head[None, :])
@@ -222,21 +116,11 @@ def _tree_attention_kernel(
 
 @triton.jit
 def _merge_kernel(
-    output_ptr,
-    output_stride,
-    output_head_stride,
-    query_start_ptr,
-    query_lens_ptr,
-    parts_ptr,
-    tops_ptr,
-    totals_ptr,
-    num_heads,
-    max_query_len,
-    NUM_SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-):
+    output_ptr, output_stride, output_head_stride, query_start_ptr, query_lens_ptr,
+    parts_ptr, tops_ptr, totals_ptr, num_heads, max_query_len,
+    NUM_SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query row and head."""
     request = tl.program_id(0) // max_query_len
     row = tl.program_id(0) % max_query_len
     head = tl.program_id(1)
@@ -281,9 +165,9 @@ def tree_attention(
     max_context_len: int | None = None,
     num_splits: int | None = None,
 ) -> None:
-    """Attends every query row to its request's whole context and to the tree rows its mask shows.
+    """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
-    A row that is shown nothing at all gets zeros.
+    A row without visible keys gets zeros.  (This function is long because two thirds of it list its arguments.)
 
     Args:
         query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
@@ -297,8 +181,8 @@ def tree_attention(
         tree_start, tree_lens: int32 ``[num_reqs]``; the request's rows there.
         bits: int64 ``[num_reqs, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
         scale: factor of the scores.
-        max_query_len: no request has more rows; host value.
-        max_context_len: no context is longer; host value that only bounds the number of splits.
+        max_query_len: upper bound of ``query_lens``.
+        max_context_len: upper bound of ``context_lens``; only limits the number of splits.
         num_splits: programs that share one context; by default as many as fill the device.
     """
     num_heads, head_size = query.shape[1:]
@@ -306,111 +190,45 @@ def tree_attention(
     group = num_heads // num_kv_heads
     num_reqs = context_lens.shape[0]
     tiles = tile_options(query, max_query_len * group)
-    block_n = tiles["BLOCK_N"]
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
-        num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, max_context_len, block_n)
-    parts = tops = totals = query  # not looked at without splits
+        num_programs = num_reqs * num_row_blocks * num_kv_heads
+        num_splits = _num_splits(query.device, num_programs, max_context_len, tiles["BLOCK_N"])
+    parts = tops = totals = query  # never read without splits
     if num_splits > 1:
         tops = torch.empty(num_reqs, max_query_len, num_heads, num_splits, dtype=torch.float32, device=query.device)
         totals = torch.empty_like(tops)
         parts = tops.new_empty(*tops.shape, head_size)
     _tree_attention_kernel[(num_reqs * num_row_blocks, num_kv_heads, num_splits)](
-        query,
-        query.stride(0),
-        query.stride(1),
-        output,
-        output.stride(0),
-        output.stride(1),
-        kv_cache,
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        block_table,
-        block_table.stride(0),
-        context_lens,
-        query_start,
-        query_lens,
-        tree_key,
-        tree_key.stride(0),
-        tree_key.stride(1),
-        tree_value,
-        tree_value.stride(0),
-        tree_value.stride(1),
-        tree_start,
-        tree_lens,
-        bits,
-        bits.stride(0),
-        bits.stride(1),
-        parts,
-        tops,
-        totals,
-        scale,
-        num_heads,
-        max_query_len,
-        num_row_blocks,
-        NUM_SPLITS=num_splits,
-        GROUP=group,
-        PAGE=page,
-        **tiles,
-    )
+        query, query.stride(0), query.stride(1),
+        output, output.stride(0), output.stride(1),
+        kv_cache, kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
+        block_table, block_table.stride(0),
+        context_lens, query_start, query_lens,
+        tree_key, tree_key.stride(0), tree_key.stride(1),
+        tree_value, tree_value.stride(0), tree_value.stride(1),
+        tree_start, tree_lens,
+        bits, bits.stride(0), bits.stride(1),
+        parts, tops, totals,
+        scale, num_heads, max_query_len, num_row_blocks,
+        NUM_SPLITS=num_splits, GROUP=group, PAGE=page, **tiles,
+    )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](
-            output,
-            output.stride(0),
-            output.stride(1),
-            query_start,
-            query_lens,
-            parts,
-            tops,
-            totals,
-            num_heads,
-            max_query_len,
-            NUM_SPLITS=num_splits,
-            SPLITS_PADDED=triton.next_power_of_2(num_splits),
-            HEAD_SIZE=head_size,
-            HEAD_PADDED=tiles["HEAD_PADDED"],
-            num_warps=1,
-        )
-
-
-def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a kernel of this family.
-
-    Args:
-        query: ``[num_tokens, num_heads, head_size]``.
-        num_rows: rows of a request that share a KV head.
-    """
-    head_size = query.shape[2]
-    head_padded = triton.next_power_of_2(head_size)
-    row_bytes, wide = head_padded * query.element_size(), query.dtype == torch.float32
-    return {
-        "HEAD_SIZE": head_size,
-        "HEAD_PADDED": head_padded,
-        # Tiles of 32 KiB of queries and 16 KiB of keys at the most.
-        "BLOCK_M": max(16, min(64, triton.next_power_of_2(num_rows), (32 << 10) // row_bytes)),
-        "BLOCK_N": max(16, min(64, (16 << 10) // row_bytes)),
-        "PRECISION": "ieee" if wide else "tf32",
-        "WIDEN": _INTERPRETED,
-        "num_warps": 4,
-        # What 100 KiB of shared memory hold only twice.
-        "num_stages": 3 if not wide and _shared_memory(query.device) >= 160 << 10 else 2,
-    }
+            output, output.stride(0), output.stride(1), query_start, query_lens,
+            parts, tops, totals, num_heads, max_query_len,
+            NUM_SPLITS=num_splits, SPLITS_PADDED=triton.next_power_of_2(num_splits),
+            HEAD_SIZE=head_size, HEAD_PADDED=tiles["HEAD_PADDED"], num_warps=1,
+        )  # fmt: skip
 
 
 def _num_splits(device: torch.device, num_programs: int, max_context_len: int | None, block_n: int) -> int:
-    """As many as give every multiprocessor two programs; a power of two, for few compiled variants."""
+    """Return how many splits give every multiprocessor two programs: a power of two, to compile few variants."""
     wanted = 2 * _num_processors(device) // max(num_programs, 1)
     if max_context_len is not None:
         wanted = min(wanted, max_context_len // (2 * block_n))
     wanted = max(1, min(wanted, MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
 
 
 @functools.cache

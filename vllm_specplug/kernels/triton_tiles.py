@@ -1,0 +1,128 @@
+"""Building blocks of the Triton tree attention kernels: tile sizes, and functions that attend to one tile of keys.
+
+Triton inlines these functions.  A tile of queries has one line per (query row, head of the group): all heads of a group
+share their keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+#: The interpreter's dot product misreads bfloat16 as integers, so its inputs are widened there.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """Update a running softmax (maximum, sum and weighted values) with one tile of keys."""
+    if WIDEN:
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows with no visible key so far
+    weights = tl.exp(scores - shift[:, None])
+    decay = tl.exp(top - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def load_queries(
+    query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Load one tile of a request's queries and their indices.
+
+    Returns:
+        The queries ``[BLOCK_M, HEAD_PADDED]``; the query row of each line, whether the request has it, its row in the
+        batch and its head; the dimensions of a head, and whether they exist.
+    """
+    index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = index // GROUP
+    head = kv_head * GROUP + index % GROUP
+    in_query = row < query_len
+    dims = tl.arange(0, HEAD_PADDED)
+    in_head = dims < HEAD_SIZE
+    flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
+    places = query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :]
+    q = tl.load(places, mask=in_query[:, None] & in_head[None, :], other=0.0)
+    return q, row, in_query, flat, head, dims, in_head
+
+
+@triton.jit
+def store_output(output_ptr, output_stride, output_head_stride, tile, total, acc):
+    """Store the finished softmax of a tile from ``load_queries``."""
+    _, _, in_query, flat, head, dims, in_head = tile
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row without visible keys gets zeros
+    places = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
+    tl.store(places, result.to(output_ptr.dtype.element_ty), mask=in_query[:, None] & in_head[None, :])
+
+
+@triton.jit
+def attend_tree(
+    tile, tree, request, kv_head, scale, top, total, acc,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend to a request's tree keys, tile by tile; each row sees what its mask allows.
+
+    Args:
+        tile: from ``load_queries``.
+        tree: the kernels' arguments from ``key_ptr`` to ``bits_row_stride``.
+    """
+    q, row, in_query, _, _, dims, in_head = tile
+    key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride = tree[:6]
+    tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride = tree[6:]
+    tree_len = tl.load(tree_lens_ptr + request)
+    tree_start = tl.load(tree_start_ptr + request)
+    for first in range(0, tree_len, BLOCK_N):
+        node = first + tl.arange(0, BLOCK_N)
+        valid = node < tree_len
+        loads = valid[:, None] & in_head[None, :]
+        flat_node = (tree_start + node).to(tl.int64)
+        keys = key_ptr + flat_node * key_stride + kv_head * key_head_stride
+        values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
+        k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
+        v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
+        # A tile lies within one word: it starts at a multiple of BLOCK_N, which divides the word's bits.
+        word = bits_ptr + request * bits_stride + row * bits_row_stride + first // 64
+        words = tl.load(word, mask=in_query, other=0)
+        visible = (((words[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0) & valid[None, :]
+        top, total, acc = attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
+    return top, total, acc
+
+
+def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
+    """Choose tile sizes and launch options.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size]``.
+        num_rows: rows of a request that share a KV head.
+    """
+    head_size = query.shape[2]
+    head_padded = triton.next_power_of_2(head_size)
+    row_bytes, wide = head_padded * query.element_size(), query.dtype == torch.float32
+    return {
+        "HEAD_SIZE": head_size,
+        "HEAD_PADDED": head_padded,
+        # At most 32 KiB of queries and 16 KiB of keys per tile.
+        "BLOCK_M": max(16, min(64, triton.next_power_of_2(num_rows), (32 << 10) // row_bytes)),
+        "BLOCK_N": max(16, min(64, (16 << 10) // row_bytes)),
+        "PRECISION": "ieee" if wide else "tf32",
+        "WIDEN": _INTERPRETED,
+        "num_warps": 4,
+        # 100 KiB of shared memory hold only two stages.
+        "num_stages": 3 if not wide and _shared_memory(query.device) >= 160 << 10 else 2,
+    }
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory available to one program."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
