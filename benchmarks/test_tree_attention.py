@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 
+from tests.doubles.attention_inputs import make_inputs
 from tests.unit.kernels.test_tree_attention import host_chain_attention
-from vllm_specplug.kernels.tree_attention import make_inputs, select_backend, tree_attention
+from vllm_specplug.kernels.tree_attention import select_backend, tree_attention
 
 ROUNDS = 200
 

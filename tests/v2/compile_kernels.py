@@ -14,11 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tests.doubles.attention_inputs import make_inputs
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.kernels import triton_tiles, triton_tree_attention
 from vllm_specplug.kernels.context_attention import ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 

@@ -1,9 +1,9 @@
 """Tree attention over vLLM's paged KV cache in Triton (CUDA; on a CPU under Triton's interpreter).
 
-The same operation as ``tree_attention.tree_attention`` (its reference serves here too), on pages that keep a token's key
-and value side by side (layout ``token``) and with the tree mask packed into words, see ``layout.ancestor_bits``.  For
-small batches several programs share a context; a second kernel merges their parts by log-sum-exp.  Grids and shapes
-depend only on Python values known on the CPU, so a CUDA graph can capture the launches.
+The operation of ``tree_attention.tree_attention`` (same reference), on pages that keep a token's key and value side by
+side (layout ``token``) and with the tree mask packed into words, see ``layout.ancestor_bits``.  For small batches
+several programs share a context; a second kernel merges their parts by log-sum-exp.  Grids and shapes depend only on
+Python values known on the CPU, so a CUDA graph can capture the launches.
 """
 
 from __future__ import annotations

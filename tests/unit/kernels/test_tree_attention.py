@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from tests.doubles.attention_inputs import make_inputs
 from vllm_specplug.kernels import cpu_ops
 from vllm_specplug.kernels import tree_attention as kernels
-from vllm_specplug.kernels.tree_attention import make_inputs, pack_pages, tree_attention, unpack_pages
+from vllm_specplug.kernels.tree_attention import pack_pages, tree_attention, unpack_pages
 
 #: Largest deviation allowed, relative to the largest output.  bfloat16 outputs are rounded once, to 2^-9.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
