@@ -13,7 +13,7 @@ from vllm_specplug.core.tree import depths_from_parents, from_flat
 from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
-from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 from vllm_specplug.proposers.lookup.device import make_inputs as make_keys_inputs
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys

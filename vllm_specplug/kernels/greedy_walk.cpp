@@ -81,10 +81,10 @@ class Rows {
   int64_t count() const { return logits_.size(0); }
   int64_t token(int64_t row) const {
     TORCH_CHECK_INDEX(row >= 0 && row < count(), "greedy decoding: there are no logits for row ", row);
-    const int64_t place = row * logits_.stride(0), size = logits_.size(1);
+    const int64_t offset = row * logits_.stride(0), size = logits_.size(1);
     if (logits_.scalar_type() == at::kFloat)
-      return first_largest(static_cast<const int32_t*>(logits_.const_data_ptr()) + place, size);
-    return first_largest(static_cast<const int16_t*>(logits_.const_data_ptr()) + place, size);
+      return first_largest(static_cast<const int32_t*>(logits_.const_data_ptr()) + offset, size);
+    return first_largest(static_cast<const int16_t*>(logits_.const_data_ptr()) + offset, size);
   }
 
  private:
@@ -139,12 +139,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& log
     int32_t* output_of = output.mutable_data_ptr<int32_t>() + request * depth;
     int64_t* rows_of = path_rows.mutable_data_ptr<int64_t>() + request * depth;
     rows_of[0] = 0; // the root, also for requests that emit nothing
-    int64_t place = 0;
+    int64_t index = 0;
     for (const auto& [row, token] : paths[request]) {
-      output_of[place] = static_cast<int32_t>(token);
-      rows_of[place++] = row;
+      output_of[index] = static_cast<int32_t>(token);
+      rows_of[index++] = row;
     }
-    num_emitted.mutable_data_ptr<int64_t>()[request] = place;
+    num_emitted.mutable_data_ptr<int64_t>()[request] = index;
   }
   return {output, path_rows, num_emitted};
 }

@@ -272,7 +272,7 @@ void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const
   const VecUint upper = splat(0xffff0000u);
   for (int d = 0; d < p.head_size; d += kLanes) {
     const uint16_t* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kLanes;
-    for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key also copies its neighbour, which is not read
+    for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key: its neighbour is never read
       const VecUint pair = load<VecUint>(group);
       store(value + j * p.head_size + d, (Vec)(pair << 16));
       store(value + (j + 1) * p.head_size + d, (Vec)(pair & upper));
