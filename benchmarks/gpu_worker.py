@@ -36,7 +36,7 @@ Row = dict[str, Any]
 def main() -> None:
     question = json.loads(sys.argv[1])
     if question["interpret"]:
-        from vllm_specplug.kernels.interpreter import use_interpreter
+        from tests.doubles.interpreter import use_interpreter
 
         use_interpreter()
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -134,8 +134,9 @@ def time_attention(question: Row) -> Iterator[Row]:
     """Of the path ``name``; ``chain``: the host's own."""
     import torch
 
+    from tests.doubles.attention_inputs import make_inputs
     from vllm_specplug.core.layout import ancestor_bits
-    from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs, tree_attention_reference
+    from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 
     on_gpu, name = torch.cuda.is_available(), question["name"]
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)

@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 
-from tests.unit.kernels.test_tree_attention import host_chain_attention
-from vllm_specplug.kernels.tree_attention import make_inputs, select_backend, tree_attention
+from tests.doubles.attention_inputs import make_inputs
+from tests.unit.kernels.test_tree_attention import vllm_chain_attention
+from vllm_specplug.kernels.tree_attention import select_backend, tree_attention
 
 ROUNDS = 200
 
@@ -32,7 +33,7 @@ def threads(request):
 def test_verification(benchmark, threads, dtype, context, num_nodes):
     ops = pytest.importorskip("vllm._custom_ops")
     inputs = make_inputs((context,), (num_nodes + 1,), dtype=dtype, garbage=0.0)
-    chain = host_chain_attention(ops, inputs, "vec")
+    chain = vllm_chain_attention(ops, inputs, "vec")
     chain_seconds = []
 
     def timed_chain():

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel, as it is launched, for GPUs that need not be here; prints shared memory by kernel.
+"""Compiles every launch of the Triton kernels, without a GPU; prints shared memory by kernel.
 
 Run by ``test_compiling`` in a process of its own, since the interpreter's kernels cannot be compiled.
 """
@@ -14,13 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tests.doubles.attention_inputs import make_inputs
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.kernels import triton_tiles, triton_tree_attention
 from vllm_specplug.kernels.context_attention import ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
-from vllm_specplug.kernels.triton_round import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 
 
 class Elsewhere:
@@ -51,7 +52,7 @@ def attention(rows: int, head_size: int, num_splits: int = 2, dtype: torch.dtype
         merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows)
 
 
-def round_of(num_reqs: int = 2, width: int = 61) -> None:
+def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     slots = torch.arange(num_reqs)
     parents, bits = torch.zeros(num_reqs, width, dtype=torch.int64), torch.zeros(num_reqs, width, 1, dtype=torch.int64)
     ints, offsets = torch.zeros(num_reqs, dtype=torch.int32), torch.zeros(num_reqs + 1, dtype=torch.int32)
@@ -61,7 +62,7 @@ def round_of(num_reqs: int = 2, width: int = 61) -> None:
     _, path, _ = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
     caches = [torch.zeros(2, 2, 16, 128, dtype=torch.bfloat16)]
     move_rows(cache_pointers(caches), caches[0], flat, path, path)
-    for given in (slots.int(), slots):  # the host's, and those of a recorded graph
+    for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
         match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), given, ints, 1, 16)
 
 
@@ -81,7 +82,7 @@ def main() -> None:
     driver.set_active(Elsewhere(90))
     attention(1, 64)  # the smallest tiles
     attention(61, 64, num_splits=1)
-    round_of()
+    small_kernels()
     triton_tiles._shared_memory = lambda _: 99 << 10
     driver.set_active(Elsewhere(89))
     # The largest tiles on a device with little shared memory.

@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     # The host's Triton attention would round float32 to TF32, ours does not.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
 else:
-    from vllm_specplug.kernels.interpreter import use_interpreter
+    from tests.doubles.interpreter import use_interpreter
 
     use_interpreter()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks triton's driver, of which there is only the name

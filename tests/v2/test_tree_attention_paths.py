@@ -8,6 +8,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.stand_ins import install_flash, install_xformers
 from tests.hosts.conftest import runner_of
 from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
@@ -25,7 +26,7 @@ from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.kernels.context_attention import ContextAttention, ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, make_inputs
+from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.xformers_context import XformersContext
 
 HERE_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without a GPU")
@@ -305,7 +306,7 @@ def test_a_kernel_that_does_not_run_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"does not run here \(no such operator\)"):
         check_caches({"layer": layer}, "flash")
     layer.impl.context = type("Shapes", (ContextAttention,), {"__call__": lambda self, query, *_: (query, query)})()
-    with pytest.raises(ConfigError, match="another version"):
+    with pytest.raises(ConfigError, match="unsupported version"):
         check_caches({"layer": layer}, "flash")
 
 

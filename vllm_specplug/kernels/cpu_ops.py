@@ -1,4 +1,4 @@
-"""The C++ operators of this package for CPUs, built on first use."""
+"""Building and loading the C++ operators for CPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FLAGS = ["-O3", "-march=native", "-fopenmp"]
 
 @functools.cache
 def operators() -> Any:
-    """The C++ operators, or None where they cannot be built."""
+    """Return the C++ operators, built on first use; None if they cannot be built."""
     try:
         ops = _load()
-    except Exception as error:  # whatever a compiler, a linker or a read-only folder can raise
+    except Exception as error:  # compiler, linker and file system errors have many types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning("tree attention: slow torch fallback; the C++ ops could not be built (%s)", reason)
         return None
@@ -34,13 +34,13 @@ def operators() -> Any:
 
 
 def _load() -> Any:
-    """Builds the operators once per (source, torch, CPU) and loads them."""
+    """Build the operators once per (source, torch, CPU) and load them."""
     from torch.utils import cpp_extension
 
     identity = [*(source.read_text() for source in _SOURCES), torch.__version__, *_FLAGS, _cpu_identity()]
     name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    # The lock dies with its holder, so a baton of cpp_extension found while holding it was left by a killed process.
+    # This lock ends with its process.  If cpp_extension's own lock file exists now, a killed process has left it.
     with open(folder / "build.flock", "w") as lock, _scripts_on_path():
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def _load() -> Any:
 
 
 def _cpu_identity() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared by different machines."""
+    """Describe the CPU, on which ``-march=native`` depends: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def _cpu_identity() -> str:
 
 
 class _scripts_on_path:
-    """Lets cpp_extension find the environment's ninja when the environment is not activated."""
+    """Let cpp_extension find the environment's ninja when the environment is not activated."""
 
     def __enter__(self) -> None:
         self.path = os.environ.get("PATH", "")

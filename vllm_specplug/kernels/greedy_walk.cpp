@@ -1,5 +1,5 @@
-// Greedy decoding from logits as they are: the host first converts all of them to float32, in memory that it maps anew at
-// every step.  The largest value is the first largest, -0 equals 0 and NaN is larger than all: as torch.argmax has it.
+// Greedy decoding directly from bfloat16 or float32 logits.  vLLM first converts all logits to float32, in memory that
+// it maps anew at every step.  As in torch.argmax, the first of equal values counts, -0 equals 0, NaN is the largest.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int64_t kBlock = 2048; // values whose maximum is remembered
+constexpr int64_t kBlock = 2048; // values per maximum
 constexpr int64_t kPadding = -1;
 
 template <typename Int>
@@ -25,7 +25,7 @@ struct Vector {
   typedef Int type __attribute__((vector_size(64)));
 };
 
-// Integers in the order of the floats with these bits; of one, or of a vector of them.
+// Maps the bits of floats to integers in the same order; for one value or a vector.
 template <typename Int, typename V>
 inline V order(V bits) {
   constexpr Int largest = std::numeric_limits<Int>::max(), infinity = sizeof(Int) == 2 ? 0x7f80 : 0x7f800000;
@@ -36,41 +36,41 @@ inline V order(V bits) {
 }
 
 template <typename Int>
-Int most_of(const Int* values, int64_t size) {
+Int largest_of(const Int* values, int64_t size) {
   using V = typename Vector<Int>::type;
   constexpr int64_t lanes = sizeof(V) / sizeof(Int);
-  Int most = std::numeric_limits<Int>::min();
+  Int maximum = std::numeric_limits<Int>::min();
   int64_t i = 0;
   if (size >= lanes) {
-    V mosts = V{} + most;
+    V maxima = V{} + maximum;
     for (; i + lanes <= size; i += lanes) {
       V bits;
       std::memcpy(&bits, values + i, sizeof(V));
       const V here = order<Int>(bits);
-      mosts = here > mosts ? here : mosts;
+      maxima = here > maxima ? here : maxima;
     }
-    for (int64_t lane = 0; lane < lanes; ++lane) most = std::max<Int>(most, mosts[lane]);
+    for (int64_t lane = 0; lane < lanes; ++lane) maximum = std::max<Int>(maximum, maxima[lane]);
   }
-  for (; i < size; ++i) most = std::max<Int>(most, order<Int>(values[i]));
-  return most;
+  for (; i < size; ++i) maximum = std::max<Int>(maximum, order<Int>(values[i]));
+  return maximum;
 }
 
 template <typename Int>
 int64_t first_largest(const Int* row, int64_t size) {
-  Int most = std::numeric_limits<Int>::min();
+  Int maximum = std::numeric_limits<Int>::min();
   int64_t found = 0;
   for (int64_t begin = 0; begin < size; begin += kBlock) {
-    const Int here = most_of(row + begin, std::min(size - begin, kBlock));
-    if (here > most) {
-      most = here;
+    const Int here = largest_of(row + begin, std::min(size - begin, kBlock));
+    if (here > maximum) {
+      maximum = here;
       found = begin;
     }
   }
-  while (order<Int>(row[found]) != most) ++found;
+  while (order<Int>(row[found]) != maximum) ++found;
   return found;
 }
 
-// The first largest values of rows of bfloat16 or float32 logits.
+// The first largest values of the rows of bfloat16 or float32 logits.
 class Rows {
  public:
   Rows(const at::Tensor& logits, const char* name) : logits_(logits.stride(-1) == 1 ? logits : logits.contiguous()) {
@@ -81,10 +81,10 @@ class Rows {
   int64_t count() const { return logits_.size(0); }
   int64_t token(int64_t row) const {
     TORCH_CHECK_INDEX(row >= 0 && row < count(), "greedy decoding: there are no logits for row ", row);
-    const int64_t place = row * logits_.stride(0), size = logits_.size(1);
+    const int64_t offset = row * logits_.stride(0), size = logits_.size(1);
     if (logits_.scalar_type() == at::kFloat)
-      return first_largest(static_cast<const int32_t*>(logits_.const_data_ptr()) + place, size);
-    return first_largest(static_cast<const int16_t*>(logits_.const_data_ptr()) + place, size);
+      return first_largest(static_cast<const int32_t*>(logits_.const_data_ptr()) + offset, size);
+    return first_largest(static_cast<const int16_t*>(logits_.const_data_ptr()) + offset, size);
   }
 
  private:
@@ -138,13 +138,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& log
   for (int64_t request = 0; request < num_reqs; ++request) {
     int32_t* output_of = output.mutable_data_ptr<int32_t>() + request * depth;
     int64_t* rows_of = path_rows.mutable_data_ptr<int64_t>() + request * depth;
-    rows_of[0] = 0; // the root's, of requests that emit nothing too
-    int64_t place = 0;
+    rows_of[0] = 0; // the root, also for requests that emit nothing
+    int64_t index = 0;
     for (const auto& [row, token] : paths[request]) {
-      output_of[place] = static_cast<int32_t>(token);
-      rows_of[place++] = row;
+      output_of[index] = static_cast<int32_t>(token);
+      rows_of[index++] = row;
     }
-    num_emitted.mutable_data_ptr<int64_t>()[request] = place;
+    num_emitted.mutable_data_ptr<int64_t>()[request] = index;
   }
   return {output, path_rows, num_emitted};
 }

@@ -1,7 +1,7 @@
-"""Greedy decoding on a CPU straight from the logits: the tokens of ``argmax``, and the walk of trees by them.
+"""Greedy decoding on a CPU directly from the logits: the ``argmax`` of each row, and the walk of trees by it.
 
-C++ ops where they can be built; their reference is ``walk.walk_exact`` with ``argmax`` for a sampler, which is what
-runs elsewhere.
+These are C++ ops.  Their reference is ``walk.walk_exact`` with ``argmax`` as the sampler, which runs where the ops
+cannot be built.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from vllm_specplug.types import TokenTree, Walk
 
 
 def is_available(logits: torch.Tensor) -> bool:
-    """Whether the ops can be used on these logits."""
+    """Return whether the ops can be used on these logits."""
     return logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) and operators() is not None
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest of each row of ``logits``, bfloat16 or float32 ``[num_rows, vocab_size]``: int32
-    ``[num_rows, 1]``.
+    """Return the index of the first largest logit of each row, int32 ``[num_rows, 1]``.
+
+    Args:
+        logits: bfloat16 or float32 ``[num_rows, vocab_size]``.
     """
     return operators().greedy_tokens.default(logits)
 
@@ -33,7 +35,7 @@ def greedy_walk(
         tree: the verified trees.
         logits: bfloat16 or float32 ``[num_logits_rows, vocab_size]``.
         first_rows: int64 ``[num_reqs]``; row of each request's root in ``logits``.
-        active: bool ``[num_reqs]``; requests to walk.  The others emit nothing.
+        active: bool ``[num_reqs]``; requests to walk; the others emit nothing.
         max_emitted: most tokens to emit.
 
     Returns:

@@ -1,11 +1,12 @@
-// Tree attention on a CPU: "attention over the cached context, with an arbitrary mask on the last tree_len keys".
+// Tree attention on a CPU: attention over the cached context, with an arbitrary mask on the tree_len keys after it.
 //
-// The context is read in the host's packed pages, in place for float32; bfloat16 pages pass chunk by chunk through a
-// scratch that stays in the L1/L2 cache: keys as words of two, values widened.  All arithmetic is float32.  See tree_attention.py for the
-// arguments and tree_attention_reference for the meaning.  write_rows is the other direction: into the pages.
+// The context is read from vLLM's packed pages, in place for float32.  bfloat16 pages are unpacked chunk by chunk into
+// a scratch that stays in the L1/L2 cache: keys as words of two bfloat16, values as float32.  All arithmetic is
+// float32.  tree_attention.py documents the arguments; tree_attention_reference defines the result.  write_rows writes
+// into the pages.
 //
-// Names: a *row* is one (query token, query head of the KV head's group) pair; a *unit* is (request, KV head, tile of
-// rows) and the grain of the threads; a *chunk* is up to kChunk keys, made of *segments* whose keys lie in one page.
+// Names: a *row* is a pair of query token and query head of the KV head's group; a *unit* is (request, KV head, tile of
+// rows), the work item of a thread; a *chunk* is up to kChunk keys, in *segments* whose keys are in one page.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -29,9 +30,9 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kChunk = 128;      // keys per step of the online softmax
-constexpr int kRows = 6;         // rows of the register tile: 6 rows x 4 vectors = 24 accumulators
-constexpr int kMaxTileRows = 96; // rows per unit, at most
-constexpr int kInPlaceRows = 12; // units with more rows than these read bfloat16 values from a widened copy
+constexpr int kRows = 6;         // rows of the register tile: 6 x 4 vectors = 24 accumulators
+constexpr int kMaxTileRows = 96; // most rows per unit
+constexpr int kInPlaceRows = 12; // units with more rows read bfloat16 values from a float32 copy
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t VecInt __attribute__((vector_size(64)));
@@ -58,7 +59,7 @@ inline VecUint widen(const uint32_t* p) { return load<VecUint>(p); }
 inline VecUint splat(uint32_t x) { return VecUint{} + x; }
 inline Vec accumulate(Vec sum, Vec x, Vec y) { return sum + x * y; }
 
-// Words of two bfloat16 neighbours of the head dimension: two exact products per lane.
+// For words of two bfloat16, neighbours in the head dimension: two exact products per lane.
 #ifdef __AVX512BF16__
 inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
@@ -72,13 +73,13 @@ inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
 
 inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
-// The lanes of v, `shift` places further (a power of 2).
+// Rotates the lanes of v by `shift` (a power of 2).
 template <int shift>
 inline Vec rotate(Vec v) {
   const VecInt lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return __builtin_shuffle(v, lane ^ shift);
 }
-// The maximum (sum) of all lanes, in every lane.
+// Returns the maximum (sum) of all lanes, in every lane.
 inline Vec max_lanes(Vec v) {
   v = max(v, rotate<8>(v));
   v = max(v, rotate<4>(v));
@@ -92,7 +93,7 @@ inline Vec sum_lanes(Vec v) {
   return v + rotate<1>(v);
 }
 
-// 2^x for x <= 0, relative error about 1e-7; exactly 0 below -126.5.
+// Computes 2^x for x <= 0, relative error about 1e-7; exactly 0 below -126.5.
 inline Vec exp2(Vec x) {
   const Vec magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer
   x = max(x, splat(-127.0f));
@@ -109,8 +110,8 @@ inline Vec exp2(Vec x) {
   return p * (Vec)exponent;
 }
 
-// c[ROWS][16 * VECS] = (c * row_scale) + a[ROWS][k] @ b[k][16 * VECS]; without row_scale c is overwritten.
-// With words for a and b (see accumulate), k counts words.
+// Computes c[ROWS][16 * VECS] = (c * row_scale) + a[ROWS][k] @ b[k][16 * VECS]; without row_scale c is overwritten.
+// If a and b hold words (see accumulate), k counts words.
 template <int ROWS, int VECS, typename A, typename B>
 inline void multiply_tile(const A* a, int64_t lda, const B* b, int64_t ldb, int k, float* c, int64_t ldc,
                           const float* row_scale) {
@@ -148,7 +149,7 @@ inline void multiply_rows(const A* a, int64_t lda, const B* b, int64_t ldb, int 
   if (vecs == 1) multiply_tile<ROWS, 1>(a, lda, b, ldb, k, c, ldc, row_scale);
 }
 
-// As multiply_tile for any rows <= kRows and any columns % 16 == 0.
+// multiply_tile for any rows <= kRows and any columns % 16 == 0.
 template <typename A, typename B>
 void multiply(int rows, const A* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
                      int64_t ldc, const float* row_scale) {
@@ -162,8 +163,7 @@ void multiply(int rows, const A* a, int64_t lda, const B* b, int64_t ldb, int k,
   }
 }
 
-// out[column][row] = in[row][column] for a 16 x 16 tile of 4-byte elements; what lies beyond rows x columns is taken as 0.
-// ld_in counts bytes.
+// Transposes a 16 x 16 tile of 4-byte elements; elements beyond rows x columns count as 0.  ld_in is in bytes.
 inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns, void* out, int64_t ld_out) {
   VecUint x[kLanes]{}, y[kLanes];
   for (int i = 0; i < rows; ++i) {
@@ -175,7 +175,7 @@ inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns,
   }
   const VecInt low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
   const VecInt high = low + 8;
-  for (int step = 0; step < 4; ++step) { // interleaving i with i + 8, four times over, transposes 16 x 16
+  for (int step = 0; step < 4; ++step) { // interleaving i with i + 8 four times transposes 16 x 16
     for (int i = 0; i < 8; ++i) {
       y[2 * i] = __builtin_shuffle(x[i], x[i + 8], low);
       y[2 * i + 1] = __builtin_shuffle(x[i], x[i + 8], high);
@@ -187,7 +187,7 @@ inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns,
 
 enum class Layout { columns, amx };
 
-// One layer's cache and the shapes all requests share.  Strides count elements.
+// One layer's cache and the shapes that all requests share.  Strides are in elements.
 template <typename T>
 struct Problem {
   const T* cache;
@@ -208,11 +208,11 @@ struct Unit {
   int request, kv_head, first_row, num_rows;
 };
 
-// What scores are computed from: float32, or words of two bfloat16 (see accumulate).
+// The type that scores are computed from: float32, or words of two bfloat16 (see accumulate).
 template <typename T>
 using KeyElement = std::conditional_t<std::is_same_v<T, float>, float, uint32_t>;
 
-// Keys [head_size or words][columns]; values [columns][head_size], as stored (T) or as widened to the scratch.
+// Keys [head_size or words][columns]; values [columns][head_size], either as stored (T) or as float32 in the scratch.
 template <typename T>
 struct Segment {
   const KeyElement<T>* key;
@@ -223,13 +223,13 @@ struct Segment {
   int columns;
 };
 
-// Buffers of one thread, 64-byte aligned, kept between calls.
+// Buffers of one thread, 64-byte aligned, reused between calls.
 struct Scratch {
   std::vector<float> storage;
   int head_size = 0;
   float *query, *accumulator, *scores, *key, *value; // query and key hold KeyElement
   uint8_t mask[kMaxTileRows][kChunk];
-  int shown[kMaxTileRows]; // columns of the chunk up to the last one that mask[i] shows
+  int shown[kMaxTileRows]; // columns of the chunk up to the last visible one in mask[i]
   float maxima[kMaxTileRows];
   Vec totals[kMaxTileRows];
 
@@ -246,8 +246,8 @@ struct Scratch {
   }
 };
 
-// Copies `columns` keys and values of a bfloat16 page, from `offset` on, to key[words][kChunk] and value[][head_size];
-// value may be null.
+// Unpacks `columns` keys and values of a bfloat16 page, starting at `offset`, to key[words][kChunk] and
+// value[][head_size]; value may be null.
 void unpack_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uint16_t* page_value, int offset,
                  int columns, uint32_t* key, float* value) {
   for (int d = 0; d < p.head_size; d += 2)
@@ -261,7 +261,7 @@ void unpack_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uin
       store(value + i, widen(page_value + offset * p.head_size + i));
 }
 
-// As unpack_page.  An amx page holds keys as these words already, and values as words of two neighbours of the block.
+// unpack_page for the amx layout, which stores keys as these words, and values as words of two neighbouring tokens.
 void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uint16_t* page_value, int offset,
                      int columns, uint32_t* key, float* value) {
   for (int j = 0; j < columns; j += kLanes) {
@@ -272,7 +272,7 @@ void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const
   const VecUint upper = splat(0xffff0000u);
   for (int d = 0; d < p.head_size; d += kLanes) {
     const uint16_t* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kLanes;
-    for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key takes its neighbour along, unread
+    for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key: its neighbour is never read
       const VecUint pair = load<VecUint>(group);
       store(value + j * p.head_size + d, (Vec)(pair << 16));
       store(value + (j + 1) * p.head_size + d, (Vec)(pair & upper));
@@ -280,7 +280,7 @@ void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const
   }
 }
 
-// The segments of up to kChunk context keys from `position` on; returns the number of keys.
+// Fills in the segments of up to kChunk context keys, starting at `position`; returns the number of keys.
 template <typename T>
 int context_chunk(const Problem<T>& p, const Unit& unit, int position, int context, Scratch& scratch,
                   Segment<T>* segments, int& num_segments) {
@@ -309,7 +309,7 @@ int context_chunk(const Problem<T>& p, const Unit& unit, int position, int conte
   return filled;
 }
 
-// The segment of `columns` tree keys from `position` on; also copies their mask to the scratch.
+// Returns the segment of `columns` tree keys, starting at `position`; copies their mask to the scratch.
 template <typename T>
 Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int columns, Scratch& scratch) {
   const int first_query = unit.first_row / p.group, last_query = (unit.first_row + unit.num_rows - 1) / p.group;
@@ -332,7 +332,7 @@ Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int c
   return {scratch_key, kChunk, value, nullptr, p.value_stride, columns};
 }
 
-// Turns a row of scores into weights 2^(scale * (score - maximum)); returns what the row's earlier sums are scaled by.
+// Turns a row of scores into weights 2^(scale * (score - maximum)); returns the factor for the row's earlier sums.
 inline float softmax_row(float* scores, int columns, const uint8_t* mask, float scale, float& maximum, Vec& total) {
   const VecInt lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Vec hidden = splat(-INFINITY);
@@ -366,7 +366,7 @@ inline float softmax_row(float* scores, int columns, const uint8_t* mask, float 
   return rescale[0];
 }
 
-// All rows of the unit over one chunk: scores, online softmax, weighted values.
+// Attends from all rows of the unit to one chunk: scores, online softmax, weighted values.
 template <typename T>
 void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segments, int num_segments,
                   int chunk_columns, bool masked, Scratch& scratch) {
@@ -375,7 +375,7 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
   for (int row = 0; row < unit.num_rows; row += kRows) {
     const int rows = std::min(kRows, unit.num_rows - row);
     const auto query_row = [&](int r) { return (unit.first_row + row + r) / p.group - first_query; };
-    int columns = chunk_columns; // of the chunk, up to the last one any of these rows sees
+    int columns = chunk_columns; // columns up to the last one visible to any of these rows
     if (masked) {
       columns = *std::max_element(scratch.shown + query_row(0), scratch.shown + query_row(rows - 1) + 1);
       if (columns == 0) continue;
@@ -422,7 +422,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   for (int row = 0; row < unit.num_rows; ++row) {
     const T* source = p.query + token(row) * p.query_stride + head(row) * p.query_head_stride;
     std::memcpy(reinterpret_cast<T*>(scratch.query) + row * head_size, source, head_size * sizeof(T));
-    scratch.maxima[row] = -1e30f; // finite, so that a chunk that shows nothing to a row leaves it alone
+    scratch.maxima[row] = -1e30f; // finite, so that a chunk without visible keys does not change the row
     scratch.totals[row] = Vec{};
   }
   std::fill_n(scratch.accumulator, unit.num_rows * head_size, 0.0f);
@@ -447,7 +447,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   }
 }
 
-// Rows per unit: as large as possible (a page is widened once per unit), small enough that the threads finish together.
+// Returns the rows per unit: many, because each unit unpacks the pages again, but few enough to balance the threads.
 int tile_rows(const std::vector<int>& request_rows, int num_kv_heads, int num_threads) {
   for (int tile = kMaxTileRows; tile > 2 * kRows; tile -= kRows) {
     int64_t units = 0, largest = 0, total = 0;
@@ -458,8 +458,8 @@ int tile_rows(const std::vector<int>& request_rows, int num_kv_heads, int num_th
       if (tiles) largest = std::max<int64_t>(largest, (rows + tiles - 1) / tiles);
     }
     if (!units) return tile;
-    const int64_t rounds = (units + num_threads - 1) / num_threads;
-    if (rounds * num_threads * largest <= total + total / 8 || units >= 8 * num_threads) return tile;
+    const int64_t units_per_thread = (units + num_threads - 1) / num_threads;
+    if (units_per_thread * num_threads * largest <= total + total / 8 || units >= 8 * num_threads) return tile;
   }
   return 2 * kRows;
 }
@@ -559,7 +559,7 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
               "tree_attention: head and block sizes must be multiples of 16");
   TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0 && output.size(1) == query.size(1) &&
                   tree_key.size(1) == kv_cache.size(1) && tree_value.size(1) == kv_cache.size(1),
-              "tree_attention: head counts do not fit");
+              "tree_attention: head counts do not match");
   TORCH_CHECK(block_table.dim() == 2 && block_table.scalar_type() == at::kInt && block_table.stride(1) == 1 &&
                   block_table.size(0) >= num_reqs,
               "tree_attention: block_table must be int32 [num_reqs, max_blocks]");
@@ -582,7 +582,7 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
   }
 }
 
-// Puts rows[i] of one layer's keys and values, [num_rows][num_kv_heads][head_size] each, into slot slots[i] of its pages.
+// Writes rows[i] of one layer's keys and values, each [num_rows][num_kv_heads][head_size], to slot slots[i].
 template <typename T>
 void write_layer(const T* keys, const T* values, const at::Tensor& kv_cache, bool amx, const int64_t* rows,
                  const int64_t* slots, int64_t count) {

@@ -1,4 +1,4 @@
-"""The search for earlier matches in Triton; ``proposers.lookup.device.match_keys`` is its reference."""
+"""Prompt lookup in Triton: the search for earlier matches; its reference is ``proposers.lookup.device.match_keys``."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def _match_keys_kernel(
     slot = tl.load(slots_ptr + request).to(tl.int64)
     end = tl.load(lens_ptr + slot) - 1
     own = tokens_ptr + slot * max_len
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    matches = places < end
+    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    matches = positions < end
     lengths = tl.zeros([BLOCK], tl.int32)
     back = 0
-    # Few places match at all: most programs read their tokens once.
+    # Few positions match: most programs read their tokens only once.
     while (back < MAX_MATCH) & (tl.max(matches.to(tl.int32), axis=0) > 0):
-        here = tl.load(own + places - back, mask=matches & (places >= back), other=-1)
-        # A match so far began at place ``back - 1`` or behind it, which is before ``end``.
+        here = tl.load(own + positions - back, mask=matches & (positions >= back), other=-1)
+        # ``end - back`` is not negative: a matching position is at least ``back - 1`` and below ``end``.
         matches = matches & (here == tl.load(own + end - back))
         lengths += matches.to(tl.int32)
         back += 1
-    keys = tl.where(lengths >= MIN_MATCH, lengths * max_len + places, 0)
-    tl.store(keys_ptr + request * max_len + places, keys, mask=places < max_len)
+    keys = tl.where(lengths >= MIN_MATCH, lengths * max_len + positions, 0)
+    tl.store(keys_ptr + request * max_len + positions, keys, mask=positions < max_len)
 
 
 def match_keys(
     token_ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, min_match: int, max_match: int
 ) -> torch.Tensor:
-    """The reference's arguments and result; all contiguous."""
+    """Find earlier matches; arguments and result as in the reference, all contiguous."""
     num_reqs, max_len = slots.shape[0], token_ids.shape[1]
     keys = torch.empty(num_reqs, max_len, dtype=torch.int32, device=token_ids.device)
     _match_keys_kernel[(num_reqs, triton.cdiv(max_len, _BLOCK))](

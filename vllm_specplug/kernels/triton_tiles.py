@@ -51,8 +51,8 @@ def load_queries(
     dims = tl.arange(0, HEAD_PADDED)
     in_head = dims < HEAD_SIZE
     flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
-    places = query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :]
-    q = tl.load(places, mask=in_query[:, None] & in_head[None, :], other=0.0)
+    addresses = query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :]
+    q = tl.load(addresses, mask=in_query[:, None] & in_head[None, :], other=0.0)
     return q, row, in_query, flat, head, dims, in_head
 
 
@@ -61,8 +61,8 @@ def store_output(output_ptr, output_stride, output_head_stride, tile, total, acc
     """Store the finished softmax of a tile from ``load_queries``."""
     _, _, in_query, flat, head, dims, in_head = tile
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row without visible keys gets zeros
-    places = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
-    tl.store(places, result.to(output_ptr.dtype.element_ty), mask=in_query[:, None] & in_head[None, :])
+    addresses = output_ptr + (flat * output_stride + head * output_head_stride)[:, None] + dims[None, :]
+    tl.store(addresses, result.to(output_ptr.dtype.element_ty), mask=in_query[:, None] & in_head[None, :])
 
 
 @triton.jit

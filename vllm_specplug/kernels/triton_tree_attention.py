@@ -1,9 +1,9 @@
 """Tree attention over vLLM's paged KV cache in Triton (CUDA; on a CPU under Triton's interpreter).
 
-The same operation as ``tree_attention.tree_attention`` (with the same reference), on pages that keep a token's key
-and value side by side (layout ``token``) and with the tree mask packed into words, see ``layout.ancestor_bits``.  For
-small batches several programs share a context; a second kernel merges their parts by log-sum-exp.  Grids and shapes
-depend only on Python values known on the CPU, so a CUDA graph can capture the launches.
+The operation of ``tree_attention.tree_attention`` (same reference), on pages that keep a token's key and value side by
+side (layout ``token``) and with the tree mask packed into words, see ``layout.ancestor_bits``.  For small batches
+several programs share a context; a second kernel merges their parts by log-sum-exp.  Grids and shapes depend only on
+Python values known on the CPU, so a CUDA graph can capture the launches.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _tree_attention_kernel(
     else:
         _, row, in_query, _, head, dims, in_head = tile
         part = ((request * max_query_len + row).to(tl.int64) * num_heads + head) * NUM_SPLITS + split
-        places = parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :]
-        tl.store(places, acc, mask=in_query[:, None] & in_head[None, :])
+        addresses = parts_ptr + part[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(addresses, acc, mask=in_query[:, None] & in_head[None, :])
         tl.store(tops_ptr + part, top, mask=in_query)
         tl.store(totals_ptr + part, total, mask=in_query)
 
@@ -142,8 +142,8 @@ def _merge_kernel(
     total = tl.sum(totals * weights, axis=0)
     result = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
-    places = output_ptr + flat * output_stride + head * output_head_stride + dims
-    tl.store(places, result.to(output_ptr.dtype.element_ty), mask=dims < HEAD_SIZE)
+    addresses = output_ptr + flat * output_stride + head * output_head_stride + dims
+    tl.store(addresses, result.to(output_ptr.dtype.element_ty), mask=dims < HEAD_SIZE)
 
 
 def tree_attention(

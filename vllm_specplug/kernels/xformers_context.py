@@ -1,13 +1,13 @@
 """xformers' partial attention as the context part of tree attention.  Optional: ``pip install xformers``.
 
-Read in xformers 0.0.35.  Of its kernels, split-k takes paged keys with nothing else installed, as one long axis of
-tokens (``PagedBlockDiagonalPaddedKeysMask``: ``[1, num_blocks * page_size, ...]``).  So the host's cache can be given
-to it only where a layer's blocks follow each other and a token's heads lie side by side (the host's default layout,
-``LBNHC``); others are refused.  It wants pages of a multiple of its key tile, which is therefore made as small as the
-page; heads of 16, 32, 64, 128, 256 or 512; float16 or bfloat16; and a Triton that still has block pointers (3.6 has
-them, 3.9 not).  The masks' constructors take lists of lengths on the host, which nobody has here: the tensors go into
-the dataclasses directly, with upper bounds as host values.  What it returns is merged by our kernel, not by its
-``merge_attentions``, which would need a third buffer and write all rows.
+Facts of xformers 0.0.35.  Its split-k kernel reads paged keys without further packages, as one long axis of tokens
+(``PagedBlockDiagonalPaddedKeysMask``: ``[1, num_blocks * page_size, ...]``).  vLLM's cache therefore needs a layout in
+which a layer's blocks are consecutive and a token's heads are side by side (vLLM's default, ``LBNHC``); other layouts
+are refused.  The page size must be a multiple of the kernel's key tile, so the tile is made as small as the page.
+Supported are heads of 16, 32, 64, 128, 256 or 512, float16 and bfloat16, and a Triton with block pointers (3.6 has
+them, 3.9 does not).  The masks' constructors take lists of lengths on the CPU, which are not available here: the
+tensors are put into the dataclasses directly, with upper bounds as Python ints.  Our kernel merges the result;
+xformers' ``merge_attentions`` would need a third buffer and write all rows.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _TILES = (64, 32, 16)
 
 
 def problem(head_size: int) -> str | None:
-    """Why it cannot be used, as far as can be told without importing it (which would start CUDA); or None."""
+    """Return why xformers cannot be used, or None.  Does not import it, which would initialise CUDA."""
     if find_spec("xformers") is None:
         return "xformers is not installed: pip install xformers"
     if head_size not in HEAD_SIZES:
-        return f"xformers takes no heads of {head_size}"
+        return f"xformers does not support heads of {head_size}"
     return None
 
 
 class XformersContext(ContextAttention):
-    """One call of ``memory_efficient_attention_partial``.
+    """Context attention by ``memory_efficient_attention_partial``.
 
     Args:
-        head_size: of the layers.
+        head_size: head size of the layers.
 
     Raises:
-        ValueError: it cannot be used.
+        ValueError: xformers cannot be used.
     """
 
     def __init__(self, head_size: int):
@@ -53,16 +53,16 @@ class XformersContext(ContextAttention):
     def check_cache(self, kv_cache: torch.Tensor) -> None:
         page = kv_cache.shape[2]
         if kv_cache.stride(0) != page * kv_cache.stride(2):
-            raise ValueError("xformers reads caches in the layout LBNHC only: unset VLLM_KV_CACHE_LAYOUT")
+            raise ValueError("xformers supports only the cache layout LBNHC: unset VLLM_KV_CACHE_LAYOUT")
         if page % _TILES[-1]:
-            raise ValueError(f"xformers reads no pages of {page} tokens: use --block-size 16 or a multiple of it")
+            raise ValueError(f"xformers supports no pages of {page} tokens: use --block-size 16 or a multiple of it")
         super().check_cache(kv_cache)
 
     def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
         num_reqs, num_rows, num_heads, head_size = query.shape
         num_kv_heads, page = kv_cache.shape[1:3]
         group = num_heads // num_kv_heads
-        # [1, num_tokens, num_kv_heads, group, head_size]; a stride of 0 tells of grouped queries.
+        # [1, num_tokens, num_kv_heads, group, head_size]; a stride of 0 marks grouped queries.
         key, value = (
             part.flatten(0, 1)[None, :, :, None].expand(-1, -1, -1, group, -1)
             for part in kv_cache.transpose(1, 2).split(head_size, dim=-1)
@@ -89,7 +89,7 @@ class XformersContext(ContextAttention):
         return self._bias.PagedBlockDiagonalPaddedKeysMask(
             q_seqinfo=self._bias._SeqLenInfo(
                 seqstart=torch.arange(0, num_reqs * num_rows + 1, num_rows, dtype=torch.int32, device=device),
-                # Of one row each, the kernel would take another way, on other shapes.
+                # With one row each, the kernel would take another code path, with other shapes.
                 max_seqlen=max(num_rows, 2),
                 min_seqlen=num_rows,
                 seqstart_py=list(row_starts),

@@ -175,7 +175,7 @@ def draw_twice(target, rows):
 
 
 def forget_the_bonus_distribution(target, rows):
-    """On a stop, draw the bonus anew from what no child holds: the multi-round residual applied wrongly."""
+    """On a stop, draw the bonus again from the tokens that no child has: the multi-candidate residual, misused."""
     probs = target.row_probs(rows)
     residual = probs.clone()
     for token, parent in rows[1:]:

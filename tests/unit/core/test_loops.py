@@ -206,11 +206,11 @@ def test_likeliest(shape, dtype):
 
 def test_largest_of_ties_and_nan():
     values = torch.tensor([[-INF, 1.0, 2.0, 2.0, math.nan, 1.0, math.nan], [-INF] * 7]).repeat(1, 40)
-    best, places = pool_loops.largest(values, 5)
-    assert best[0].isnan().all() and places[0].tolist() == [4, 6, 11, 13, 18]
-    assert (best[1] == -INF).all() and places[1].tolist() == [0, 1, 2, 3, 4]
-    best, places = pool_loops.largest(values[:, :4].repeat(1, 30), 3)
-    assert best[0].tolist() == [2.0] * 3 and places[0].tolist() == [2, 3, 6]
+    best, indices = pool_loops.largest(values, 5)
+    assert best[0].isnan().all() and indices[0].tolist() == [4, 6, 11, 13, 18]
+    assert (best[1] == -INF).all() and indices[1].tolist() == [0, 1, 2, 3, 4]
+    best, indices = pool_loops.largest(values[:, :4].repeat(1, 30), 3)
+    assert best[0].tolist() == [2.0] * 3 and indices[0].tolist() == [2, 3, 6]
 
 
 @pytest.mark.parametrize("parents", [[-1, 2, 0], [-1, 1, 0], [1, 0, 0]])

@@ -1,4 +1,4 @@
-"""Multi-round rejection and coupled drafts, on a toy target and drafter whose distributions are known."""
+"""Multi-candidate rejection and coupled drafts, on a toy target and drafter whose distributions are known."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def emit_two(draft, target: torch.Tensor) -> torch.Tensor:
     tokens = accept_rejection(draft.tree, draft.proposal, target_probs, uniform, active, DEPTH)[:, :2].clone()
     accepted.append((tokens[:, 1] != PADDING).float().mean().item())
     codes = torch.zeros(TRIALS, dtype=torch.int64)
-    for place in range(2):
+    for depth in range(2):
         drawn = torch.multinomial(target[codes].exp(), 1, generator=generator).squeeze(1)
-        tokens[:, place] = torch.where(tokens[:, place] == PADDING, drawn, tokens[:, place])
-        codes = codes * (VOCAB + 1) + tokens[:, place] + 1
+        tokens[:, depth] = torch.where(tokens[:, depth] == PADDING, drawn, tokens[:, depth])
+        codes = codes * (VOCAB + 1) + tokens[:, depth] + 1
     return tokens
 
 

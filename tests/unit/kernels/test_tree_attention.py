@@ -1,11 +1,12 @@
-"""The tree attention op against its reference in float64, the host's page layouts and the host's chain attention."""
+"""The tree attention op against its reference in float64, vLLM's page layouts and vLLM's chain attention."""
 
 import pytest
 import torch
 
+from tests.doubles.attention_inputs import make_inputs
 from vllm_specplug.kernels import cpu_ops
 from vllm_specplug.kernels import tree_attention as kernels
-from vllm_specplug.kernels.tree_attention import make_inputs, pack_pages, tree_attention, unpack_pages
+from vllm_specplug.kernels.tree_attention import pack_pages, tree_attention, unpack_pages
 
 #: Largest deviation allowed, relative to the largest output.  bfloat16 outputs are rounded once, to 2^-9.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
@@ -227,26 +228,26 @@ def test_fallback_is_announced_once(monkeypatch, caplog):
 
 
 @pytest.fixture
-def host_ops():
+def vllm_ops():
     ops = pytest.importorskip("vllm._custom_ops")
     if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
         pytest.skip("this vLLM has no CPU attention")
     return ops
 
 
-def host_write(ops, cache, key, value, slots, isa):
-    """Writes ``[num_tokens, num_kv_heads, head_size]`` keys and values to the slots; returns the host's cache views."""
+def vllm_write(ops, cache, key, value, slots, isa):
+    """Writes ``[num_tokens, num_kv_heads, head_size]`` keys and values to the slots; returns vLLM's cache views."""
     num_blocks, num_kv_heads, block_size, _ = cache.shape
     key_cache, value_cache = cache.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto")
     return key_cache, value_cache
 
 
-def host_chain_attention(ops, inputs, isa):
-    """The host's causal attention of one request, with the tree rows cached behind the context as a chain.
+def vllm_chain_attention(ops, inputs, isa):
+    """vLLM's causal attention of one request, with the tree rows cached after the context as a chain.
 
     Returns:
-        A function that runs the host's kernel and returns its output, ``[query_len, num_heads, head_size]``.
+        A function that runs vLLM's kernel and returns its output, ``[query_len, num_heads, head_size]``.
     """
     context, start, rows = (int(inputs[k][0]) for k in ("context_lens", "query_start", "query_lens"))
     num_blocks, num_kv_heads, block_size, width = inputs["kv_cache"].shape
@@ -257,7 +258,7 @@ def host_chain_attention(ops, inputs, isa):
     positions = torch.arange(context, context + rows)
     slots = table[0, positions // block_size].long() * block_size + positions % block_size
     chain = slice(int(inputs["tree_start"][0]), int(inputs["tree_start"][0]) + rows)
-    key_cache, value_cache = host_write(
+    key_cache, value_cache = vllm_write(
         ops, cache.nan_to_num(0), inputs["tree_key"][chain], inputs["tree_value"][chain], slots, isa
     )
     query = inputs["query"][start : start + rows]
@@ -301,10 +302,10 @@ def host_chain_attention(ops, inputs, isa):
 
 @pytest.mark.parametrize("block_size, head_size", [(32, 128), (128, 64), (64, 96)])
 @pytest.mark.parametrize("isa, dtype", [*LAYOUTS, ("vec16", torch.float32), ("vec16", torch.bfloat16)])
-def test_host_writes_this_page_layout(host_ops, isa, dtype, block_size, head_size):
+def test_vllm_writes_this_page_layout(vllm_ops, isa, dtype, block_size, head_size):
     key, value = torch.randn(2, 2 * block_size, 3, head_size).to(dtype)
     cache = torch.zeros(3, 3, block_size, 2 * head_size, dtype=dtype)
-    host_write(host_ops, cache, key, value, torch.arange(block_size, 3 * block_size), isa)
+    vllm_write(vllm_ops, cache, key, value, torch.arange(block_size, 3 * block_size), isa)
     unpacked_key, unpacked_value = unpack_pages(cache[1:], isa)
     assert torch.equal(unpacked_key, key.transpose(0, 1))
     assert torch.equal(unpacked_value, value.transpose(0, 1))
@@ -312,9 +313,9 @@ def test_host_writes_this_page_layout(host_ops, isa, dtype, block_size, head_siz
 
 @pytest.mark.parametrize("rows, context", [(1, 100), (17, 0), (17, 100), (61, 1000), (33, 127)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chain_mask_gives_the_host_output(backend, host_ops, dtype, rows, context):
+def test_chain_mask_gives_the_output_of_vllm(backend, vllm_ops, dtype, rows, context):
     inputs = make_inputs((context,), (rows,), dtype=dtype, causal=True)
     backend(**inputs)
     output = inputs["output"][int(inputs["query_start"][0]) :][:rows]
-    expected = host_chain_attention(host_ops, inputs, "vec")()
+    expected = vllm_chain_attention(vllm_ops, inputs, "vec")()
     assert (output - expected).abs().max() / expected.abs().max() <= 2 * TOLERANCE[dtype]

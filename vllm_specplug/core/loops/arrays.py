@@ -1,7 +1,7 @@
 """When compiled loops may be used, and how they read tensors.
 
 The modules beside this one do the tree work of a step on a CPU in compiled loops over the tensors' memory.  The modules
-``growth``, ``pruning``, ``tree``, ``layout`` and ``kv`` state what is computed, in torch operations that suit any
+``growth``, ``pruning``, ``tree``, ``layout`` and ``step`` state what is computed, in torch operations that suit any
 device.  Where ``is_cpu_without_autograd`` holds they call the loops and get the same results; a loop function that
 returns None leaves the work to the torch operations.
 """

@@ -1,4 +1,4 @@
-"""Compiled loops over the rows of trees, for ``tree``, ``pruning.prune``, ``layout`` and ``kv``."""
+"""Compiled loops over the rows of trees, for ``tree``, ``pruning.prune``, ``layout`` and ``step``."""
 
 from __future__ import annotations
 
@@ -161,11 +161,6 @@ def _plan_step(path_rows, num_emitted, row_start, num_flat_rows):
 
 
 def plan_step(walk: Walk, row_start: Tensor, num_flat_rows: int) -> tuple[Tensor, ...]:
-    """The fields of ``step.plan_step`` as a loop."""
-    arrays = _plan_step(
-        as_array(walk.path_rows, np.int64),
-        as_array(walk.num_emitted, np.int64),
-        as_array(row_start, np.int64),
-        num_flat_rows,
-    )
-    return tuple([from_numpy(array) for array in arrays])
+    """``step.plan_step`` as a loop; returns the fields of ``StepPlan``."""
+    rows = [as_array(values, np.int64) for values in (walk.path_rows, walk.num_emitted, row_start)]
+    return tuple(map(from_numpy, _plan_step(*rows, num_flat_rows)))

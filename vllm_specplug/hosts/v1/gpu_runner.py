@@ -10,7 +10,7 @@ from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.attention.paged import level_metadata
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows, upload_rows
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
-from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
+from vllm_specplug.kernels.triton_step import cache_pointers, move_rows
 
 
 class TreeDeviceModelRunner(TreeModelRunner):

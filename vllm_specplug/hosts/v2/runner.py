@@ -27,7 +27,7 @@ from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
-from vllm_specplug.kernels.triton_round import cache_pointers, move_rows
+from vllm_specplug.kernels.triton_step import cache_pointers, move_rows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.lazy import load

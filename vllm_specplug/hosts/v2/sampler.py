@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm_specplug.core.step import StepRunner, after_forward
 from vllm_specplug.core.walk import walk_exact
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.kernels.triton_round import walk_rows
+from vllm_specplug.kernels.triton_step import walk_rows
 from vllm_specplug.types import Walk
 
 

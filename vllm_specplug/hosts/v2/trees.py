@@ -14,7 +14,7 @@ from vllm_specplug.core.layout import WORD_BITS, ancestor_bits, ancestor_mask
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.core.tree import depths_from_parents, valid_rows
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
-from vllm_specplug.kernels.triton_round import stage_rows, store_trees
+from vllm_specplug.kernels.triton_step import stage_rows, store_trees
 from vllm_specplug.types import PADDING, TokenTree
 
 

@@ -1,4 +1,4 @@
-"""Triton without a GPU: its interpreter, and a driver that satisfies the host's question for a backend."""
+"""Triton without a GPU: its interpreter, and a stand-in driver, because vLLM checks for an active backend."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def use_interpreter() -> None:
-    """Run Triton kernels in this process by interpreter, on CPU tensors.  Call before anything imports triton.
+    """Interpret Triton kernels in this process, on CPU tensors.  Call this before anything imports triton.
 
     Raises:
-        RuntimeError: too late, kernels are imported already.
+        RuntimeError: triton.language is imported already.
     """
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton is imported already: set TRITON_INTERPRET=1 or call this first")

@@ -1,6 +1,6 @@
-"""The small kernels of a device-only round in Triton: keep trees, stage, walk, move key/value.
+"""The small kernels of a step without CPU-GPU synchronisation: store trees, stage rows, walk, move key/value.
 
-Each does in one launch what the named torch functions do in many; those are its reference in the tests:
+Each replaces many launches of the named torch functions by one; these functions are its reference in the tests:
 
 ================= =========================================================================
 ``store_trees``   ``tree.depths_from_parents``, ``layout.ancestor_mask``, ``ancestor_bits``
@@ -9,7 +9,7 @@ Each does in one launch what the named torch functions do in many; those are its
 ``move_rows``     ``move_rows`` of ``tests/doubles/reference_step``
 ================= =========================================================================
 
-No value is read back, and no shape depends on device data: a CUDA graph can hold the launches.
+No value is read back and no shape depends on device data, so a CUDA graph can capture the launches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _store_trees_kernel(
     tree = tree_parents_ptr + request * WIDTH
     parent = tl.load(tree + rows, mask=inside, other=_PADDING)
     for word in range(NUM_WORDS):
-        # From every row up to the root, all rows at once.
+        # Go from every row up to the root, all rows at once.
         here = rows
         on = inside
         bits = tl.zeros([WIDTH_PADDED], tl.int64)
@@ -56,7 +56,7 @@ def _store_trees_kernel(
             on = on & (here > 0) & (above >= 0) & (above < here)
             depth += on.to(tl.int64)
             here = tl.where(on, above.to(tl.int32), here)
-        # A row that does not lead up to the root (padding, a faulty parent, too deep) is no node: nothing can reach it.
+        # A row whose parents do not lead to the root (padding, an invalid parent, too deep) becomes padding.
         is_node = inside & (here == 0) & (depth <= MAX_DEPTH)
         tl.store(bits_ptr + (slot * WIDTH + rows) * NUM_WORDS + word, tl.where(is_node, bits, 0), mask=inside)
         if word == 0:
@@ -72,16 +72,16 @@ def store_trees(
     bits: torch.Tensor,
     max_depth: int,
 ) -> None:
-    """Keep trees by the request's slot, with what verification needs of them.
+    """Store the parents, depths and ancestor bits of trees in the slots of their requests.
 
-    Faulty trees are made harmless: only rows from which parents lead up to the root in ``max_depth`` steps are nodes.
+    Invalid trees become valid: rows whose parents do not lead to the root in ``max_depth`` steps become padding.
 
     Args:
         tree_parents: int64 ``[num_reqs, num_rows]``, contiguous; ``TokenTree.parents``, or any numbers.
-        slots: int ``[num_reqs]``; where each tree goes; -1: nowhere.
+        slots: int ``[num_reqs]``; target slot of each tree; -1: do not store it.
         parents, depths: int64 ``[num_slots, num_rows]``, contiguous; written.
         bits: int64 ``[num_slots, num_rows, num_words]``, contiguous; written.
-        max_depth: no tree is deeper; host value.
+        max_depth: upper bound of the trees' depths.
     """
     num_reqs, width = tree_parents.shape
     _store_trees_kernel[(num_reqs,)](
@@ -152,18 +152,18 @@ def stage_rows(
     bits: torch.Tensor,
     num_reqs_padded: int,
 ) -> None:
-    """Lay the kept trees out over the rows of a forward; a request of one row is no tree.
+    """Lay the stored trees out over the rows of a forward; a request with one row has no tree.
 
     Args:
         slots: int ``[num_reqs]``.
-        query_start_loc: int32 ``[>= num_reqs + 1]``; rows of each request in the forward; a tree is the last of them.
+        query_start_loc: int32 ``[>= num_reqs + 1]``; first row of each request in the forward; its tree is last.
         seq_lens: int32 ``[num_reqs]``; tokens up to the last row, by flat position.
-        row_offsets: int32 ``[num_reqs + 1]``; prefix sums of the trees' rows, the roots counted.
+        row_offsets: int32 ``[num_reqs + 1]``; prefix sums of the trees' rows, roots included.
         depths, slot_bits: as ``store_trees`` wrote them.
         positions: int64 ``[num_tokens]``; those of tree rows become context + depth.
-        context_lens, tree_start, tree_lens: int32 ``[>= num_reqs_padded]``; written; no context without a tree.
+        context_lens, tree_start, tree_lens: int32 ``[>= num_reqs_padded]``; written; context length 0 without a tree.
         bits: int64 ``[>= num_reqs_padded, num_rows, num_words]``, contiguous; written.
-        num_reqs_padded: requests of the forward with those that only fill up a CUDA graph.
+        num_reqs_padded: requests of the forward, including the padding of a CUDA graph.
     """
     width = depths.shape[1]
     _stage_rows_kernel[(num_reqs_padded,)](
@@ -293,7 +293,7 @@ def _move_rows_kernel(
 
 
 def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
-    """Addresses of the layers' caches, for ``move_rows``.
+    """Return the addresses of the layers' caches, for ``move_rows``.
 
     Raises:
         ValueError: the caches differ in shape, strides or dtype.

@@ -1,0 +1,105 @@
+"""The input factory of tree attention, shared by its tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_specplug.kernels.tree_attention import pack_pages
+
+
+def make_inputs(
+    context_lens: Sequence[int] = (100,),
+    query_lens: Sequence[int] = (17,),
+    *,
+    tree_lens: Sequence[int] | None = None,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    head_size: int = 64,
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float32,
+    kv_layout: str = "vec",
+    causal: bool = False,
+    garbage: float = float("nan"),
+    gap: int = 1,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Make random keyword arguments of ``tree_attention.tree_attention``.
+
+    Pages are in shuffled order; ``query``, ``tree_key`` and ``tree_value`` are slices of a fused QKV tensor
+    (non-contiguous); rows that belong to no request separate the requests.
+
+    Args:
+        context_lens: per request.
+        query_lens: per request.
+        tree_lens: per request; by default ``query_lens`` (verification).
+        causal: use a chain mask over the last ``query_len`` tree rows instead of a random tree.
+        garbage: value of never-written slots, of unused rows and of ``output``.
+        gap: rows between two requests, and at both ends.
+    """
+    g = torch.Generator().manual_seed(seed)
+    tree_lens = list(query_lens if tree_lens is None else tree_lens)
+    num_reqs, rows, nodes = len(context_lens), max(query_lens), max(tree_lens)
+
+    def starts(lens: Sequence[int]) -> torch.Tensor:
+        gaps = torch.tensor([gap, *(n + gap for n in lens)], dtype=torch.int32)
+        return gaps.cumsum(0, dtype=torch.int32)[:-1].contiguous()
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    pages_of = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(pages_of) + 1
+    order = torch.randperm(num_blocks, generator=g).to(torch.int32)
+    block_table = torch.full((num_reqs, max(*pages_of, 1)), -1, dtype=torch.int32)
+    contents = torch.full((2, num_blocks, num_kv_heads, block_size, head_size), garbage)
+    used = 0
+    for r, context in enumerate(context_lens):
+        pages = order[used : used + pages_of[r]]
+        block_table[r, : pages_of[r]] = pages
+        used += pages_of[r]
+        for i, page in enumerate(pages.tolist()):
+            filled = min(block_size, context - i * block_size)
+            contents[:, page, :, :filled] = torch.randn(2, num_kv_heads, filled, head_size, generator=g)
+    key, value = contents.to(dtype)
+
+    heads = num_heads + 2 * num_kv_heads
+    query_rows, tree_rows = (sum(lens) + gap * (num_reqs + 1) for lens in (query_lens, tree_lens))
+    fused = torch.randn(max(query_rows, tree_rows), heads, head_size, generator=g).to(dtype)
+    query, tree_key, tree_value = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+    mask = torch.zeros(num_reqs, rows, nodes, dtype=torch.bool)
+    for r, (q, t) in enumerate(zip(query_lens, tree_lens, strict=True)):
+        tree = _chain_mask(t) if causal else _random_tree_mask(t, g)
+        mask[r, : min(q, t), :t] = tree[max(0, t - q) :]
+        mask[r, t:q, :t] = True  # more rows than nodes: the additional rows see all of them
+    return dict(
+        query=query[:query_rows],
+        output=torch.full((query_rows, num_heads, head_size), garbage).to(dtype),
+        kv_cache=pack_pages(key, value, kv_layout),
+        kv_layout=kv_layout,
+        block_table=block_table,
+        context_lens=ints(context_lens),
+        query_start=starts(query_lens),
+        query_lens=ints(query_lens),
+        tree_key=tree_key[:tree_rows],
+        tree_value=tree_value[:tree_rows],
+        tree_start=starts(tree_lens),
+        tree_lens=ints(tree_lens),
+        mask=mask,
+        scale=head_size**-0.5,
+    )
+
+
+def _chain_mask(num_rows: int) -> torch.Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+
+
+def _random_tree_mask(num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    mask = torch.eye(num_rows, dtype=torch.bool)
+    for row in range(1, num_rows):
+        parent = int(torch.randint(row, (1,), generator=generator))
+        mask[row] |= mask[parent]
+    return mask
