@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
-from vllm_specplug.budget.calibration import sigmoid
+from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
-from vllm_specplug.proposers.lookup.drafting import (
-    LONG_ANCHOR,
-    REQUEST,
-    LookupProposer,
-    Matches,
-    _best_matches,
-    build_prefix_tree,
-    make_pool,
-)
+from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
+from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches, _best_matches
+from vllm_specplug.proposers.lookup.prefix_tree import REQUEST, build_prefix_tree, make_pool
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -85,7 +79,7 @@ def test_index_equals_the_oracle_while_requests_come_grow_and_go(data):
         tokens = np.full((len(ids), 48), 1, dtype=np.int32)
         for row, name in zip(tokens, ids, strict=True):
             row[: len(alive[name])] = alive[name]
-        rows = index.rows_of(tuple(ids))
+        rows = index.slots_of(tuple(ids))
         index.extend(rows, tokens, np.array([len(alive[name]) for name in ids]))
         suffixes = index.suffixes(rows, 6)
         for chain in index.chains:
@@ -107,9 +101,9 @@ def test_index_equals_the_oracle_while_requests_come_grow_and_go(data):
 
 def test_more_requests_than_rows_make_room():
     index = RequestIndex(16, (1,))
-    index.MAX_ROWS = 16
+    index.MAX_SLOTS = 16
     for name in range(100):
-        rows = index.rows_of((str(name),))
+        rows = index.slots_of((str(name),))
         index.extend(rows, np.full((1, 16), name, dtype=np.int32), np.array([5]))
         assert index.stored(str(name)).tolist() == [name] * 5
     assert index.stored("3") is None and len(index.lens) == 16
@@ -117,7 +111,7 @@ def test_more_requests_than_rows_make_room():
 
 def test_changed_tokens_under_one_id_are_stored_anew():
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a",))
+    rows = index.slots_of(("a",))
     index.extend(rows, np.arange(16, dtype=np.int32)[None], np.array([9]))
     other = np.array([[5, 6, 5, 6, 5] + [0] * 11], dtype=np.int32)
     index.extend(rows, other, np.array([5]))
@@ -129,7 +123,7 @@ def test_changed_tokens_under_one_id_are_stored_anew():
 
 def test_longer_tokens_under_one_id_are_told_by_their_end():
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a",))
+    rows = index.slots_of(("a",))
     index.extend(rows, np.arange(16, dtype=np.int32)[None], np.array([9]))
     other = np.array([[5, 6, 5, 6, 5, 6, 5, 6, 5, 6, 5] + [0] * 5], dtype=np.int32)
     index.extend(rows, other, np.array([11]))
@@ -171,16 +165,16 @@ def test_traffic_equals_the_oracle_and_never_crosses_sequences(seed):
 def test_more_tokens_than_a_row_holds_are_refused():
     """Before anything is written: what stands behind the row is another request's."""
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a", "b"))
+    rows = index.slots_of(("a", "b"))
     for shape, counts in (((2, 20), [17, 3]), ((2, 8), [3, 9]), ((2, 16), [3, -1])):
-        with pytest.raises(ValueError, match="more tokens than a row holds"):
+        with pytest.raises(ValueError, match="more tokens than a slot holds"):
             index.extend(rows, np.ones(shape, dtype=np.int32), np.array(counts))
         assert not index.lens.any() and not (index.tokens == 1).any()
 
 
 def test_rows_are_taken_from_the_places_named():
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a", "b"))
+    rows = index.slots_of(("a", "b"))
     token_ids = np.arange(48, dtype=np.int32).reshape(3, 16)
     index.extend(rows, token_ids, np.array([2, 3]), np.array([2, 0]))
     assert index.stored("a").tolist() == [32, 33] and index.stored("b").tolist() == [0, 1, 2]
@@ -248,7 +242,8 @@ def test_features_and_values_of_nodes_are_those_of_their_paths(seed):
     own, request_features = rng.random((num_reqs, count)) < 0.5, rng.normal(size=num_reqs)
     tree = build_prefix_tree(Matches(tokens, lengths, ages, own), request_features)
     weights, rows = rng.normal(size=(3, 6)), np.array([3, 1])
-    pool, log_odds = make_pool(tree, weights, rows, 4)
+    log_odds = OnlineLogistic(weights).log_odds(tree.models, tree.features)
+    pool = make_pool(tree, log_odds, rows, 4)
     assert pool.size == depth * count and (pool.log_values[[0, 2]] == -math.inf).all()
     assert (np.isfinite(pool.log_values[rows].numpy()) == tree.nodes.reshape(num_reqs, -1)).all()
     for request in range(num_reqs):
@@ -421,8 +416,8 @@ def test_learning_by_brute_force(seed):
     proposer.calibration.learn = listen
     sequences, records = {name: [rng.randrange(3) for _ in range(12)] for name in "abc"}, {}
     for _ in range(40):
-        last, sizes = proposer._open, {name: len(tokens) for name, tokens in sequences.items()}
-        then = {} if last is None else dict(zip(last.requests, last.num_tokens.tolist(), strict=True))
+        last, sizes = proposer._last_draft, {name: len(tokens) for name, tokens in sequences.items()}
+        then = {} if last is None else dict(zip(last.request_ids, last.num_tokens.tolist(), strict=True))
         for tokens in sequences.values():
             tokens += [rng.randrange(3) for _ in range(rng.randint(0, 6))]
         ids = rng.sample("abc", rng.randint(1, 3))
@@ -433,7 +428,7 @@ def test_learning_by_brute_force(seed):
             if name not in then:
                 continue
             assert then[name] == sizes[name]
-            chosen, place, sums = sequences[name][sizes[name] :], last.requests[name], [0.0, 0.0]
+            chosen, place, sums = sequences[name][sizes[name] :], last.request_ids.index(name), [0.0, 0.0]
             for d, k in zip(*np.nonzero(last.tree.nodes[place]), strict=True):
                 path = last.tree.token_ids[place, : d + 1, k].tolist()
                 if len(chosen) > d and path[:-1] == chosen[:d]:
@@ -518,7 +513,7 @@ def test_options():
     [
         ({"max_match": 0}, "max_match=0 is out of range: choose 1 to 32"),
         ({"min_match": 5, "max_match": 3}, "min_match=5 is more than max_match=3: lower min_match or raise max_match"),
-        ({"traffic_tokens": 5}, "traffic_tokens=5 is too few: choose 1024 or more, or 0 for none"),
+        ({"traffic_tokens": 5}, "traffic_tokens=5 is too small: choose 1024 or more, or 0 for none"),
         ({"traffic_tokens": -1}, "out of range"),
         ({"min_node_value": "x"}, "must be a number"),
         ({"draft_depth": 33}, "draft_depth=33 is out of range"),
