@@ -23,7 +23,7 @@ from vllm_specplug.hosts.drafters.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
 from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
-from vllm_specplug.proposers.union.merge import ABSENT, DRAFTED, SILENT, merge
+from vllm_specplug.proposers.union.merge import DRAFTED, NOT_EXPANDED, OMITTED, merge
 from vllm_specplug.proposers.union.options import UnionOptions
 from vllm_specplug.types import Draft, TokenTree
 
@@ -86,8 +86,8 @@ def test_merge_equals_dictionaries_of_paths(seed, num_sources, num_reqs):
                 assert state == DRAFTED
                 assert merged.log_odds[source, found[path]] == pytest.approx(beliefs[source], abs=2e-3)
             else:
-                silent = any(source in expected[other] for other in siblings)
-                assert state == (SILENT if silent else ABSENT) and merged.log_odds[source, found[path]] == 0
+                omitted = any(source in expected[other] for other in siblings)
+                assert state == (OMITTED if omitted else NOT_EXPANDED) and merged.log_odds[source, found[path]] == 0
 
 
 class Fixed:
@@ -135,7 +135,7 @@ def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
     drafts = [random_draft(rng, 2, 10) for _ in range(num_sources)]
     union = make(*(Fixed(draft) for draft, _, _ in drafts), num_nodes=num_nodes)
     draft = union.propose(rows_context(2))
-    opened = union._open
+    opened = union._last_draft
     for request in range(2):
         rows = to_rows(draft.tree, request)
         assert rows[0] == (ROOTS[request], -1) and len(set(rows)) == len(rows)
@@ -210,7 +210,7 @@ def test_learning_by_brute_force():
             (patterns.tolist(), accepted.tolist())
         )
         union.propose(rows_context(2, ids=["a", "b"]))
-        merged, patterns = union._open.merged, union._open.patterns.tolist()
+        merged, patterns = union._last_draft.merged, union._last_draft.patterns.tolist()
         states, beliefs = merged.states.T.tolist(), sigmoid(merged.log_odds).T.tolist()
         chosen = [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(2)]
         names = [(0,), (1,)]
@@ -529,10 +529,10 @@ def test_sources_are_typed():
         ([LOOKUP, LOOKUP], {}, "'lookup' is given twice"),
         (["lookup"], {}, r"sources\[0\] must be an object with a method, not 'lookup'"),
         ([LOOKUP, {"method": "nonsense"}], {}, r"sources\[1\]: method='nonsense' is unknown; .*eagle2.*union"),
-        ([{"method": "union", "sources": [LOOKUP]}], {}, r"sources\[0\] is a union itself"),
+        ([{"method": "union", "sources": [LOOKUP]}], {}, r"sources\[0\] is itself a union"),
         ([{"method": "eagle2"}], {}, r"sources\[0\]: method 'eagle2' needs 'model'"),
         ([{**LOOKUP, "min_match": 0}], {}, r"sources\[0\]: min_match=0 is out of range"),
-        ([{**LOOKUP, "trace_trees": "x"}], {}, r"sources\[0\]: 'trace_trees' belongs to the union"),
+        ([{**LOOKUP, "trace_trees": "x"}], {}, r"sources\[0\]: 'trace_trees' belongs to the union: give it next to"),
         ([LOOKUP], {"min_node_value": 1}, "min_node_value=1 is out of range"),
         ([LOOKUP], {"model": "x"}, "unknown key 'model' for method 'union'; valid keys: .*sources"),
     ],
