@@ -1,4 +1,4 @@
-"""SWIFT: the target drafts for itself with some of its layers left out, chosen while serving (PAPERS.md section 5)."""
+"""SWIFT: the target drafts for itself and skips some of its sub-layers, selected while serving (SWIFT, section 4)."""
 
 from vllm_specplug.proposer import Method
 
