@@ -1,4 +1,4 @@
-"""Lookup: what followed the same words before, in the request itself or in recent traffic, drafted as a tree."""
+"""Lookup: drafts what followed the same tokens earlier, in the request itself or in recent traffic, as a tree."""
 
 from vllm_specplug.proposer import Method
 from vllm_specplug.proposers.lookup.options import LookupOptions

@@ -1,8 +1,9 @@
-"""Where n-grams occurred before: hash chains over stored tokens, as LZ77 compressors keep them.
+"""Index of earlier n-gram occurrences: hash chains over stored tokens, as in LZ77 compressors.
 
-A chain links the places whose last ``n`` tokens fall into the same bucket, newest first.  An entry is a hint: what it
-points to is compared with the tokens themselves, so collisions, overwritten places and reused rows cost a candidate and
-nothing else.  Each stored token takes 4 bytes, and 4 in each chain.
+A position is an index into the token store, from 1; 0 means none.  A slot is the segment of the store that holds one
+request.  A chain links the positions whose last ``n`` tokens fall into the same bucket, newest first.  An entry is only
+a hint: ``match_lengths`` compares the tokens, so a hash collision, an overwritten position or a reused slot costs one
+candidate and nothing else.  Each stored token takes 4 bytes, plus 4 bytes in each chain.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from vllm_specplug.utils.compiled import compiled
 
-#: Stands between token sequences; equal to no token.
+#: Separates token sequences in a store; no token has this id.
 BREAK = -1
 
 _MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
@@ -19,72 +20,69 @@ _WORD = 0xFFFFFFFF
 
 
 class Chain:
-    """Places by the hash of their last ``n`` tokens.
+    """Links the positions whose last ``n`` tokens have the same hash."""
 
-    Places are positions in the token store, from 1; 0 is no place.
-    """
-
-    def __init__(self, n: int, num_places: int, num_heads: int, num_rows: int = 1):
+    def __init__(self, n: int, num_positions: int, num_heads: int, num_slots: int = 1):
         self.n = n
         self._shift = 32 - (num_heads - 1).bit_length()
-        self.heads_per_row = 1 << (num_heads - 1).bit_length()
-        self.heads = np.zeros(num_rows * self.heads_per_row, dtype=np.int32)
-        self.previous = np.zeros(num_places + 1, dtype=np.int32)
+        self.heads_per_slot = 1 << (num_heads - 1).bit_length()
+        self.heads = np.zeros(num_slots * self.heads_per_slot, dtype=np.int32)
+        self.previous = np.zeros(num_positions + 1, dtype=np.int32)
 
     def link(self, tokens: np.ndarray, spans: np.ndarray) -> None:
-        """Add what is new of token sequences.
+        """Link the new tokens of sequences.
 
         Args:
             tokens: int32; the store.
-            spans: int64 ``[num_sequences, 4]``; row, place of the first token, how many of its tokens are linked, and
-                how many shall be.
+            spans: int64 ``[num_sequences, 4]``; slot, position of the first token, number of tokens already linked,
+                number of tokens to be linked after this call.
         """
-        _link(self.heads, self.previous, self._shift, self.heads_per_row, self.n, tokens, spans)
+        _link(self.heads, self.previous, self._shift, self.heads_per_slot, self.n, tokens, spans)
 
-    def follow(self, grams: np.ndarray, rows: np.ndarray | int, count: int) -> np.ndarray:
-        """The newest places of each gram.
+    def follow(self, grams: np.ndarray, slots: np.ndarray | int, count: int) -> np.ndarray:
+        """Return the newest positions of each n-gram's bucket.
 
         Args:
-            grams: int32 ``[num_reqs, n or more]``; newest token first, those behind ``n`` do not count.
-            rows: int64 ``[num_reqs]``; of the store, or one for all.
-            count: places wanted.
+            grams: int32 ``[num_reqs, n or more]``; newest token first, tokens after the first ``n`` are ignored.
+            slots: int64 ``[num_reqs]``, or one slot for all.
+            count: most positions to return for each n-gram.
 
         Returns:
-            int64 ``[num_reqs, count]``, newest first; 0: none.
+            int64 ``[num_reqs, count]``, newest first; 0 where there are no more.
         """
-        if isinstance(rows, int):
-            rows = np.full(len(grams), rows, dtype=np.int64)
-        return _follow(self.heads, self.previous, self._shift, self.heads_per_row, self.n, grams, rows, count)
+        if isinstance(slots, int):
+            slots = np.full(len(grams), slots, dtype=np.int64)
+        return _follow(self.heads, self.previous, self._shift, self.heads_per_slot, self.n, grams, slots, count)
 
-    def clear_row(self, row: int) -> None:
-        """Forget a row's places."""
-        self.heads[row * self.heads_per_row : (row + 1) * self.heads_per_row] = 0
+    def clear_slot(self, slot: int) -> None:
+        """Remove all positions of a slot."""
+        self.heads[slot * self.heads_per_slot : (slot + 1) * self.heads_per_slot] = 0
 
-    def grow(self, num_places: int, num_rows: int, used: list[slice]) -> None:
-        """Room for more rows of places; of the old places, those ``used`` are kept."""
-        self.previous = _grown(self.previous, num_places + 1, used)
-        self.heads = _grown(self.heads, num_rows * self.heads_per_row, [slice(len(self.heads))])
+    def grow(self, num_positions: int, num_slots: int, used: list[slice]) -> None:
+        """Enlarge the chain to ``num_slots``; keep the links of the positions in ``used``."""
+        self.previous = _enlarged(self.previous, num_positions + 1, used)
+        self.heads = _enlarged(self.heads, num_slots * self.heads_per_slot, [slice(len(self.heads))])
 
 
 @compiled
-def match_lengths(tokens: np.ndarray, places: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
-    """How many tokens before and at each place equal the end of a suffix.
+def match_lengths(tokens: np.ndarray, positions: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
+    """Count how many tokens up to and including each position equal the end of a suffix.
 
     Args:
         tokens: int32; the store.
-        places: int64 ``[num_reqs, count]``.
-        suffixes: int32 ``[num_reqs, max_match]``, newest token first; ``BREAK`` where there is none.
+        positions: int64 ``[num_reqs, count]``.
+        suffixes: int32 ``[num_reqs, max_match]``, newest token first; ``BREAK`` where the request has no more tokens.
 
     Returns:
         int64 ``[num_reqs, count]``; 0 to ``max_match``.
     """
-    lengths = np.zeros(places.shape, dtype=np.int64)
-    for request in range(places.shape[0]):
-        for k in range(places.shape[1]):
-            place, length = places[request, k], 0
-            while length < min(place, suffixes.shape[1]):  # the first token of a store is a BREAK
-                wanted = suffixes[request, length]
-                if wanted == BREAK or tokens[place - length] != wanted:
+    lengths = np.zeros(positions.shape, dtype=np.int64)
+    for request in range(positions.shape[0]):
+        for k in range(positions.shape[1]):
+            position, length = positions[request, k], 0
+            while length < min(position, suffixes.shape[1]):  # position 0 is never a match
+                expected = suffixes[request, length]
+                if expected == BREAK or tokens[position - length] != expected:
                     break
                 length += 1
             lengths[request, k] = length
@@ -92,8 +90,8 @@ def match_lengths(tokens: np.ndarray, places: np.ndarray, suffixes: np.ndarray) 
 
 
 @compiled
-def _head(total: int, shift: int) -> int:
-    """Mix the bits of a sum; computed as 32-bit words."""
+def _bucket(total: int, shift: int) -> int:
+    """Mix the bits of a sum in 32-bit arithmetic and return the number of its bucket."""
     mixed = total & _WORD
     mixed ^= mixed >> 15
     return ((mixed * _MULTIPLIERS[3]) & _WORD) >> shift
@@ -104,19 +102,19 @@ def _link(
     heads: np.ndarray,
     previous: np.ndarray,
     shift: int,
-    heads_per_row: int,
+    heads_per_slot: int,
     n: int,
     tokens: np.ndarray,
     spans: np.ndarray,
 ) -> None:
-    for row, start, linked, stop in spans:
-        for place in range(start + max(linked, n - 1), start + stop):
+    for slot, start, linked, stop in spans:
+        for position in range(start + max(linked, n - 1), start + stop):
             total = 0
             for back in range(n):
-                total += np.int64(tokens[place - back]) * _MULTIPLIERS[back]
-            head = row * heads_per_row + _head(total, shift)
-            previous[place] = heads[head]
-            heads[head] = place
+                total += np.int64(tokens[position - back]) * _MULTIPLIERS[back]
+            head = slot * heads_per_slot + _bucket(total, shift)
+            previous[position] = heads[head]
+            heads[head] = position
 
 
 @compiled
@@ -124,24 +122,24 @@ def _follow(
     heads: np.ndarray,
     previous: np.ndarray,
     shift: int,
-    heads_per_row: int,
+    heads_per_slot: int,
     n: int,
     grams: np.ndarray,
-    rows: np.ndarray,
+    slots: np.ndarray,
     count: int,
 ) -> np.ndarray:
-    places = np.zeros((len(grams), count), dtype=np.int64)
-    for request, row in enumerate(rows):
+    positions = np.zeros((len(grams), count), dtype=np.int64)
+    for request, slot in enumerate(slots):
         total = 0
         for back in range(n):
             total += np.int64(grams[request, back]) * _MULTIPLIERS[back]
-        place = np.int64(heads[row * heads_per_row + _head(total, shift)])
+        position = np.int64(heads[slot * heads_per_slot + _bucket(total, shift)])
         for k in range(count):
-            if place == 0:
+            if position == 0:
                 break
-            places[request, k] = place
-            place = np.int64(previous[place])
-    return places
+            positions[request, k] = position
+            position = np.int64(previous[position])
+    return positions
 
 
 @compiled
@@ -149,172 +147,172 @@ def _store(
     store: np.ndarray,
     lens: np.ndarray,
     linked: np.ndarray,
-    rows: np.ndarray,
-    row_len: int,
+    slots: np.ndarray,
+    slot_len: int,
     token_ids: np.ndarray,
     requests: np.ndarray,
     num_tokens: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Store what is new, and count it as linked.
+    """Store the new tokens of each request and mark them as linked.
 
     Returns:
-        The spans to link, see ``Chain.link``, and bool ``[num_rows]``: has other tokens than before under its id, so
-        that nothing of the row is linked any more.
+        The spans to link, see ``Chain.link``, and bool ``[num_slots]``: true where the request's earlier tokens have
+        changed, so that all links of the slot must be removed first.
     """
     for count in num_tokens:
-        if not 0 <= count <= min(row_len - 1, token_ids.shape[1]):
-            raise ValueError("a request has more tokens than a row holds")
-    changed = np.zeros(len(rows), dtype=np.bool_)
-    spans = np.empty((len(rows), 4), dtype=np.int64)
-    for k, row in enumerate(rows):
-        request, count, stored, start = requests[k], num_tokens[k], lens[row], row * row_len + 2
+        if not 0 <= count <= min(slot_len - 1, token_ids.shape[1]):
+            raise ValueError("a request has more tokens than a slot holds")
+    changed = np.zeros(len(slots), dtype=np.bool_)
+    spans = np.empty((len(slots), 4), dtype=np.int64)
+    for k, slot in enumerate(slots):
+        request, count, stored, start = requests[k], num_tokens[k], lens[slot], slot * slot_len + 2
         changed[k] = count < stored
-        for place in range(max(stored - 4, 0), min(stored, count)):
-            changed[k] |= store[start + place] != token_ids[request, place]
+        for position in range(max(stored - 4, 0), min(stored, count)):
+            changed[k] |= store[start + position] != token_ids[request, position]
         if changed[k]:
-            stored = linked[row] = 0
-        for place in range(stored, count):
-            store[start + place] = token_ids[request, place]
-        lens[row] = count
-        # The newest token is not linked before its successor is known: it is what is looked for.
-        spans[k] = (row, start, linked[row], max(count - 1, 0))
-        linked[row] = spans[k, 3]
+            stored = linked[slot] = 0
+        for position in range(stored, count):
+            store[start + position] = token_ids[request, position]
+        lens[slot] = count
+        # The newest token is linked once its successor is known: until then, a lookup would find the query itself.
+        spans[k] = (slot, start, linked[slot], max(count - 1, 0))
+        linked[slot] = spans[k, 3]
     return spans, changed
 
 
 @compiled
-def _suffixes(store: np.ndarray, lens: np.ndarray, rows: np.ndarray, row_len: int, length: int) -> np.ndarray:
-    suffixes = np.full((len(rows), length), BREAK, dtype=np.int32)
-    for request, row in enumerate(rows):
-        last = row * row_len + 1 + lens[row]
-        for back in range(min(length, lens[row])):
+def _suffixes(store: np.ndarray, lens: np.ndarray, slots: np.ndarray, slot_len: int, length: int) -> np.ndarray:
+    suffixes = np.full((len(slots), length), BREAK, dtype=np.int32)
+    for request, slot in enumerate(slots):
+        last = slot * slot_len + 1 + lens[slot]
+        for back in range(min(length, lens[slot])):
             suffixes[request, back] = store[last - back]
     return suffixes
 
 
 class RequestIndex:
-    """The tokens of live requests and their n-grams; one row of the store each, kept across steps by request id.
+    """Stores the tokens of live requests and indexes their n-grams; each request keeps one slot, by request id.
 
-    A row costs what the request has used of it: the operating system hands out the pages on first use.
+    A slot uses memory only for the tokens stored in it: the operating system allocates pages at their first use.
 
     Attributes:
-        tokens: int32; the store.  The tokens of row ``r`` are at ``start(r)`` and behind; ``BREAK`` is before them.
-        lens: int64 ``[num_rows]``; stored tokens of each row.
+        tokens: int32; the store.  The tokens of slot ``r`` begin at position ``start(r)``; ``BREAK`` is before them.
+        lens: int64 ``[num_slots]``; number of tokens stored in each slot.
     """
 
-    #: Requests kept at the most; beyond them the one not seen for the longest makes room.
-    MAX_ROWS = 1024
+    #: Most requests kept; when all slots are in use, a new request replaces the least recently seen one.
+    MAX_SLOTS = 1024
 
     def __init__(self, max_len: int, anchors: tuple[int, ...]):
         self.max_len = max_len
-        num_rows = 8
+        num_slots = 8
         self.tokens = np.full(1, BREAK, dtype=np.int32)
         num_heads = min(max(max_len // 2, 256), 1 << 14)
-        self.chains = [Chain(n, 0, num_heads, num_rows) for n in anchors]
+        self.chains = [Chain(n, 0, num_heads, num_slots) for n in anchors]
         self.lens = np.zeros(0, dtype=np.int64)
         self._linked = np.zeros(0, dtype=np.int64)
-        self._rows: dict[str, int] = {}  # least recently seen first
+        self._slots: dict[str, int] = {}  # least recently seen first
         self._free: list[int] = []
-        self._grow(num_rows)
+        self._grow(num_slots)
 
-    def start(self, row: np.ndarray | int) -> np.ndarray | int:
-        """Place of the first token of a row."""
-        return row * (self.max_len + 1) + 2
+    def start(self, slot: np.ndarray | int) -> np.ndarray | int:
+        """Return the position of a slot's first token."""
+        return slot * (self.max_len + 1) + 2
 
-    def rows_of(self, request_ids: tuple[str, ...]) -> np.ndarray:
-        """The rows of requests, int64 ``[num_reqs]``; new ones are given empty rows."""
+    def slots_of(self, request_ids: tuple[str, ...]) -> np.ndarray:
+        """Return the slots of requests, int64 ``[num_reqs]``; a new request gets an empty slot."""
         found = []
         for request_id in request_ids:
-            row = self._rows.pop(request_id, None)
-            if row is None:
-                row = self._new_row()
-            self._rows[request_id] = row
-            found.append(row)
+            slot = self._slots.pop(request_id, None)
+            if slot is None:
+                slot = self._new_slot()
+            self._slots[request_id] = slot
+            found.append(slot)
         return np.array(found, dtype=np.int64)
 
     def extend(
-        self, rows: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray, requests: np.ndarray | None = None
+        self, slots: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray, requests: np.ndarray | None = None
     ) -> None:
-        """Store what is new of each request.
+        """Store and link the new tokens of each request.
 
         Args:
-            rows: int64 ``[num_reqs]``.
+            slots: int64 ``[num_reqs]``.
             token_ids: int32 ``[batch_size, max_len]``.
             num_tokens: int64 ``[num_reqs]``.
-            requests: int64 ``[num_reqs]``; the row of each in ``token_ids``; by default all of them, in order.
+            requests: int64 ``[num_reqs]``; each request's index in ``token_ids``; by default 0, 1, 2 and so on.
         """
         if requests is None:
-            requests = np.arange(len(rows))
+            requests = np.arange(len(slots))
         spans, changed = _store(
-            self.tokens, self.lens, self._linked, rows, self.max_len + 1, token_ids, requests, num_tokens
+            self.tokens, self.lens, self._linked, slots, self.max_len + 1, token_ids, requests, num_tokens
         )
-        for row in rows[changed].tolist():  # the client changed its request
-            self._clear(row)
+        for slot in slots[changed].tolist():  # the client changed the request's tokens
+            self._clear(slot)
         for chain in self.chains:
             chain.link(self.tokens, spans)
 
-    def suffixes(self, rows: np.ndarray, length: int) -> np.ndarray:
-        """The last tokens of each row, newest first: int32 ``[num_reqs, length]``, ``BREAK`` before the first."""
-        return _suffixes(self.tokens, self.lens, rows, self.max_len + 1, length)
+    def suffixes(self, slots: np.ndarray, length: int) -> np.ndarray:
+        """Return the last tokens of each slot, newest first: int32 ``[num_reqs, length]``, padded with ``BREAK``."""
+        return _suffixes(self.tokens, self.lens, slots, self.max_len + 1, length)
 
     def stored(self, request_id: str) -> np.ndarray | None:
-        """All tokens of a request, or None where there are none."""
-        row = self._rows.get(request_id)
-        if row is None:
+        """Return all stored tokens of a request, or None if it has no slot."""
+        slot = self._slots.get(request_id)
+        if slot is None:
             return None
-        start = row * (self.max_len + 1) + 2
-        return self.tokens[start : start + int(self.lens[row])]
+        start = slot * (self.max_len + 1) + 2
+        return self.tokens[start : start + int(self.lens[slot])]
 
     def drop(self, request_id: str) -> int | None:
-        """Forget a request; its row, which the next new one may get."""
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            self._free.append(row)
-        return row
+        """Remove a request and return its slot, which a new request may reuse; None if it has no slot."""
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot)
+        return slot
 
     def used_bytes(self) -> int:
-        """Memory in use: 4 bytes per stored token and chain, and the chains' heads."""
-        num_tokens = int(self.lens[list(self._rows.values())].sum()) if self._rows else 0
+        """Return the memory in use, in bytes: 4 per stored token and per link, and the heads of the chains."""
+        num_tokens = int(self.lens[list(self._slots.values())].sum()) if self._slots else 0
         return 4 * num_tokens * (1 + len(self.chains)) + sum(chain.heads.nbytes for chain in self.chains)
 
-    def row_bytes(self) -> int:
-        """Memory of one request that fills its row."""
-        return 4 * self.max_len * (1 + len(self.chains)) + sum(4 * chain.heads_per_row for chain in self.chains)
+    def slot_bytes(self) -> int:
+        """Return the memory of one full slot, in bytes."""
+        return 4 * self.max_len * (1 + len(self.chains)) + sum(4 * chain.heads_per_slot for chain in self.chains)
 
-    def _new_row(self) -> int:
-        if not self._free and len(self.lens) >= self.MAX_ROWS:
-            self.drop(next(iter(self._rows)))
+    def _new_slot(self) -> int:
+        if not self._free and len(self.lens) >= self.MAX_SLOTS:
+            self.drop(next(iter(self._slots)))
         if not self._free:
             self._grow(2 * len(self.lens))
-        row = self._free.pop()
-        self.lens[row] = self._linked[row] = 0
-        self._clear(row)
-        return row
+        slot = self._free.pop()
+        self.lens[slot] = self._linked[slot] = 0
+        self._clear(slot)
+        return slot
 
-    def _clear(self, row: int) -> None:
+    def _clear(self, slot: int) -> None:
         for chain in self.chains:
-            chain.clear_row(row)
+            chain.clear_slot(slot)
 
-    def _grow(self, num_rows: int) -> None:
-        num_places = num_rows * (self.max_len + 1) + 1
+    def _grow(self, num_slots: int) -> None:
+        num_positions = num_slots * (self.max_len + 1) + 1
         starts = self.start(np.arange(len(self.lens)))
         used = [slice(start, start + count) for start, count in zip(starts.tolist(), self.lens.tolist(), strict=True)]
-        self.tokens = _grown(self.tokens, num_places + 1, used)
+        self.tokens = _enlarged(self.tokens, num_positions + 1, used)
         self.tokens[0] = BREAK
-        self.tokens[np.arange(num_rows) * (self.max_len + 1) + 1] = BREAK
+        self.tokens[np.arange(num_slots) * (self.max_len + 1) + 1] = BREAK
         for chain in self.chains:
-            chain.grow(num_places, num_rows, used)
-        self._free += range(num_rows - 1, len(self.lens) - 1, -1)
-        everything = [slice(len(self.lens))]
-        self.lens, self._linked = (_grown(old, num_rows, everything) for old in (self.lens, self._linked))
+            chain.grow(num_positions, num_slots, used)
+        self._free += range(num_slots - 1, len(self.lens) - 1, -1)
+        all_slots = [slice(len(self.lens))]
+        self.lens, self._linked = (_enlarged(old, num_slots, all_slots) for old in (self.lens, self._linked))
 
 
 class TrafficIndex:
-    """The last tokens of many requests in a ring, and their n-grams.
+    """Stores the newest tokens of ended requests in a ring buffer and indexes their n-grams.
 
     Attributes:
-        tokens: int32 ``[capacity + 1]``; place 0 is unused.
-        cursor: place written last.
+        tokens: int32 ``[capacity + 1]``; position 0 is unused.
+        cursor: last written position.
     """
 
     def __init__(self, capacity: int, anchor: int):
@@ -324,7 +322,7 @@ class TrafficIndex:
         self.cursor = 0
 
     def add(self, token_ids: np.ndarray) -> None:
-        """Store a sequence; the oldest ones make room.  Of a long one only the end is kept."""
+        """Store a sequence (at most its last ``capacity // 4`` tokens) in place of the oldest ones."""
         token_ids = token_ids[-(self.capacity // 4) :]
         if len(token_ids) <= self.chain.n:
             return
@@ -339,11 +337,12 @@ class TrafficIndex:
         self.chain.link(self.tokens, np.array([[0, first, 0, len(token_ids) - 1]]))
 
     def used_bytes(self) -> int:
+        """Return the memory in use, in bytes."""
         return self.tokens.nbytes + self.chain.heads.nbytes + self.chain.previous.nbytes
 
 
-def _grown(values: np.ndarray, size: int, kept: list[slice]) -> np.ndarray:
-    """A larger array, zero but for the slices kept: pages that nothing is written to take no memory."""
+def _enlarged(values: np.ndarray, size: int, kept: list[slice]) -> np.ndarray:
+    """Copy the kept slices into a larger zero array; pages that are never written take no memory."""
     larger = np.zeros(size, dtype=values.dtype)
     for part in kept:
         larger[part] = values[part]

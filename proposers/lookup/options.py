@@ -26,12 +26,13 @@ class LookupOptions(TreeOptions):
     Attributes:
         draft_depth: longest continuation, in tokens.
         min_match: shortest match, in tokens; 1 also looks for the last token alone.
-        max_match: longest match told apart from longer ones.
-        max_candidates: most recent matches looked at in each index, and the longest of them all that are drafted.
-        min_node_value: nodes whose probability of acceptance is believed to be lower are not drafted; by default 0.06
-            with a fixed budget, 0.01 with a measured one.
-        traffic_tokens: answers of finished requests kept for later ones, in tokens; 0 keeps nothing: a request then
-            sees nothing but itself.  By default 131072 where the host has the tokens, and 0 on its V2 runner.
+        max_match: longer matches count as this long.
+        max_candidates: number of newest positions examined in each index, and of the longest matches among all of
+            them that are drafted.
+        min_node_value: nodes below this estimated acceptance probability are not drafted; by default 0.06 with a fixed
+            budget, 0.01 with a measured one.
+        traffic_tokens: capacity for answers of finished requests, in tokens; with 0, a request is matched with its own
+            tokens only.  By default 131072; vLLM's V2 runner always uses 0.
     """
 
     method: ClassVar[str] = "lookup"
@@ -57,14 +58,14 @@ class LookupOptions(TreeOptions):
                 "lower min_match or raise max_match"
             )
         if 0 < self.kept_tokens < 1024:
-            raise ConfigError(f"traffic_tokens={self.traffic_tokens} is too few: choose 1024 or more, or 0 for none")
+            raise ConfigError(f"traffic_tokens={self.traffic_tokens} is too small: choose 1024 or more, or 0 for none")
 
     @property
     def node_floor(self) -> float:
-        """``min_node_value``, its default resolved."""
+        """``min_node_value`` with its default resolved."""
         return node_floor(self.min_node_value, self.budget, MEASURED_NODE_FLOOR)
 
     @property
     def kept_tokens(self) -> int:
-        """``traffic_tokens``, its default resolved."""
+        """``traffic_tokens`` with its default resolved."""
         return 1 << 17 if self.traffic_tokens is None else self.traffic_tokens

@@ -1,4 +1,4 @@
-"""SWIFT: the target drafts for itself with some of its layers left out, chosen while serving (SWIFT, section 4)."""
+"""SWIFT: the target drafts for itself and skips some of its sub-layers, selected while serving (SWIFT, section 4)."""
 
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
 

@@ -1,4 +1,4 @@
-"""From a chain of drafted tokens to a tree with siblings by confidence (SWIFT, section 4.2)."""
+"""Trees from chains of drafted tokens, with siblings by confidence (SWIFT, section 4.2)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.types import Draft
 
-#: Top-1 probability up to which so many of the best tokens are verified; above the last bound, the best one alone.
+#: Pairs (bound, count): up to this top-1 probability, the ``count`` best tokens are verified; above the last, one.
 BANDS = ((0.5, 10), (0.8, 5), (0.95, 3))
 MAX_SIBLINGS = BANDS[0][1]
 
 
 @dataclass(frozen=True)
 class DraftedLevel:
-    """The best tokens behind the chains that are still drafted.
+    """The best next tokens of the chains that are still drafted.
 
     Attributes:
-        requests: int64 ``[num_chains]``; whose they are.
-        token_ids: int64 ``[num_chains, num_siblings]``; best first; the chain goes on behind the first.
+        requests: int64 ``[num_chains]``; the request of each chain.
+        token_ids: int64 ``[num_chains, num_siblings]``; best first; the chain continues with the first.
         probs: float32 ``[num_chains, num_siblings]``; their probabilities.
     """
 
@@ -32,8 +32,8 @@ class DraftedLevel:
 
 
 def num_siblings(confidence: torch.Tensor) -> torch.Tensor:
-    """Tokens to verify at a position, int64, from its top-1 probability: 10 in (0, 0.5], 5 in (0.5, 0.8], 3 in (0.8,
-    0.95], 1 in (0.95, 1]."""
+    """Return how many tokens to verify at a position, int64, from its top-1 probability: 10 in (0, 0.5], 5 in (0.5,
+    0.8], 3 in (0.8, 0.95], 1 in (0.95, 1]."""
     bounds = torch.tensor([bound for bound, _ in BANDS], device=confidence.device)
     counts = torch.tensor([count for _, count in BANDS] + [1], device=confidence.device)
     return counts[torch.bucketize(confidence.contiguous(), bounds)]
@@ -42,12 +42,12 @@ def num_siblings(confidence: torch.Tensor) -> torch.Tensor:
 def chain_with_siblings(
     root_token_ids: torch.Tensor, groups: Sequence[Sequence[DraftedLevel]], num_nodes: int
 ) -> Draft:
-    """The tree to verify: of all drafted tokens, the ``num_nodes`` best by the product of probabilities.
+    """Build the trees to verify: of all drafted tokens, the ``num_nodes`` best by the product of probabilities.
 
     Args:
         root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
-        groups: of requests drafted together, their levels by depth; a request without a chain in a level has none in
-            the deeper ones.
+        groups: one entry per group of requests drafted together: its levels by depth.  A request without a chain in one
+            level has none in the deeper levels.
         num_nodes: most nodes of a tree.
     """
     num_reqs, width = len(root_token_ids), MAX_SIBLINGS

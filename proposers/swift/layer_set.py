@@ -1,4 +1,4 @@
-"""Which sub-layers of the target a drafting forward leaves out (SWIFT, section 4.1)."""
+"""The set of sub-layers of the target that a drafting forward skips (SWIFT, section 4.1)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LayerSet:
-    """The attention and MLP sub-layers to leave out; the first and the last layer always run.
+    """The attention and MLP sub-layers to skip; the first and the last layer always run.
 
     Attributes:
-        num_layers: of the target (``L``).
-        attention, mlp: layers whose sub-layer is left out, ascending.
+        num_layers: layers of the target (``L``).
+        attention, mlp: layers whose attention or MLP is skipped, ascending.
     """
 
     num_layers: int
@@ -32,12 +32,12 @@ class LayerSet:
 
     @property
     def num_skipped(self) -> int:
-        """Sub-layers left out."""
+        """Number of skipped sub-layers."""
         return len(self.attention) + len(self.mlp)
 
     @classmethod
     def uniform(cls, num_layers: int, skip_ratio: float) -> LayerSet:
-        """Both sub-layers of evenly spaced layers, about every second one at a ratio of one half."""
+        """Skip both sub-layers of evenly spaced layers, about every second layer at a ratio of one half."""
         inner, count = num_layers - 2, num_choices(num_layers, skip_ratio)
         layers = [1 + int((i + 0.5) * inner / (count / 2)) for i in range(count // 2)]
         odd = [] if count % 2 == 0 else [next(i for i in range(1, num_layers - 1) if i not in layers)]
@@ -45,12 +45,12 @@ class LayerSet:
 
     @classmethod
     def from_vector(cls, vector: np.ndarray) -> LayerSet:
-        """The inverse of ``vector``."""
+        """Make a layer set from a vector as returned by ``vector``."""
         attention, mlp = (tuple((np.flatnonzero(half) + 1).tolist()) for half in np.split(np.asarray(vector), 2))
         return cls(len(vector) // 2 + 2, attention, mlp)
 
     def vector(self) -> np.ndarray:
-        """float64 ``[2 * (num_layers - 2)]``; 1 where a sub-layer is left out: the attentions, then the MLPs."""
+        """Return float64 ``[2 * (num_layers - 2)]``; 1 where a sub-layer is skipped: all attentions, then all MLPs."""
         inner = self.num_layers - 2
         vector = np.zeros(2 * inner)
         vector[[layer - 1 for layer in self.attention]] = 1.0
@@ -59,5 +59,5 @@ class LayerSet:
 
 
 def num_choices(num_layers: int, skip_ratio: float) -> int:
-    """Sub-layers to leave out: ``skip_ratio`` of ``2 * (num_layers - 2)``."""
+    """Return how many sub-layers to skip: ``skip_ratio`` of ``2 * (num_layers - 2)``."""
     return round(skip_ratio * 2 * (num_layers - 2))

@@ -1,19 +1,19 @@
-"""How much of the time the search of layer sets may take: a share in all, and a share of every request's own time."""
+"""Time limits of the search for layer sets: a share of all time, and a share of each request's decoding time."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-#: Seconds of trials that may be saved up.
-MOST_CREDIT = 2.0
+#: Most seconds of unused trial time that are kept for later.
+MAX_CREDIT = 2.0
 
 
 class Ledger:
-    """Keeps account of the seconds that requests were served and that trials made them wait.
+    """Sums the seconds in which requests were decoded, and the seconds in which they waited for trials.
 
     Args:
-        share: of all time, for trials.
-        max_delay: of the time that a request has been decoding, for trials that it waited for.
+        share: share of all time that trials may take.
+        max_delay: share of a request's decoding time that it may wait for trials.
     """
 
     def __init__(self, share: float, max_delay: float):
@@ -24,28 +24,28 @@ class Ledger:
         self._delayed: dict[str, float] = {}
 
     def serve(self, request_ids: Sequence[str], seconds: float) -> None:
-        """A step for these requests took so long."""
+        """Record a step over these requests."""
         self.served += seconds
-        self._credit = min(self._credit + self.share * seconds, MOST_CREDIT)
+        self._credit = min(self._credit + self.share * seconds, MAX_CREDIT)
         for request_id in request_ids:
             self._served[request_id] = self._served.get(request_id, 0.0) + seconds
 
     def allows(self, request_ids: Sequence[str], seconds: float) -> bool:
-        """Whether a trial of so many seconds may run while these requests wait."""
+        """Return whether a trial of this length may run while these requests wait."""
         return self._credit >= seconds and all(
             self._delayed.get(request_id, 0.0) + seconds <= self.max_delay * self._served.get(request_id, 0.0)
             for request_id in request_ids
         )
 
     def charge(self, request_ids: Sequence[str], seconds: float) -> None:
-        """A trial took so long, and these requests waited for it."""
+        """Record a trial for which these requests waited."""
         self.spent += seconds
         self._credit -= seconds
         for request_id in request_ids:
             self._delayed[request_id] = self._delayed.get(request_id, 0.0) + seconds
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """These requests have ended."""
+        """Forget ended requests."""
         for request_id in request_ids:
             self._served.pop(request_id, None)
             self._delayed.pop(request_id, None)

@@ -12,7 +12,7 @@ from .layer_set import LayerSet
 from .search import SearchOptions
 from .state import load_state
 
-#: Draft targets that leave out more than this are of no use.
+#: With more sub-layers skipped, the drafts are too inaccurate to be of use.
 MAX_SKIP_RATIO = 0.8
 
 
@@ -21,20 +21,21 @@ class SwiftOptions(TreeOptions):
     """Options of SWIFT (sections 4.1 and 4.2, appendix B.2).
 
     Attributes:
-        budget: measured by default: where drafting does not pay, requests decode plainly.
-        skip_ratio: share ``r`` of the sub-layers between the first and the last layer that drafting leaves out.
-        draft_depth: most tokens of a draft, one forward each (``N_D``).
-        min_confidence: drafting stops behind a token in which the drafting model believes less (``epsilon``).
-        context_window: last tokens of an answer that candidates are scored on (``gamma``).
-        bayes_every: candidates scored between two that a Gaussian process chooses (``beta``); 0: chance alone.
-        max_steps: candidates scored until the search ends (``S``).
-        patience: the same, since the last gain.
-        goal: matchness that ends the search.
-        optimise_share: of all time, for scoring candidates; 0 keeps the set as it is.
-        max_delay: of the time that a request has been decoding, for the scoring that it waits for.
-        adapt: search again where matchness has fallen since the search ended.
-        streams: search a set of its own for every ``swift_stream`` that requests name in their ``extra_args``.
-        swift_state: file that keeps what was learned; read at start if it exists.
+        budget: measured by default: where drafting is not worth its cost, requests decode plainly.
+        skip_ratio: share ``r`` of the sub-layers between the first and the last layer that drafting skips.
+        draft_depth: most tokens of a chain, one drafting forward each (``N_D``).
+        min_confidence: a chain stops after a token whose draft probability is below this (``epsilon``).
+        context_window: number of an answer's last tokens on which candidates are scored (``gamma``).
+        bayes_every: a Gaussian process selects every so many-th candidate, the others are random (``beta``); 0: all
+            are random.
+        max_steps: the search ends after this many scored candidates (``S``).
+        patience: the search ends after this many scored candidates without a gain.
+        goal: the search ends when the matchness exceeds this.
+        optimise_share: share of all time for scoring candidates; 0 disables the search.
+        max_delay: share of a request's decoding time that it may wait for scoring.
+        adapt: search again if the matchness falls after the search has ended.
+        streams: search a separate set for each ``swift_stream`` that requests name in their ``extra_args``.
+        swift_state: file in which the state of the search is saved; read at start if it exists.
     """
 
     method: ClassVar[str] = "swift"
@@ -59,7 +60,7 @@ class SwiftOptions(TreeOptions):
         super().__post_init__()
         require_number("skip_ratio", self.skip_ratio, 0.0, MAX_SKIP_RATIO)
         if self.skip_ratio == 0:
-            raise ConfigError(f"skip_ratio=0 leaves out nothing: choose a share above 0, up to {MAX_SKIP_RATIO}")
+            raise ConfigError(f"skip_ratio=0 skips nothing: choose a share above 0, up to {MAX_SKIP_RATIO}")
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_number("min_confidence", self.min_confidence, 0.0, 1.0)
         require_int("context_window", self.context_window, 4, 512)
@@ -78,18 +79,22 @@ class SwiftOptions(TreeOptions):
                 raise ConfigError(f"swift_state={self.swift_state!r}: create its folder first, or leave the key out")
 
     def search_options(self, num_layers: int) -> SearchOptions:
-        """How to search the sets of a target of ``num_layers`` layers."""
+        """Return the search options for a target of ``num_layers`` layers."""
         return SearchOptions(
             num_layers, self.skip_ratio, self.bayes_every, self.max_steps, self.patience, self.goal, self.adapt
         )
 
 
 def check_target(options: SwiftOptions, num_layers: int) -> None:
-    """Raise ``ConfigError`` unless a target of ``num_layers`` layers has any to leave out, and ``swift_state`` fits."""
+    """Check the options against the target.
+
+    Raises:
+        ConfigError: the target has no sub-layer to skip, or ``swift_state`` is a file of another target.
+    """
     if num_layers < 3 or not LayerSet.uniform(num_layers, options.skip_ratio).num_skipped:
         raise ConfigError(
-            f"skip_ratio={options.skip_ratio} of a target of {num_layers} layers, whose first and last always run, is "
-            "not one sub-layer: raise skip_ratio, or use another method"
+            f"skip_ratio={options.skip_ratio} skips no sub-layer of a target of {num_layers} layers, whose first and "
+            "last always run: raise skip_ratio, or use another method"
         )
     if options.swift_state is not None and Path(options.swift_state).exists():
         load_state(options.swift_state, options.search_options(num_layers))

@@ -1,4 +1,4 @@
-"""``specplug swift-report``: what SWIFT has learned of a target, as one HTML page (SWIFT, figures 6, 10 and 12)."""
+"""``specplug swift-report``: the state of SWIFT's search for a target as an HTML page (SWIFT, figures 6, 10 and 12)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .layer_set import LayerSet
 from .search import LayerSearch, SearchOptions
 from .state import SwiftState, load_state, read_state
 
-#: Strips drawn of one stream: the first, the last, and some between them.
-MOST_STRIPS = 8
+#: Most layer sets drawn for one stream: the first, the last, and some between them.
+MAX_STRIPS = 8
 _KEPT, _ATTENTION, _MLP = "#b5b5b5", "#d62728", "#1f77b4"
 
 
 def expected_speedup(tokens_per_step: float, acceptance: float, skip_ratio: float) -> float:
-    """``M alpha / ((M - 1) c + alpha)`` with ``c = 1 - r`` (SWIFT, equation 6): a draft costs the layers it runs.
+    """Return ``M alpha / ((M - 1) c + alpha)`` with ``c = 1 - r``, the relative cost of a draft (SWIFT, equation 6).
 
     Args:
-        tokens_per_step: ``M``, the bonus token counted.
-        acceptance: ``alpha``, accepted tokens per forward of a draft.
+        tokens_per_step: ``M``, including the bonus token.
+        acceptance: ``alpha``, accepted tokens per drafting forward.
         skip_ratio: ``r``.
     """
     return tokens_per_step * acceptance / ((tokens_per_step - 1) * (1 - skip_ratio) + acceptance)
 
 
 def strips_svg(rows: Sequence[tuple[str, LayerSet]]) -> str:
-    """Layer sets as two strips each, attention above MLP: grey runs, red is a skipped attention, blue a skipped MLP."""
+    """Draw each layer set as two strips, attention above MLP: grey runs, red is skipped attention, blue skipped MLP."""
     left, cell, height = 150, 16, 44
     width = left + cell * max(layer_set.num_layers for _, layer_set in rows)
     parts = []
@@ -55,7 +55,7 @@ def strips_svg(rows: Sequence[tuple[str, LayerSet]]) -> str:
 
 
 def build_page(state: SwiftState, source: str) -> str:
-    """The whole page; ``source`` names the file."""
+    """Build the page; ``source`` is the name of the state file."""
     names = {stream: stream or "(no stream)" for stream in state.streams}
     body = _matchness(state, names)
     body += "".join(_strips(names[stream], search) for stream, search in state.streams.items())
@@ -69,7 +69,9 @@ def _matchness(state: SwiftState, names: dict[str, str]) -> str:
     lines = {names[s]: [(steps, m) for steps, m, _ in search.history] for s, search in state.streams.items()}
     lines = {name: line for name, line in lines.items() if line}
     if not lines:
-        return section_html("Matchness", "No window has been scored yet: answers were too short, or there was no time.")
+        return section_html(
+            "Matchness", "No window has been scored yet: answers were too short, or the time limits allowed no scoring."
+        )
     chart = legend(list(lines)) + line_chart("Matchness of the set in use", lines, "candidates scored", "matchness")
     rows = [
         [
@@ -78,12 +80,12 @@ def _matchness(state: SwiftState, names: dict[str, str]) -> str:
             f"{x.matchness:.3f}",
             str(x.all_steps),
             str(x.restarts),
-            x.stopped or "goes on",
+            x.stopped or "running",
         ]
         for s, x in state.streams.items()
         if x.history
     ]
-    text = "Share of an answer's last tokens that the target predicts with these layers left out, over some windows."
+    text = "Share of an answer's last tokens that the target still predicts with the set skipped; mean over windows."
     return section_html(
         "Matchness", text, chart, html_table(["stream", "first", "now", "candidates", "restarts", "search"], rows)
     )
@@ -96,21 +98,21 @@ def _strips(name: str, search: LayerSearch) -> str:
             found.append((f"after {steps}", layer_set))
     if not found or found[-1][1] != search.best:
         found.append((f"after {search.all_steps}", search.best))
-    chosen = sorted({i * (len(found) - 1) // max(MOST_STRIPS - 1, 1) for i in range(MOST_STRIPS)})
+    chosen = sorted({i * (len(found) - 1) // max(MAX_STRIPS - 1, 1) for i in range(MAX_STRIPS)})
     rows = [
         [found[i][0], " ".join(map(str, found[i][1].attention)), " ".join(map(str, found[i][1].mlp))] for i in chosen
     ]
     text = (
         "Upper strip: attention, lower strip: MLP, layer 0 at the left. Grey runs, "
-        f'<span style="color:{_ATTENTION}">red</span> is a skipped attention, '
-        f'<span style="color:{_MLP}">blue</span> a skipped MLP.'
+        f'<span style="color:{_ATTENTION}">red</span> is skipped attention, '
+        f'<span style="color:{_MLP}">blue</span> is skipped MLP.'
     )
     table = html_table(["candidates", "attention", "MLP"], rows)
     return section_html(f"Layer sets of {name}", text, strips_svg([found[i] for i in chosen]), table, wide=True)
 
 
 def acceptance_of(state: SwiftState, stream: str) -> tuple[float, float] | None:
-    """``(M, alpha)`` of a stream: tokens per verification of a draft, accepted tokens per forward of a draft."""
+    """Return ``(M, alpha)`` of a stream, see ``expected_speedup``; None before its first verified draft."""
     found = state.acceptance[stream]
     if not found.rounds or not found.draft_steps:
         return None
@@ -125,11 +127,11 @@ def _acceptance(state: SwiftState, names: dict[str, str]) -> str:
             rounds = str(state.acceptance[stream].rounds)
             rows.append([names[stream], rounds, f"{found[0]:.2f}", f"{found[1]:.3f}", f"{speedup:.2f}"])
     if not rows:
-        return section_html("Acceptance", "Nothing was drafted: the measured budget decodes plainly.")
+        return section_html("Acceptance", "Nothing was drafted: the measured budget chose plain decoding.")
     text = (
-        "M: tokens per drafted step, the bonus token counted. alpha: accepted tokens per forward of a draft. The "
-        "expected speedup is the paper's, which takes a drafting forward to cost 1 - r of a step; the LM head and the "
-        "sampling cost the same in both, so that a small model gains less."
+        "M: tokens per verified draft, including the bonus token. alpha: accepted tokens per drafting forward. The "
+        "expected speedup is the paper's: it assumes that a drafting forward costs 1 - r of a step. LM head and "
+        "sampling cost the same in both, so a small model gains less."
     )
     return section_html(
         "Acceptance", text, table=html_table(["stream", "drafts", "M", "alpha", "expected speedup"], rows)
@@ -137,7 +139,7 @@ def _acceptance(state: SwiftState, names: dict[str, str]) -> str:
 
 
 def phases_of(state: SwiftState) -> dict[str, float]:
-    """Seconds of all steps by phase."""
+    """Return the seconds of all steps by phase."""
     s = state.seconds
     rest = s["served"] - s["draft"] - s["optimise"] - s["propose"]
     return {
@@ -156,19 +158,19 @@ def _phases(state: SwiftState) -> str:
     chart = legend(list(phases)) + stacked_bars("Seconds by phase", {"all steps": phases}, "s")
     rows = [[name, f"{seconds:.2f}", f"{100 * seconds / total:.2f}%"] for name, seconds in phases.items()]
     return section_html(
-        "Latency by phase", "Of the model's steps; the host's scheduler is not in it.", chart,
+        "Latency by phase", "Time of the model's steps, without vLLM's scheduler.", chart,
         html_table(["phase", "seconds", "share"], rows),
     )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``specplug swift-report``."""
-    parser.add_argument("state", help="the file that the option swift_state names")
+    """Add the arguments of ``specplug swift-report``."""
+    parser.add_argument("state", help="the file named by the option swift_state")
     parser.add_argument("--out", default="swift.html", metavar="FILE", help="the page (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """``specplug swift-report``."""
+    """Run ``specplug swift-report``."""
     content: dict[str, Any] = read_state(args.state)
     state = load_state(args.state, SearchOptions(int(content.get("num_layers", 0)), content.get("skip_ratio")))
     Path(args.out).write_text(build_page(state, Path(args.state).name), encoding="utf-8")

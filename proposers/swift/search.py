@@ -1,7 +1,8 @@
-"""Finding the layer set whose drafts agree best with the target, one scored window at a time (SWIFT, section 4.1).
+"""Search for the layer set whose drafts agree best with the target, one scored window at a time (SWIFT, section 4.1).
 
-Windows differ: one text is easier than the next.  So a candidate is compared with the set in use on the same window,
-and takes its place only after it has been ahead on several windows.  The Gaussian process learns the same differences.
+A window is the last tokens of an answer; matchness is the share of them that the target predicts with a layer set
+skipped.  Some texts are easier than others.  So a candidate is compared with the set in use on the same window, and
+replaces it only after it was better in sum over several windows.  The Gaussian process learns the same differences.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ import numpy as np
 
 from .layer_set import LayerSet, num_choices
 
-#: Optimism of the upper confidence bound, and candidates among which its best one is looked for.
+#: Weight of the deviation in the upper confidence bound, and number of random candidates of which the best is taken.
 KAPPA, CANDIDATES = 2.5, 512
-#: Scored sets that the Gaussian process is fitted to: its cost grows with their cube.
-MOST_POINTS = 200
-#: Variance of one score, as a share of that of all.
+#: Most scored sets that the Gaussian process is fitted to: the cost grows with the cube of their number.
+MAX_POINTS = 200
+#: Noise variance of one score, relative to the variance of all scores.
 NOISE = 0.3
-#: Windows on which a candidate must be ahead in sum before it is used.
+#: Number of windows over which a candidate must be better in sum before it is used.
 CONFIRMATIONS = 3
-#: A random step changes up to so many choices of the set in use, unless it starts from nothing.
-MOST_SWAPS = 4
-#: Windows over which the matchness of the set in use is averaged.
+#: Most sub-layers that a random step swaps in the set in use.
+MAX_SWAPS = 4
+#: Number of windows over which the matchness of the set in use is averaged.
 MEMORY = 12
-#: Behind the end of a search: a fall of the matchness by this much, or by this share of it, starts it again.
+#: After the end of a search, a fall of the matchness by this amount, or by this share of it, starts a new search.
 DRIFT, DRIFT_SHARE = 0.1, 1 / 3
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search.
+    """Options of the search.
 
     Attributes:
-        num_layers, skip_ratio: which sets there are.
-        bayes_every: every so many steps the Gaussian process chooses the candidate, else chance (``beta``); 0: never.
-        max_steps: candidates scored until the search ends (``S``).
-        patience: the same, since the last gain.
-        goal: matchness that is good enough.
+        num_layers, skip_ratio: layers of the target, and share of their sub-layers to skip.
+        bayes_every: the Gaussian process selects one candidate in so many (``beta``), the others are random; 0: never.
+        max_steps: the search ends after this many scored candidates (``S``).
+        patience: the search ends after this many scored candidates without a gain.
+        goal: the search ends when the matchness exceeds this.
         adapt: search again when the traffic has changed.
-        fresh: share of the random steps that start from nothing.
+        fresh: share of the random candidates that are drawn independently of the set in use.
     """
 
     num_layers: int
@@ -57,7 +58,7 @@ class SearchOptions:
 
 @dataclass
 class _Contender:
-    """A candidate that was ahead, and must be so again."""
+    """A candidate that was better than the set in use on ``windows`` windows, by ``ahead`` in sum."""
 
     layer_set: LayerSet
     ahead: float
@@ -66,49 +67,52 @@ class _Contender:
 
 
 class LayerSearch:
-    """The search of one stream of requests.
+    """The search for one stream of requests.
 
-    ``next_set`` says what to score on a window, ``tell`` takes the score.  On each window the set in use comes first.
+    ``next_set`` returns the set to score on a window; ``add`` receives its score.  On each window, the set in use is
+    scored first.
     """
 
     def __init__(self, options: SearchOptions, seed: int = 0, best: LayerSet | None = None):
         self.options = options
         self.best = best or LayerSet.uniform(options.num_layers, options.skip_ratio)
-        #: Candidates scored: since the search began (anew), since the last gain, ever.
+        #: Scored candidates: since the search last started, since the last gain, and in total.
         self.steps = self.steps_since_gain = self.all_steps = 0
         self.restarts = 0
         self._bayesian_steps = 0
         self.stopped = ""
-        #: Mean matchness of ``best`` over its last windows; None before the first.
+        #: Mean matchness of ``best`` over its last windows; None before the first window.
         self.matchness: float | None = None
         #: ``(candidates scored so far, matchness, best)`` at every gain and every 10 windows.
         self.history: list[tuple[int, float, LayerSet]] = []
+        #: Windows of the set in use, and of all sets so far.
         self._windows = self._windows_scored = 0
+        #: Matchness at the end of the search, with which later windows are compared.
         self._reference = 0.0
+        #: Sum of all gains: scores of the Gaussian process are relative to the first set.
         self._level = 0.0
         self._points: dict[LayerSet, tuple[float, int]] = {}
         self._contender: _Contender | None = None
+        #: The current window, and the score of the set in use on it.
         self._window: Any = None
         self._base: float | None = None
         self._draw = np.random.default_rng(seed)
 
-    # ---- what to score
-
     @property
     def wants_bayesian(self) -> bool:
-        """Whether the Gaussian process is due to choose a candidate; chance may go before it meanwhile."""
+        """Whether a candidate of the Gaussian process is due; random candidates may still come before it."""
         every = self.options.bayes_every
         return bool(every) and not self.stopped and self.steps // every > self._bayesian_steps and len(self._points) > 1
 
     def next_set(self, window: Any, bayesian: bool = True) -> LayerSet | None:
-        """The set to score now.
+        """Return the set to score now.
 
         Args:
-            window: names the window; equal names mean the same tokens.
-            bayesian: whether there is time to ask the Gaussian process, which takes as long as some steps.
+            window: identifies the window; equal values mean the same tokens.
+            bayesian: whether there is time to fit the Gaussian process, which takes as long as some steps.
 
         Returns:
-            None where nothing is to be learned from this window any more.
+            None if the search has ended and the set in use has been scored on this window.
         """
         if window != self._window or self._base is None:
             self._window, self._base = window, None
@@ -135,22 +139,22 @@ class LayerSearch:
     def _near(self, layer_set: LayerSet) -> LayerSet:
         vector = layer_set.vector()
         left_out, kept = np.flatnonzero(vector == 1), np.flatnonzero(vector == 0)
-        swaps = int(self._draw.integers(1, MOST_SWAPS + 1))
+        swaps = int(self._draw.integers(1, MAX_SWAPS + 1))
         swaps = min(swaps, len(left_out), len(kept))
         vector[self._draw.choice(left_out, swaps, replace=False)] = 0.0
         vector[self._draw.choice(kept, swaps, replace=False)] = 1.0
         return LayerSet.from_vector(vector)
 
     def _bayesian(self) -> LayerSet:
-        """The candidate with the highest upper confidence bound of a Gaussian process over the scored sets."""
+        """Return the candidate with the highest upper confidence bound, by a Gaussian process over the scored sets."""
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import RBF
 
-        points = list(self._points.items())[-MOST_POINTS:]
+        points = list(self._points.items())[-MAX_POINTS:]
         known = np.stack([layer_set.vector() for layer_set, _ in points])
         totals, counts = np.array([seen for _, seen in points]).T
-        # Two sets drawn by chance are about half this far apart, so that the prior is nearly additive in the choices.
-        # It stays as it is: fitting it too would take some hundred times as long as the rest.
+        # The squared distance of two random sets is about half the squared length scale, so the prior is nearly
+        # additive in the sub-layers.  The length scale is not fitted: that takes about 100 times as long as the rest.
         kernel = RBF(math.sqrt(known.shape[1]))
         process = GaussianProcessRegressor(kernel, alpha=NOISE / counts, optimizer=None, normalize_y=True)
         process.fit(known, totals / counts)
@@ -158,12 +162,10 @@ class LayerSearch:
         mean, deviation = process.predict(np.stack([c.vector() for c in candidates]), return_std=True)
         return candidates[int((mean + KAPPA * deviation).argmax())]
 
-    # ---- what was seen
-
-    def tell(self, layer_set: LayerSet, matchness: float) -> bool:
-        """Take in a score of the current window; says whether the set in use has changed."""
+    def add(self, layer_set: LayerSet, matchness: float) -> bool:
+        """Add the score of a set on the current window; return whether the set in use has changed."""
         if self._base is None:
-            self._saw_best(matchness)
+            self._add_base_score(matchness)
             return False
         self.steps += 1
         self.steps_since_gain += 1
@@ -179,7 +181,7 @@ class LayerSearch:
             self._stop(f"{options.patience} steps without gain")
         return gained
 
-    def _saw_best(self, matchness: float) -> None:
+    def _add_base_score(self, matchness: float) -> None:
         self._base = matchness
         self._windows += 1
         weight = 1 / min(self._windows, MEMORY)
@@ -198,7 +200,7 @@ class LayerSearch:
     def _race(self, layer_set: LayerSet, ahead: float) -> bool:
         contender = self._contender
         if contender is not None and contender.last_window == self._window and contender.layer_set == layer_set:
-            return False  # drawn again: the same window says the same
+            return False  # drawn again: the same window gives the same score
         if contender is None or contender.layer_set != layer_set:
             if ahead > 0 and (contender is None or (contender.windows == 1 and ahead > contender.ahead)):
                 self._contender = _Contender(layer_set, ahead, 1, self._window)
@@ -226,17 +228,15 @@ class LayerSearch:
         self.history.append((self.all_steps, self._reference, self.best))
 
     def _start_again(self) -> None:
-        """The traffic has changed: what was learned of other sets says little of it."""
+        """Start a new search: scores of earlier traffic say little about the present traffic."""
         self.stopped = ""
         self.restarts += 1
         self.steps, self.steps_since_gain, self._bayesian_steps, self._level = 0, 0, 0, 0.0
         self._points.clear()
         self._contender = None
 
-    # ---- across restarts of the server
-
     def to_json(self) -> dict[str, Any]:
-        """All that is needed to go on later."""
+        """Return all that ``from_json`` needs to continue the search."""
         return {
             "best": _pair(self.best),
             "steps": self.steps,
@@ -248,16 +248,16 @@ class LayerSearch:
             "windows": self._windows_scored,
             "reference": self._reference,
             "level": self._level,
-            "points": [[_pair(s), total, count] for s, (total, count) in list(self._points.items())[-MOST_POINTS:]],
+            "points": [[_pair(s), total, count] for s, (total, count) in list(self._points.items())[-MAX_POINTS:]],
             "history": [[steps, matchness, _pair(s)] for steps, matchness, s in self.history],
         }
 
     @classmethod
     def from_json(cls, options: SearchOptions, saved: Mapping[str, Any], seed: int = 0) -> LayerSearch:
-        """The inverse of ``to_json``.
+        """Continue a search saved by ``to_json``.
 
         Raises:
-            KeyError, TypeError, ValueError: not what ``to_json`` wrote, or of another number of layers.
+            KeyError, TypeError, ValueError: ``saved`` is damaged, or of a target with another number of layers.
         """
 
         def read(pair: Any) -> LayerSet:

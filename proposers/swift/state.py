@@ -1,4 +1,4 @@
-"""What SWIFT has learned of a target, by stream of requests; kept in a file across restarts of the server."""
+"""The state of SWIFT's searches for a target, by stream of requests; saved in a file across restarts of the server."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from vllm_specplug.utils.files import replacing
 from .search import LayerSearch, SearchOptions
 
 FORMAT = 1
-#: The stream of requests that name none, and how many streams are kept.
-DEFAULT_STREAM, MOST_STREAMS = "", 32
-#: Seconds between two writings of the file.
+#: The stream of requests that name none, and the most streams kept.
+DEFAULT_STREAM, MAX_STREAMS = "", 32
+#: Least seconds between two writes of the file.
 SAVE_SECONDS = 10.0
 PHASES = ("draft", "optimise", "propose", "served")
 
 
 @dataclass
 class Acceptance:
-    """What became of drafts.
+    """Counts of drafts and accepted tokens.
 
     Attributes:
-        rounds: drafts verified.
-        draft_steps: forwards of their chains.
-        accepted: tokens accepted.
+        rounds: verified drafts.
+        draft_steps: drafting forwards of these drafts.
+        accepted: accepted tokens.
     """
 
     rounds: int = 0
@@ -38,14 +38,15 @@ class Acceptance:
 
 @dataclass
 class SwiftState:
-    """Searches and accounts of a target.
+    """The searches for one target, with counts and times.
 
     Attributes:
         options: of the searches.
-        streams: the search of each stream; the newest last.
-        acceptance: by stream.
-        seconds: spent by phase: ``draft``, ``optimise`` (scoring candidates), ``propose`` (choosing them), ``served``
-            (all steps, drafting and optimisation included).
+        streams: the search of each stream, the newest last.
+        acceptance: counts by stream.
+        seconds: time by phase: ``draft``, ``optimise`` (scoring candidates), ``propose`` (selecting candidates),
+            ``served`` (all steps, including drafting and optimisation).
+        saved_at: ``time.monotonic`` of the last write.
     """
 
     options: SearchOptions
@@ -55,9 +56,9 @@ class SwiftState:
     saved_at: float = 0.0
 
     def search(self, stream: str = DEFAULT_STREAM) -> LayerSearch:
-        """The search of a stream; a new one starts from the set of those that name none."""
+        """Return the search of a stream; a new stream starts from the best set of the default stream."""
         if stream not in self.streams:
-            if len(self.streams) >= MOST_STREAMS:
+            if len(self.streams) >= MAX_STREAMS:
                 oldest = next(name for name in self.streams if name != DEFAULT_STREAM)
                 del self.streams[oldest], self.acceptance[oldest]
             start = self.streams[DEFAULT_STREAM].best if DEFAULT_STREAM in self.streams else None
@@ -66,7 +67,7 @@ class SwiftState:
         return self.streams[stream]
 
     def save(self, path: str) -> None:
-        """Write the file."""
+        """Write the state to a file."""
         content = {
             "swift_state": FORMAT,
             "num_layers": self.options.num_layers,
@@ -82,37 +83,37 @@ class SwiftState:
         self.saved_at = time.monotonic()
 
     def save_now_and_then(self, path: str) -> None:
-        """Write the file if it is some seconds old."""
+        """Write the state to a file, unless the last write was less than ``SAVE_SECONDS`` ago."""
         if time.monotonic() - self.saved_at >= SAVE_SECONDS:
             self.save(path)
 
 
 def read_state(path: str) -> dict[str, Any]:
-    """The content of a file of ``SwiftState.save``.
+    """Read a file written by ``SwiftState.save``.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: the file cannot be read, or is not such a file.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"swift_state={path!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("swift_state") != FORMAT:
-        raise ConfigError(f"swift_state={path!r} was not written by this version's method 'swift': name another file")
+        raise ConfigError(f"swift_state={path!r} was not written by this version's method 'swift': give another file")
     return content
 
 
 def load_state(path: str, options: SearchOptions) -> SwiftState:
-    """What an earlier server has learned.
+    """Load the state saved by an earlier server.
 
     Raises:
-        ConfigError: the file is not of this target or of this ``skip_ratio``.
+        ConfigError: the file is damaged, or of another target or ``skip_ratio``.
     """
     content = read_state(path)
     for name, own in (("num_layers", options.num_layers), ("skip_ratio", options.skip_ratio)):
         if content.get(name) != own:
             raise ConfigError(
-                f"swift_state={path!r} has {name}={content.get(name)!r}, this server {own!r}: name another file"
+                f"swift_state={path!r} has {name}={content.get(name)!r}, this server has {own!r}: give another file"
             )
     state = SwiftState(options, saved_at=time.monotonic())
     try:
@@ -121,5 +122,5 @@ def load_state(path: str, options: SearchOptions) -> SwiftState:
             state.streams[name] = LayerSearch.from_json(options, saved)
             state.acceptance[name] = Acceptance(**saved["acceptance"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"swift_state={path!r} is damaged ({error}): remove it, or name another file") from error
+        raise ConfigError(f"swift_state={path!r} is damaged ({error}): remove it, or give another file") from error
     return state

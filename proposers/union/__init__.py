@@ -1,4 +1,4 @@
-"""Union: the best nodes of several proposers in one tree, by one scale of belief."""
+"""Union: merges the drafts of several proposers into one tree of the nodes most likely to be accepted."""
 
 from vllm_specplug.proposer import Method
 from vllm_specplug.proposers.union.options import UnionOptions

@@ -1,7 +1,7 @@
-"""Merging on a device: the best nodes of several drafts in one tree, tensors of a fixed shape, no look at a value.
+"""Merging of drafts in torch, for a GPU: tensors of fixed shape, no CPU-GPU synchronisation.
 
-The merge is that of ``merge``, the scale that of ``drafting``, with what agreement and silence are worth at the start:
-outcomes, from which the host learns more, are not known before drafting there.
+Nodes are merged as in ``merge`` and valued as in ``drafting``, with the initial weights throughout: the weights are
+learned from outcomes on the CPU, which are not available here before drafting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposers.union.drafting import start_weights
-from vllm_specplug.proposers.union.merge import DRAFTED, SILENT
+from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED
 from vllm_specplug.types import PADDING, Draft
 
 
@@ -24,23 +24,23 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
     """Merge drafts for the same requests and keep the best nodes.
 
     Args:
-        drafts: of each source; the same roots.
-        num_nodes: nodes to keep.
+        drafts: one per source, with the same roots.
+        num_nodes: number of nodes to keep.
     """
     rows = _Rows(drafts)
-    beliefs, pattern = [], torch.zeros_like(rows.token_ids)
+    estimates, pattern = [], torch.zeros_like(rows.token_ids)
     for source, columns in enumerate(rows.sources):
         own = rows.same[:, :, columns]
         drafted = own.any(dim=2)
-        # Of equal siblings the first counts.
-        believed = rows.log_odds[:, columns].gather(1, own.byte().argmax(dim=2))
-        beliefs.append(believed.masked_fill(~drafted, 0.0))
+        # The first of equal siblings counts.
+        log_odds = rows.log_odds[:, columns].gather(1, own.byte().argmax(dim=2))
+        estimates.append(log_odds.masked_fill(~drafted, 0.0))
         children = rows.parents[:, None, columns].expand_as(own)
         expanded = (rows.same.gather(2, children) & rows.nodes[:, None, columns]).any(dim=2)
-        silent = expanded.gather(1, rows.parents) & ~drafted
-        pattern += 3**source * (DRAFTED * drafted + SILENT * silent)
+        omitted = expanded.gather(1, rows.parents) & ~drafted
+        pattern += 3**source * (DRAFTED * drafted + OMITTED * omitted)
     weights = _start_weights(len(drafts), pattern.device)[pattern]
-    features = torch.stack([torch.ones_like(beliefs[0]), rows.depths.clamp(min=1).double().log2(), *beliefs], dim=2)
+    features = torch.stack([torch.ones_like(estimates[0]), rows.depths.clamp(min=1).double().log2(), *estimates], dim=2)
     log_odds = (weights[:, :, : features.shape[2]] * features).sum(dim=2)
     log_values = logsigmoid(log_odds.clamp(-LOGIT_LIMIT, LOGIT_LIMIT)).masked_fill(~rows.nodes, 0.0)
     for ancestor in rows.ancestors:
@@ -49,7 +49,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
     merged = rows.nodes & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
     pool = DraftPool(
         token_ids=rows.token_ids,
-        # The first with a parent's path comes before all of its children.
+        # A leader comes before the children of all rows with its path.
         parents=leaders.gather(1, rows.parents).masked_fill(rows.depths == 1, PADDING),
         log_values=log_values.masked_fill(~merged, NEVER).float(),
         depths=rows.depths,
@@ -59,16 +59,17 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
 
 
 class _Rows:
-    """The rows of all drafts side by side, the roots included.
+    """The rows of all drafts next to each other, including the roots.
 
     Attributes:
         sources: the columns of each draft.
         token_ids, depths: int64 ``[num_reqs, num_rows]``; as in ``TokenTree``.
-        parents: int64, same shape; roots are their own, and padding rows hang from them.
-        nodes: bool, same shape; neither roots nor padding.
-        log_odds: float64, same shape; the source's belief that the node is accepted once its parent is.
-        ancestors: int64, same shape; those at distance 1, 2, 4 and so on.
-        same: bool ``[num_reqs, num_rows, num_rows]``; whether two rows end equal paths.
+        parents: int64, same shape; a root is the parent of itself and of its draft's padding rows.
+        nodes: bool, same shape; false for roots and padding.
+        log_odds: float64, same shape; log odds of the node's acceptance given that its parent is accepted, as estimated
+            by its source.
+        ancestors: list of int64, same shape; the ancestors at distance 1, 2, 4 and so on.
+        same: bool ``[num_reqs, num_rows, num_rows]``; true where the paths to two rows have equal tokens.
     """
 
     def __init__(self, drafts: Sequence[Draft]):
@@ -91,7 +92,7 @@ class _Rows:
         self.same = self._same_paths()
 
     def _same_paths(self) -> torch.Tensor:
-        """By pointer jumping, as ``layout.ancestor_mask``."""
+        """Compare the paths of all pairs of rows by pointer jumping, as in ``layout.ancestor_mask``."""
         exists = self.token_ids != PADDING
         same = exists.unsqueeze(2) & exists.unsqueeze(1)
         for values in (self.token_ids, self.depths):
@@ -104,5 +105,5 @@ class _Rows:
 
 @lru_cache(maxsize=16)
 def _start_weights(num_sources: int, device: torch.device) -> torch.Tensor:
-    """``start_weights`` on a device; one upload: a round takes nothing from the host."""
+    """Return ``start_weights`` on a device; cached, so that a draft phase copies nothing from the CPU."""
     return torch.from_numpy(start_weights(num_sources)).to(device)

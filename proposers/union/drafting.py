@@ -1,4 +1,4 @@
-"""Drafting by several proposers: what they believe is put on one scale, and the best nodes are verified together."""
+"""The union proposer: merges the drafts of several proposers into one tree of the nodes most likely to be accepted."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ import torch
 
 from vllm_specplug.budget.calibration import OnlineLogistic, Reliability, sigmoid
 from vllm_specplug.core.guard import Guard
+from vllm_specplug.core.outcomes import common_requests, find_outcomes
 from vllm_specplug.core.pool import DraftPool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
-from vllm_specplug.proposers.union.merge import DRAFTED, SILENT, Merged, merge
+from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED, Merged, merge
 from vllm_specplug.proposers.union.options import UnionOptions
 from vllm_specplug.types import PADDING, Draft
 from vllm_specplug.utils.compiled import compiled
 
+#: Most requests whose records are kept, for callers that never report ended requests.
 MAX_RECORDS = 4096
 
 
 @dataclass(frozen=True)
-class _Open:
-    """The last proposal, until the next call tells what the target chose."""
+class _LastDraft:
+    """The last draft, kept until the next call shows which tokens the target chose.
+
+    Attributes:
+        request_ids: requests that were drafted for.
+        num_tokens: int64 ``[num_reqs]``; tokens that each had.
+        merged: the nodes of all sources.
+        patterns: int64 ``[num_nodes]``; see ``pattern_of``.
+        features: float64 ``[num_nodes, 2 + 2 * num_sources]``: constant 1, logarithm of the depth, the log odds of each
+            source, its record in the request.
+        log_odds: float64 ``[num_nodes]``; of each node's acceptance, given that its parent is accepted.
+        pool: token ids, parents and depths of all nodes as in ``DraftPool``; the columns of a request are its nodes in
+            the order of ``merged``.
+    """
 
     request_ids: tuple[str, ...]
     num_tokens: np.ndarray
@@ -32,15 +46,17 @@ class _Open:
     patterns: np.ndarray
     features: np.ndarray
     log_odds: np.ndarray
+    pool: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class UnionProposer:
     """Merges the drafts of its sources and keeps the nodes most likely to be accepted.
 
-    A node's log odds of acceptance, once its parent is accepted, are linear in those that its sources believe in.
-    There is a model for each pattern of agreement (each source drafted the node, drafted siblings only, or nothing
-    there): two sources that agree are worth more than either, and a drafter's silence is evidence too.  All drafted
-    nodes teach the models, the ones not verified included: what the target chose is known either way.
+    The log odds of a node's acceptance, given that its parent is accepted, are linear in the log odds that its sources
+    estimate.  Each pattern of agreement (a source drafted the node, drafted only its siblings, or drafted nothing
+    there) has its own weights: a node that two sources drafted is more likely to be accepted, and one that a source
+    omitted is less likely.  The weights are learned from all drafted nodes, verified or not: the target's tokens show
+    which of them were right.
     """
 
     def __init__(self, options: UnionOptions):
@@ -54,205 +70,170 @@ class UnionProposer:
         self._guards = [Guard(f"{name} (in a union)") for name in self.names]
         self.calibration = OnlineLogistic(start_weights(len(self.names)), memory=3000.0)
         self.reliability = Reliability()
-        self._open: _Open | None = None
-        #: By request: how the nodes of each source have done, ``[num_sources, 2]`` (accepted, expected), with decay.
+        self._last_draft: _LastDraft | None = None
+        #: By request: accepted and expected nodes of each source, ``[num_sources, 2]``, with decay.
         self._records: dict[str, np.ndarray] = {}
         self._compile()
 
     def propose(self, context: DraftContext) -> Draft:
-        """Draft one tree per request from the sources' drafts; those that fail are left out this time."""
+        """Draft one tree per request from the sources' drafts, without those of sources that fail in this call."""
         self._learn(context)
-        alone = context if context.draft_by_model is None else replace(context, draft_by_model=None)
+        model_free = context if context.draft_by_model is None else replace(context, draft_by_model=None)
         drafts: list[Draft | None] = [
-            None if source is None else guard(lambda source=source: source.propose(alone), alone)
+            None if source is None else guard(lambda source=source: source.propose(model_free), model_free)
             for source, guard in zip(self._sources, self._guards, strict=True)
         ]
         if None in self._sources and context.draft_by_model is not None:
-            # Last, since whether it pays depends on what the others have.  Where it fails, the runner says so.
+            # The model drafter comes last: whether it is worth its cost depends on the other drafts.  The runner
+            # reports its failures.
             drafts[self._sources.index(None)] = context.draft_by_model(_expected(drafts, len(context.request_ids)))
         merged = merge(drafts, len(context.request_ids))
-        self._open = last = self._rated(merged, context)
-        return self._best(context, last)
+        return self._select(merged, context)
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """Pass on to the sources which requests have ended."""
+        """Forget ended requests, and report them to the sources."""
         for request_id in request_ids:
             self._records.pop(request_id, None)
         for source, guard in zip(self._sources, self._guards, strict=True):
             if isinstance(source, Remembering):
                 guard.run(lambda source=source: source.finish(request_ids))
 
-    # ---- one call
-
-    def _rated(self, merged: Merged, context: DraftContext) -> _Open:
-        """The models' belief in each node.
-
-        Features ``[num_nodes, 2 + 2 * num_sources]``: one, depth, each source's log odds, its record here.
-        """
+    def _select(self, merged: Merged, context: DraftContext) -> Draft:
+        """Estimate each node's acceptance, remember the draft for ``_learn``, and keep the best nodes."""
         patterns = pattern_of(merged)
         records = self._records_of(context.request_ids)
-        better = np.minimum(np.maximum(np.log((records[..., 0] + 1) / (records[..., 1] + 1)), -2.0), 2.0)
-        features = np.empty((len(merged.requests), 2 + 2 * len(self.names)))
-        _fill_features(merged.requests, merged.depths, merged.states, merged.log_odds, better, features)
+        ratios = np.minimum(np.maximum(np.log((records[..., 0] + 1) / (records[..., 1] + 1)), -2.0), 2.0)
+        features = _features(merged.requests, merged.depths, merged.states, merged.log_odds, ratios)
         log_odds = self.calibration.log_odds(patterns, features)
-        num_tokens = context.num_tokens.numpy().copy()
-        return _Open(context.request_ids, num_tokens, merged, patterns, features, log_odds)
-
-    def _best(self, context: DraftContext, last: _Open) -> Draft:
-        merged = last.merged
-        width = max(int(merged.counts.max(initial=0)), 1)
-        shape = (merged.num_reqs, width)
-        token_ids, parents, depths, words = (np.empty(shape, dtype=np.int64) for _ in range(4))
-        log_values = np.empty(shape, dtype=np.float32)
-        _fill_pool(
-            merged.token_ids,
-            merged.parents,
-            merged.depths,
-            merged.states,
-            merged.counts,
-            np.log(sigmoid(last.log_odds)),
-            token_ids,
-            parents,
-            depths,
-            words,
-            log_values,
+        token_ids, parents, log_values, depths, bits = _pool(
+            merged.token_ids, merged.parents, merged.depths, merged.states, merged.counts, np.log(sigmoid(log_odds))
         )
-        # Level by level: "ties to the lower index" is "ties to the shallower node".
-        pool = DraftPool(*map(torch.from_numpy, (token_ids, parents, log_values, depths)), size=width)
+        num_tokens, nodes = context.num_tokens.numpy().copy(), (token_ids, parents, depths)
+        self._last_draft = _LastDraft(context.request_ids, num_tokens, merged, patterns, features, log_odds, nodes)
+        # A request's nodes are ordered by depth, so that ties go to the shallower node.
+        pool = DraftPool(*map(torch.from_numpy, (token_ids, parents, log_values, depths)), size=token_ids.shape[1])
         options = self.options
         draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
-        rows = np.ascontiguousarray(rows.numpy())
-        bits = np.empty_like(rows)
-        _gather(words, rows, bits)
-        return Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(bits))
-
-    # ---- learning
+        source_bits = _gather(bits, np.ascontiguousarray(rows.numpy()))
+        return Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
 
     def _learn(self, context: DraftContext) -> None:
-        """Compare the last proposal with the tokens that the target has chosen since."""
-        last, self._open = self._open, None
+        """Compare the last draft with the tokens that the target has chosen since."""
+        last, self._last_draft = self._last_draft, None
         if last is not None and len(last.merged.requests):
             self._compare(last, context)
 
-    def _compare(self, last: _Open, context: DraftContext) -> None:
+    def _compare(self, last: _LastDraft, context: DraftContext) -> None:
         merged = last.merged
-        if context.request_ids == last.request_ids:
-            now = np.arange(merged.num_reqs)
-        else:
-            places = {request_id: place for place, request_id in enumerate(context.request_ids)}
-            now = np.array([places.get(request_id, -1) for request_id in last.request_ids], dtype=np.int64)
-        reached = np.empty(len(merged.requests), dtype=np.int64)
-        right = np.empty(len(merged.requests), dtype=np.bool_)
-        count = _find_outcomes(
-            merged.requests,
-            merged.token_ids,
-            merged.parents,
-            merged.depths,
-            last.num_tokens,
-            now,
+        then, now = common_requests(last.request_ids, context.request_ids)
+        nodes, _, accepted = find_outcomes(
+            last.pool,
+            then,
+            (np.cumsum(merged.counts) - merged.counts)[then],
             context.token_ids.numpy(),
-            context.num_tokens.numpy(),
-            reached,
-            right,
+            now,
+            last.num_tokens[then],
+            context.num_tokens.numpy()[now],
         )
-        reached, right = reached[:count], right[:count]
-        self.reliability.add(sigmoid(last.log_odds[reached]), right)
-        self.calibration.learn(last.patterns[reached], last.features[reached], right)
-        self._keep_records(last, reached, right)
+        self.reliability.add(sigmoid(last.log_odds[nodes]), accepted)
+        self.calibration.learn(last.patterns[nodes], last.features[nodes], accepted)
+        self._keep_records(last, nodes, accepted)
 
-    def _keep_records(self, last: _Open, reached: np.ndarray, right: np.ndarray) -> None:
+    def _keep_records(self, last: _LastDraft, nodes: np.ndarray, accepted: np.ndarray) -> None:
         merged = last.merged
         records = self._records_of(last.request_ids)
-        heard = np.zeros(merged.num_reqs, dtype=np.bool_)
+        has_outcome = np.zeros(merged.num_reqs, dtype=np.bool_)
         expected = sigmoid(merged.log_odds)
-        _add_to_records(merged.requests, merged.states, expected, reached, right, records, heard)
-        for place in heard.nonzero()[0].tolist():
-            self._records[last.request_ids[place]] = records[place].copy()
-        while len(self._records) > MAX_RECORDS:  # a host that never says what has ended
+        _add_to_records(merged.requests, merged.states, expected, nodes, accepted, records, has_outcome)
+        for request in has_outcome.nonzero()[0].tolist():
+            self._records[last.request_ids[request]] = records[request].copy()
+        while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
 
     def _records_of(self, request_ids: tuple[str, ...]) -> np.ndarray:
-        """Records of requests, float64 ``[num_reqs, num_sources, 2]``; zeros where there are none."""
+        """Return the records of requests, float64 ``[num_reqs, num_sources, 2]``; zeros for requests without one."""
         records = np.zeros((len(request_ids), len(self.names), 2))
-        for place, request_id in enumerate(request_ids):
+        for request, request_id in enumerate(request_ids):
             record = self._records.get(request_id)
             if record is not None:
-                records[place] = record
+                records[request] = record
         return records
 
     def _compile(self) -> None:
-        """Compile what learns: the first outcomes come in the middle of serving."""
+        """Compile the loops of drafting and learning: no request should wait for the compiler."""
         nothing = torch.zeros(0, dtype=torch.int64)
         context = DraftContext(nothing, torch.zeros((0, 1), dtype=torch.int32), nothing, (), nothing.bool(), 0)
-        self._compare(self._rated(merge([None] * len(self.names), 0), context), context)
+        self._select(merge([None] * len(self.names), 0), context)
+        self._compare(self._last_draft, context)
+        self._last_draft = None
 
 
 def _expected(drafts: Collection[Draft | None], num_reqs: int) -> torch.Tensor:
-    """Tokens that the draft worth most is expected to bring, as its source believes; float ``[num_reqs]``."""
+    """Return the most accepted tokens that any of the drafts is expected to bring; float32 ``[num_reqs]``."""
     most = np.zeros(num_reqs, dtype=np.float32)
     for draft in drafts:
         if draft is not None:
-            _raise_to_worth(np.ascontiguousarray(draft.log_values.numpy()), most)
+            _raise_to_sums(np.ascontiguousarray(draft.log_values.numpy()), most)
     return torch.from_numpy(most)
 
 
 @compiled
-def _raise_to_worth(log_values: np.ndarray, most: np.ndarray) -> None:
-    """Raise float32 ``[num_reqs]`` to the sums of values of all nodes, float32 ``[num_reqs, num_rows]``."""
+def _raise_to_sums(log_values: np.ndarray, most: np.ndarray) -> None:
+    """Raise float32 ``[num_reqs]`` to the sums of the nodes' values; their logarithms are ``[num_reqs, num_rows]``."""
     for request in range(len(most)):
-        worth = np.float32(0.0)
+        total = np.float32(0.0)
         for row in range(1, log_values.shape[1]):
-            worth += np.exp(log_values[request, row])
-        most[request] = max(most[request], worth)
+            total += np.exp(log_values[request, row])
+        most[request] = max(most[request], total)
 
 
 @compiled
-def _fill_features(
-    requests: np.ndarray,
-    depths: np.ndarray,
-    states: np.ndarray,
-    log_odds: np.ndarray,
-    better: np.ndarray,
-    features: np.ndarray,
-) -> None:
-    """Fill float64 ``[num_nodes, 2 + 2 * num_sources]``.
+def _features(
+    requests: np.ndarray, depths: np.ndarray, states: np.ndarray, log_odds: np.ndarray, ratios: np.ndarray
+) -> np.ndarray:
+    """Compute the features of nodes, see ``_LastDraft``.
 
-    The first four are those of ``Merged``; ``better`` is float64 ``[num_reqs, num_sources]``: how much better the
-    source has done in the request than it believed.
+    Args:
+        requests, depths, states, log_odds: of ``Merged``.
+        ratios: float64 ``[num_reqs, num_sources]``; log of each source's accepted over expected nodes in the request.
     """
     num_sources = len(states)
+    features = np.empty((len(requests), 2 + 2 * num_sources))
     for node in range(len(requests)):
         features[node, 0] = 1.0
         features[node, 1] = math.log2(depths[node])
         for source in range(num_sources):
             drafted = states[source, node] == DRAFTED
             features[node, 2 + source] = log_odds[source, node]
-            features[node, 2 + num_sources + source] = better[requests[node], source] if drafted else 0.0
+            features[node, 2 + num_sources + source] = ratios[requests[node], source] if drafted else 0.0
+    return features
 
 
 @compiled
-def _fill_pool(
+def _pool(
     merged_ids: np.ndarray,
     merged_parents: np.ndarray,
     merged_depths: np.ndarray,
     states: np.ndarray,
     counts: np.ndarray,
     edges: np.ndarray,
-    token_ids: np.ndarray,
-    parents: np.ndarray,
-    depths: np.ndarray,
-    words: np.ndarray,
-    log_values: np.ndarray,
-) -> None:
-    """Fill a pool of all nodes.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Make a pool of all nodes.
 
     Args:
         merged_ids, merged_parents, merged_depths, states, counts: of ``Merged``.
-        edges: float64 ``[num_nodes]``; logarithm of the belief in each node, once its parent is accepted.
-        token_ids, parents, depths, log_values: filled; arrays of ``DraftPool``.
-        words: int64, same shape, filled; a bit for each source that drafted the node.
+        edges: float64 ``[num_nodes]``; log probability of each node's acceptance, given that its parent is accepted.
+
+    Returns:
+        Token ids, parents, log values and depths of a ``DraftPool``, and int64, same shape: bit ``i`` is set where
+        source ``i`` drafted the node.
     """
-    num_reqs, width = token_ids.shape
+    num_reqs, width = len(counts), 1
+    for count in counts:
+        width = max(width, count)
+    token_ids, parents = np.empty((num_reqs, width), dtype=np.int64), np.empty((num_reqs, width), dtype=np.int64)
+    depths, bits = np.empty((num_reqs, width), dtype=np.int64), np.empty((num_reqs, width), dtype=np.int64)
+    log_values = np.empty((num_reqs, width), dtype=np.float32)
     values = np.empty(len(edges))
     begin = 0
     for request in range(num_reqs):
@@ -264,70 +245,29 @@ def _fill_pool(
             parents[request, column] = PADDING if parent < 0 else parent - begin
             depths[request, column] = merged_depths[node]
             log_values[request, column] = values[node]
-            word = 0
+            bits[request, column] = 0
             for source in range(len(states)):
                 if states[source, node] == DRAFTED:
-                    word |= 1 << source
-            words[request, column] = word
+                    bits[request, column] |= 1 << source
         for column in range(counts[request], width):
             token_ids[request, column] = PADDING
             parents[request, column] = PADDING
             depths[request, column] = 0
             log_values[request, column] = -np.inf
-            words[request, column] = 0
+            bits[request, column] = 0
         begin += counts[request]
+    return token_ids, parents, log_values, depths, bits
 
 
 @compiled
-def _gather(words: np.ndarray, columns: np.ndarray, found: np.ndarray) -> None:
-    """Fill int64 ``[num_reqs, num_rows]`` with the words in these columns of their rows; 0 where the column is < 0."""
+def _gather(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Gather int64 values by column, both ``[num_reqs, ...]``; 0 where the column is negative."""
+    found = np.empty(columns.shape, dtype=np.int64)
     for request in range(columns.shape[0]):
         for row in range(columns.shape[1]):
             column = columns[request, row]
-            found[request, row] = words[request, column] if column >= 0 else 0
-
-
-@compiled
-def _find_outcomes(
-    requests: np.ndarray,
-    node_ids: np.ndarray,
-    parents: np.ndarray,
-    depths: np.ndarray,
-    num_before: np.ndarray,
-    now: np.ndarray,
-    token_ids: np.ndarray,
-    num_tokens: np.ndarray,
-    reached: np.ndarray,
-    right: np.ndarray,
-) -> int:
-    """Find the nodes that say something: their parent was right, and the token behind it is known.
-
-    Args:
-        requests, node_ids, parents, depths: of ``Merged``.
-        num_before: int64 ``[num_reqs]``; tokens of each request when it was drafted for.
-        now: int64 ``[num_reqs]``; its place in the batch now, -1 where it has none.
-        token_ids, num_tokens: of ``DraftContext``.
-        reached: int64 ``[num_nodes]``; filled with those nodes.
-        right: bool ``[num_nodes]``; filled with whether each of them was right.
-
-    Returns:
-        How many there are.
-    """
-    num_reqs, num_nodes = len(now), len(requests)
-    node_right = np.zeros(num_nodes, dtype=np.bool_)
-    count = 0
-    for node in range(num_nodes):
-        request, parent = requests[node], parents[node] - num_reqs  # below 0 for children of the root
-        if now[request] < 0 or (parent >= 0 and not node_right[parent]):
-            continue
-        place = num_before[request] + depths[node] - 1
-        if place >= num_tokens[now[request]]:
-            continue
-        node_right[node] = token_ids[now[request], place] == node_ids[node]
-        reached[count] = node
-        right[count] = node_right[node]
-        count += 1
-    return count
+            found[request, row] = values[request, column] if column >= 0 else 0
+    return found
 
 
 @compiled
@@ -335,50 +275,51 @@ def _add_to_records(
     requests: np.ndarray,
     states: np.ndarray,
     expected: np.ndarray,
-    reached: np.ndarray,
-    right: np.ndarray,
+    nodes: np.ndarray,
+    accepted: np.ndarray,
     records: np.ndarray,
-    heard: np.ndarray,
+    has_outcome: np.ndarray,
 ) -> None:
-    """Add outcomes to the records of their requests, which fade before.
+    """Add outcomes to the records of their requests, after these have decayed.
 
     Args:
         requests, states: of ``Merged``.
-        expected: float64 ``[num_sources, num_nodes]``; what each source believed.
-        reached: int64 ``[num_outcomes]``; nodes.
-        right: bool ``[num_outcomes]``.
-        records: float64 ``[num_reqs, num_sources, 2]``; changed where there is an outcome of a drafted node.
-        heard: bool ``[num_reqs]``, false; set for those.
+        expected: float64 ``[num_sources, num_nodes]``; probabilities of acceptance as each source estimates them.
+        nodes: int64 ``[num_outcomes]``.
+        accepted: bool ``[num_outcomes]``.
+        records: float64 ``[num_reqs, num_sources, 2]``; updated for requests with an outcome of a drafted node.
+        has_outcome: bool ``[num_reqs]``, all false; set to true for these requests.
     """
-    for place, node in enumerate(reached):
+    for outcome, node in enumerate(nodes):
         request = requests[node]
         for source in range(len(states)):
             if states[source, node] != DRAFTED:
                 continue
-            if not heard[request]:
-                heard[request] = True
+            if not has_outcome[request]:
+                has_outcome[request] = True
                 for other in range(len(states)):
                     records[request, other, 0] *= 0.9
                     records[request, other, 1] *= 0.9
-            records[request, source, 0] += right[place]
+            records[request, source, 0] += accepted[outcome]
             records[request, source, 1] += expected[source, node]
 
 
 def pattern_of(merged: Merged) -> np.ndarray:
-    """Which model a node takes: what each source says of it, as a number to base 3; int64 ``[num_nodes]``."""
+    """Return each node's pattern of agreement, int64 ``[num_nodes]``: its states as the digits of a base-3 number."""
     return (3 ** np.arange(len(merged.states))) @ merged.states
 
 
 def start_weights(num_sources: int) -> np.ndarray:
-    """Models of all patterns before anything is learned, float64 ``[3 ** num_sources, 2 + 2 * num_sources]``.
+    """Return the initial weights of all patterns, float64 ``[3 ** num_sources, 2 + 2 * num_sources]``.
 
-    A single source is believed; sources that agree add up, though they see the same context; silence counts against.
+    The estimate of a single source is used as it is.  Estimates of several sources add up with weights below 1, because
+    the sources see the same context.  Each source that omitted the node lowers its log odds.
     """
     weights = np.zeros((3**num_sources, 2 + 2 * num_sources))
     for pattern in range(len(weights)):
         states = [pattern // 3**source % 3 for source in range(num_sources)]
         agreeing = states.count(DRAFTED)
-        weights[pattern, 0] = 0.4 * max(agreeing - 1, 0) - 0.5 * states.count(SILENT)
+        weights[pattern, 0] = 0.4 * max(agreeing - 1, 0) - 0.5 * states.count(OMITTED)
         for source, state in enumerate(states):
             if state == DRAFTED:
                 weights[pattern, 2 + source] = (1.0, 0.7, 0.55, 0.45)[agreeing - 1]

@@ -16,7 +16,7 @@ from vllm_specplug.config import (
 )
 from vllm_specplug.proposer import find_method
 
-#: Models of agreement grow with 3 to the power of the sources.
+#: There are ``3 ** num_sources`` patterns of agreement, each with its own weights.
 MAX_SOURCES = 4
 
 _UNION_ONLY = ("trace_trees", "budget", "verification", "typical_epsilon", "typical_delta", "tree_attention")
@@ -29,10 +29,10 @@ class UnionOptions(TreeOptions):
     """Options of a union of proposers.
 
     Attributes:
-        sources: options of each source, given as dictionaries with a ``method`` of their own.  A source drafts up to
-            its own ``num_speculative_tokens``; those of the union are the best of all.
-        min_node_value: nodes whose probability of acceptance is believed to be lower are not verified; by default
-            0.06 with a fixed budget, 0.01 with a measured one.
+        sources: options of each source, given as dictionaries, each with its ``method``.  A source drafts up to its own
+            ``num_speculative_tokens`` nodes; the union keeps the best of all of them.
+        min_node_value: nodes below this estimated acceptance probability are not verified; by default 0.06 with a fixed
+            budget, 0.01 with a measured one.
     """
 
     method: ClassVar[str] = "union"
@@ -58,7 +58,7 @@ class UnionOptions(TreeOptions):
 
     @property
     def node_floor(self) -> float:
-        """``min_node_value``, its default resolved."""
+        """``min_node_value`` with its default resolved."""
         return node_floor(self.min_node_value, self.budget, MEASURED_NODE_FLOOR)
 
 
@@ -69,9 +69,9 @@ def _parse_source(number: int, given: object, budget: str) -> TreeOptions:
         raise ConfigError(f"sources[{number}] must be an object with a method, not {given!r}: {_EXAMPLE}")
     given = {str(key).replace("-", "_"): value for key, value in given.items()}
     if given.get("method") == UnionOptions.method:
-        raise ConfigError(f"sources[{number}] is a union itself: list its sources in the outer one")
+        raise ConfigError(f"sources[{number}] is itself a union: list its sources in the outer union")
     if misplaced := sorted(set(given) & set(_UNION_ONLY)):
-        raise ConfigError(f"sources[{number}]: {misplaced[0]!r} belongs to the union, beside 'sources'")
+        raise ConfigError(f"sources[{number}]: {misplaced[0]!r} belongs to the union: give it next to 'sources'")
     try:
         return parse_options({**given, "budget": budget})
     except ConfigError as error:

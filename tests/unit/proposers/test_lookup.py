@@ -1,4 +1,4 @@
-"""Lookup: the index against a slow oracle, and what is drafted from it."""
+"""Lookup: the index against a slow oracle, and the trees drafted from it."""
 
 import math
 import random
@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
-from vllm_specplug.budget.calibration import sigmoid
+from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
-from vllm_specplug.proposers.lookup.drafting import (
-    LONG_ANCHOR,
-    REQUEST,
-    LookupProposer,
-    Matches,
-    _best_matches,
-    build_prefix_tree,
-    make_pool,
-)
+from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
+from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches, _best_matches
+from vllm_specplug.proposers.lookup.prefix_tree import REQUEST, build_prefix_tree, make_pool
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -45,7 +39,7 @@ def slow_match(tokens, end, most):
 
 
 def propose(proposer, *sequences, **changes):
-    """Trees as rows, checked for their values: falling from root to leaf."""
+    """Return the trees as rows; check that values fall from root to leaf."""
     draft = proposer.propose(context([list(tokens) for tokens in sequences], **changes))
     trees = [to_rows(draft.tree, request) for request in range(len(sequences))]
     for request, rows in enumerate(trees):
@@ -66,7 +60,7 @@ def make(**changes):
 @quick
 @given(st.data())
 def test_index_equals_the_oracle_while_requests_come_grow_and_go(data):
-    """Requests over many steps: appended in pieces, in changing batch places, some ended and their rows reused."""
+    """Requests over many steps: extended in pieces, in changing batch order, some ended and their slots reused."""
     rng = random.Random(data.draw(st.integers(0, 2**31)))
     anchors = (3, 1)
     index = RequestIndex(48, anchors)
@@ -85,7 +79,7 @@ def test_index_equals_the_oracle_while_requests_come_grow_and_go(data):
         tokens = np.full((len(ids), 48), 1, dtype=np.int32)
         for row, name in zip(tokens, ids, strict=True):
             row[: len(alive[name])] = alive[name]
-        rows = index.rows_of(tuple(ids))
+        rows = index.slots_of(tuple(ids))
         index.extend(rows, tokens, np.array([len(alive[name]) for name in ids]))
         suffixes = index.suffixes(rows, 6)
         for chain in index.chains:
@@ -105,11 +99,11 @@ def test_index_equals_the_oracle_while_requests_come_grow_and_go(data):
         assert stored is None or stored.tolist() == tokens[: len(stored)]
 
 
-def test_more_requests_than_rows_make_room():
+def test_new_requests_replace_old_ones_when_all_slots_are_in_use():
     index = RequestIndex(16, (1,))
-    index.MAX_ROWS = 16
+    index.MAX_SLOTS = 16
     for name in range(100):
-        rows = index.rows_of((str(name),))
+        rows = index.slots_of((str(name),))
         index.extend(rows, np.full((1, 16), name, dtype=np.int32), np.array([5]))
         assert index.stored(str(name)).tolist() == [name] * 5
     assert index.stored("3") is None and len(index.lens) == 16
@@ -117,7 +111,7 @@ def test_more_requests_than_rows_make_room():
 
 def test_changed_tokens_under_one_id_are_stored_anew():
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a",))
+    rows = index.slots_of(("a",))
     index.extend(rows, np.arange(16, dtype=np.int32)[None], np.array([9]))
     other = np.array([[5, 6, 5, 6, 5] + [0] * 11], dtype=np.int32)
     index.extend(rows, other, np.array([5]))
@@ -127,9 +121,9 @@ def test_changed_tokens_under_one_id_are_stored_anew():
     ]  # fmt: skip
 
 
-def test_longer_tokens_under_one_id_are_told_by_their_end():
+def test_longer_changed_tokens_under_one_id_are_detected_by_their_end():
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a",))
+    rows = index.slots_of(("a",))
     index.extend(rows, np.arange(16, dtype=np.int32)[None], np.array([9]))
     other = np.array([[5, 6, 5, 6, 5, 6, 5, 6, 5, 6, 5] + [0] * 5], dtype=np.int32)
     index.extend(rows, other, np.array([11]))
@@ -168,19 +162,19 @@ def test_traffic_equals_the_oracle_and_never_crosses_sequences(seed):
     assert {first + end for end in ends} <= set(places[0].tolist())
 
 
-def test_more_tokens_than_a_row_holds_are_refused():
-    """Before anything is written: what stands behind the row is another request's."""
+def test_more_tokens_than_a_slot_holds_are_refused():
+    """Nothing is written: the memory after the slot belongs to another request."""
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a", "b"))
+    rows = index.slots_of(("a", "b"))
     for shape, counts in (((2, 20), [17, 3]), ((2, 8), [3, 9]), ((2, 16), [3, -1])):
-        with pytest.raises(ValueError, match="more tokens than a row holds"):
+        with pytest.raises(ValueError, match="more tokens than a slot holds"):
             index.extend(rows, np.ones(shape, dtype=np.int32), np.array(counts))
         assert not index.lens.any() and not (index.tokens == 1).any()
 
 
-def test_rows_are_taken_from_the_places_named():
+def test_extend_reads_the_named_rows():
     index = RequestIndex(16, (1,))
-    rows = index.rows_of(("a", "b"))
+    rows = index.slots_of(("a", "b"))
     token_ids = np.arange(48, dtype=np.int32).reshape(3, 16)
     index.extend(rows, token_ids, np.array([2, 3]), np.array([2, 0]))
     assert index.stored("a").tolist() == [32, 33] and index.stored("b").tolist() == [0, 1, 2]
@@ -193,11 +187,11 @@ def test_memory_is_bounded():
         ring.add(np.arange(900, dtype=np.int32))
     assert ring.used_bytes() == before < 4096 * 12
     proposer = make(traffic_tokens=4096)
-    for round_ in range(30):
-        proposer.propose(context([[1, 2, 3, 1, 2]], ids=[f"r{round_}"]))
-        proposer.finish([f"r{round_}"])
+    for number in range(30):
+        proposer.propose(context([[1, 2, 3, 1, 2]], ids=[f"r{number}"]))
+        proposer.finish([f"r{number}"])
     assert len(proposer._prompt_lens) == len(proposer._records) == 0
-    assert len(proposer._index.lens) == 8  # rows are used again
+    assert len(proposer._index.lens) == 8  # slots are reused
 
 
 # ---- the tree
@@ -238,7 +232,7 @@ def test_the_longest_matches_come_first(seed):
 
 @quick
 @given(st.integers(0, 2**31))
-def test_features_and_values_of_nodes_are_those_of_their_paths(seed):
+def test_features_and_values_of_nodes_equal_those_of_their_paths(seed):
     rng = np.random.default_rng(seed)
     num_reqs, count, depth = 2, int(rng.integers(1, 7)), int(rng.integers(1, 6))
     tokens = rng.integers(0, 3, (num_reqs, count, depth)).astype(np.int32)
@@ -248,7 +242,8 @@ def test_features_and_values_of_nodes_are_those_of_their_paths(seed):
     own, request_features = rng.random((num_reqs, count)) < 0.5, rng.normal(size=num_reqs)
     tree = build_prefix_tree(Matches(tokens, lengths, ages, own), request_features)
     weights, rows = rng.normal(size=(3, 6)), np.array([3, 1])
-    pool, log_odds = make_pool(tree, weights, rows, 4)
+    log_odds = OnlineLogistic(weights).log_odds(tree.models, tree.features)
+    pool = make_pool(tree, log_odds, rows, 4)
     assert pool.size == depth * count and (pool.log_values[[0, 2]] == -math.inf).all()
     assert (np.isfinite(pool.log_values[rows].numpy()) == tree.nodes.reshape(num_reqs, -1)).all()
     for request in range(num_reqs):
@@ -322,7 +317,7 @@ def test_what_followed_is_drafted():
     assert rows == [(7, -1), (8, 0), (9, 1), (10, 2), (5, 3)]
 
 
-def test_a_repetition_goes_on_behind_its_end():
+def test_a_repetition_continues_after_its_end():
     (rows,) = propose(make(num_speculative_tokens=6, draft_depth=6, min_node_value=0.0), [1, 2, 1, 2, 1])
     assert [token for token, _ in rows] == [1, 2, 1, 2, 1, 2, 1]
 
@@ -357,9 +352,9 @@ def test_min_match():
     assert propose(make(min_match=4, max_match=4, min_node_value=0.0), history) == [[(5, -1)]]
 
 
-def test_batch_places_do_not_matter_and_a_request_may_pause(monkeypatch):
-    """Two requests decoded together, swapped and with pauses: the trees of each are those it gets alone."""
-    monkeypatch.setattr(LookupProposer, "_learn", lambda *_: None)  # what is learned is shared, on purpose
+def test_batch_order_does_not_matter_and_a_request_may_pause(monkeypatch):
+    """Two requests decoded together, swapped and with pauses, get the trees that each gets alone."""
+    monkeypatch.setattr(LookupProposer, "_learn", lambda *_: None)  # weights are shared by all requests
     rng = random.Random(4)
     sequences = {name: [rng.randrange(4) for _ in range(60)] for name in "ab"}
 
@@ -379,8 +374,8 @@ def test_batch_places_do_not_matter_and_a_request_may_pause(monkeypatch):
         assert mixed[name] == trees([name for ids in together if name in ids])[name]
 
 
-def test_it_learns_what_to_trust():
-    """Matches that are never right lose their credit, matches that always are gain it."""
+def test_it_learns_which_matches_are_reliable():
+    """Matches that are never right get fewer nodes, matches that are always right get all."""
     sizes = {}
     for truth in ("broken", "kept"):
         rng = random.Random(0)
@@ -409,7 +404,7 @@ def test_learning_counts_only_nodes_whose_parent_was_right():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_learning_by_brute_force(seed):
-    """Requests come, pause and swap places; outcomes and records equal those read off the paths."""
+    """Requests come, pause and change their order; outcomes and records equal those computed from the paths."""
     rng = random.Random(seed)
     proposer = make(draft_depth=4, max_candidates=5, traffic_tokens=1024)
     seen, learn = [], proposer.calibration.learn
@@ -421,8 +416,8 @@ def test_learning_by_brute_force(seed):
     proposer.calibration.learn = listen
     sequences, records = {name: [rng.randrange(3) for _ in range(12)] for name in "abc"}, {}
     for _ in range(40):
-        last, sizes = proposer._open, {name: len(tokens) for name, tokens in sequences.items()}
-        then = {} if last is None else dict(zip(last.requests, last.num_tokens.tolist(), strict=True))
+        last, sizes = proposer._last_draft, {name: len(tokens) for name, tokens in sequences.items()}
+        then = {} if last is None else dict(zip(last.request_ids, last.num_tokens.tolist(), strict=True))
         for tokens in sequences.values():
             tokens += [rng.randrange(3) for _ in range(rng.randint(0, 6))]
         ids = rng.sample("abc", rng.randint(1, 3))
@@ -433,7 +428,7 @@ def test_learning_by_brute_force(seed):
             if name not in then:
                 continue
             assert then[name] == sizes[name]
-            chosen, place, sums = sequences[name][sizes[name] :], last.requests[name], [0.0, 0.0]
+            chosen, place, sums = sequences[name][sizes[name] :], last.request_ids.index(name), [0.0, 0.0]
             for d, k in zip(*np.nonzero(last.tree.nodes[place]), strict=True):
                 path = last.tree.token_ids[place, : d + 1, k].tolist()
                 if len(chosen) > d and path[:-1] == chosen[:d]:
@@ -450,12 +445,12 @@ def test_learning_by_brute_force(seed):
     assert proposer.calibration.outcomes.sum() > 20
 
 
-# ---- on a device
+# ---- in torch
 
 
 @quick
 @given(st.integers(0, 2**31), st.integers(1, 4), st.integers(4, 8))
-def test_keys_on_a_device_are_the_matches(seed, min_match, max_match):
+def test_torch_keys_are_the_matches(seed, min_match, max_match):
     rng = random.Random(seed)
     token_ids, lens = random_histories(rng, 4)
     slots = torch.tensor([2, 0])
@@ -470,8 +465,8 @@ def test_keys_on_a_device_are_the_matches(seed, min_match, max_match):
 
 @quick
 @given(st.integers(0, 2**31), st.integers(1, 20), st.integers(1, 9))
-def test_trees_on_a_device_are_those_of_the_host(seed, num_nodes, draft_depth):
-    """Candidates enough for all matches: of more, the host keeps the newest, the device the longest."""
+def test_torch_trees_equal_those_of_the_proposer(seed, num_nodes, draft_depth):
+    """With candidates for all matches: of more, the proposer keeps the newest, the torch version the longest."""
     rng = random.Random(seed)
     token_ids, lens = random_histories(rng, 4)
     changes = dict(max_candidates=32, min_match=rng.randint(1, 3), max_match=rng.randint(3, 6))
@@ -491,13 +486,13 @@ def test_trees_on_a_device_are_those_of_the_host(seed, num_nodes, draft_depth):
 
 
 def random_histories(rng, count):
-    """Tokens of some requests, garbage behind them, and how many each has."""
+    """Tokens of some requests, padded with garbage, and the number of tokens of each."""
     lens = torch.tensor([rng.randint(1, 30) for _ in range(count)], dtype=torch.int32)
     token_ids = torch.tensor([[rng.randrange(3) for _ in range(33)] for _ in range(count)], dtype=torch.int32)
     return token_ids, lens
 
 
-def test_the_longest_matches_are_drafted_on_a_device():
+def test_torch_drafts_the_longest_matches():
     history = [5, 6, 7, 8, *[7, 9] * 4, 5, 6, 7]
     options = parse_options({"method": "lookup", "max_candidates": 1, "draft_depth": 2, "num_speculative_tokens": 2})
     tokens, lens = torch.tensor([history], dtype=torch.int32), torch.tensor([len(history)], dtype=torch.int32)
@@ -518,7 +513,7 @@ def test_options():
     [
         ({"max_match": 0}, "max_match=0 is out of range: choose 1 to 32"),
         ({"min_match": 5, "max_match": 3}, "min_match=5 is more than max_match=3: lower min_match or raise max_match"),
-        ({"traffic_tokens": 5}, "traffic_tokens=5 is too few: choose 1024 or more, or 0 for none"),
+        ({"traffic_tokens": 5}, "traffic_tokens=5 is too small: choose 1024 or more, or 0 for none"),
         ({"traffic_tokens": -1}, "out of range"),
         ({"min_node_value": "x"}, "must be a number"),
         ({"draft_depth": 33}, "draft_depth=33 is out of range"),

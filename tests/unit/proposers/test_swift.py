@@ -1,4 +1,4 @@
-"""SWIFT without a host: options, layer sets, siblings by confidence, the search, the ledger, the saved state."""
+"""SWIFT without vLLM: options, layer sets, siblings by confidence, the search, the ledger, the saved state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.core.request_args import check_request
 from vllm_specplug.proposers.swift.drafting import DraftedLevel, chain_with_siblings, num_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet, num_choices
-from vllm_specplug.proposers.swift.ledger import MOST_CREDIT, Ledger
+from vllm_specplug.proposers.swift.ledger import MAX_CREDIT, Ledger
 from vllm_specplug.proposers.swift.options import check_target
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
 from vllm_specplug.proposers.swift.state import SwiftState, load_state
@@ -25,7 +25,7 @@ from vllm_specplug.types import PADDING
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"skip_ratio": 0}, "leaves out nothing"),
+        ({"skip_ratio": 0}, "skips nothing"),
         ({"skip_ratio": -0.1}, "out of range"),
         ({"skip_ratio": 0.81}, "0.8"),
         ({"skip_ratio": "half"}, "must be a number"),
@@ -47,7 +47,7 @@ def test_the_limits_are_allowed():
     assert parse_options({"method": "swift"}).budget == "measured"
 
 
-def test_targets_without_layers_to_leave_out():
+def test_targets_without_sub_layers_to_skip():
     options = parse_options({"method": "swift", "skip_ratio": 0.2})
     for layers in (1, 2, 3):
         with pytest.raises(ConfigError, match="raise skip_ratio"):
@@ -106,7 +106,7 @@ def level(requests, *tops):
 
 
 def test_tree_by_confidence():
-    """Request 0 is sure, then hesitates; request 1 stops at once; request 2 drafts nothing."""
+    """Request 0 is certain, then less so; request 1 stops after one level; request 2 drafts nothing."""
     draft = chain_with_siblings(torch.tensor([7, 8, 9]), [[level([0, 1], 0.97, 0.9), level([0], 0.6)]], 20)
     tree = draft.tree
     assert tree.num_rows.tolist() == [1 + 1 + 5, 1 + 3, 1]
@@ -135,7 +135,7 @@ def test_groups_of_requests_have_depths_of_their_own():
 
 
 class Planted:
-    """Windows on which some sub-layers matter little: leaving out the others costs matchness."""
+    """Windows on which some sub-layers may be skipped at no loss: skipping others lowers the matchness."""
 
     def __init__(self, num_layers=12, noise=0.0, seed=0):
         draw = np.random.default_rng(seed)
@@ -159,7 +159,7 @@ def run(search, problem, steps, uses=8, first=0):
     while search.all_steps < steps and not search.stopped:
         for _ in range(uses):
             layer_set = search.next_set(window)
-            search.tell(layer_set, problem(layer_set, window))
+            search.add(layer_set, problem(layer_set, window))
             if search.stopped:
                 break
         window += 1
@@ -195,27 +195,27 @@ def test_one_lucky_window_is_not_enough():
     lucky = None
     for window in range(12):
         assert search.next_set(window) == start
-        search.tell(start, 0.5)
+        search.add(start, 0.5)
         candidate = search.next_set(window)
         if lucky is None:
             lucky = candidate
-            search.tell(candidate, 0.9)
+            search.add(candidate, 0.9)
         else:
-            search.tell(candidate, 0.1)
+            search.add(candidate, 0.1)
     assert search.best == start
 
 
-def test_set_in_use_is_looked_at_first_on_every_window_and_then_the_contender():
+def test_each_window_scores_the_set_in_use_first_then_the_contender():
     search = LayerSearch(SearchOptions(12, 0.5))
-    search.tell(search.next_set("a"), 0.5)
+    search.add(search.next_set("a"), 0.5)
     candidate = search.next_set("a")
-    search.tell(candidate, 0.8)
-    assert search.next_set("a") != candidate  # the same window would say the same
+    search.add(candidate, 0.8)
+    assert search.next_set("a") != candidate  # the same window gives the same score
     for window in "bc":
         assert search.next_set(window) == search.best != candidate
-        search.tell(search.best, 0.5)
+        search.add(search.best, 0.5)
         assert search.next_set(window) == candidate
-        changed = search.tell(candidate, 0.7)
+        changed = search.add(candidate, 0.7)
     assert changed and search.best == candidate
 
 
@@ -231,15 +231,15 @@ def test_stops(changes, score, reason):
     search = LayerSearch(SearchOptions(12, 0.5, **changes))
     run(search, lambda *_: score, 1000)
     assert reason in search.stopped
-    # Behind the end, each window is good for one look at the set in use.
+    # After the end, only the set in use is scored, once on each window.
     assert search.next_set("new") == search.best
-    search.tell(search.best, score)
+    search.add(search.best, score)
     assert search.next_set("new") is None
 
 
 @pytest.mark.parametrize("adapt", [True, False])
 def test_drift(adapt):
-    """The traffic changes: other layers matter now."""
+    """The traffic changes: other layers become important."""
     search = LayerSearch(SearchOptions(12, 0.5, patience=400, max_steps=4000, adapt=adapt))
     first = Planted(seed=1)
     start = run(search, first, 4000)
@@ -247,7 +247,7 @@ def test_drift(adapt):
     found, second = search.best, Planted(seed=2)
     for window in range(start, start + 30):
         layer_set = search.next_set(window)
-        search.tell(layer_set, second(layer_set, window))
+        search.add(layer_set, second(layer_set, window))
         if not search.stopped:
             break
     run(search, second, 8000, first=window + 1)
@@ -258,24 +258,24 @@ def test_drift(adapt):
 @pytest.mark.parametrize(
     ("level", "fallen", "restarts"), [(0.9, 0.75, 1), (0.9, 0.85, 0), (0.2, 0.12, 1), (0.2, 0.15, 0)]
 )
-def test_what_a_fall_is_depends_on_the_level(level, fallen, restarts):
+def test_the_fall_that_restarts_depends_on_the_level(level, fallen, restarts):
     search = LayerSearch(SearchOptions(12, 0.5, patience=15))
     run(search, lambda *_: level, 1000)
     assert search.stopped
     for window in range(2000, 2060):
         if not search.stopped:
             break
-        search.tell(search.next_set(window), fallen)
+        search.add(search.next_set(window), fallen)
     assert search.restarts == restarts
 
 
-def test_gaussian_process_waits_where_there_is_no_time():
+def test_gaussian_process_waits_if_there_is_no_time():
     search = LayerSearch(SearchOptions(12, 0.5, bayes_every=5))
     problem = Planted()
     for window in range(4):
         for _ in range(4):
             layer_set = search.next_set(window, bayesian=False)
-            search.tell(layer_set, problem(layer_set, window))
+            search.add(layer_set, problem(layer_set, window))
     assert search.wants_bayesian and search.next_set(3) is not None and not search.wants_bayesian
 
 
@@ -300,7 +300,7 @@ def test_ledger_keeps_both_shares():
 def test_ledger_never_delays_a_new_request():
     ledger = Ledger(1.0, 0.1)
     ledger.serve(["old"], 100.0)
-    assert ledger.allows(["old"], MOST_CREDIT) and not ledger.allows(["old", "new"], 0.001)
+    assert ledger.allows(["old"], MAX_CREDIT) and not ledger.allows(["old", "new"], 0.001)
     ledger.charge(["old"], 10.0)
     ledger.finish(["old"])
     assert not ledger.allows([], 0.001)  # the credit is spent
@@ -309,7 +309,7 @@ def test_ledger_never_delays_a_new_request():
 # ---- the state
 
 
-def test_state_goes_on_where_it_was(tmp_path):
+def test_a_loaded_state_continues(tmp_path):
     options, problem = SearchOptions(12, 0.5), Planted(noise=0.03)
     state = SwiftState(options)
     run(state.search(), problem, 90)
@@ -347,7 +347,7 @@ def test_a_new_stream_starts_from_the_common_set_and_streams_are_limited():
         (lambda c: c.update(streams=[]), "damaged"),
     ],
 )
-def test_states_that_do_not_fit(tmp_path, damage, message):
+def test_states_of_other_targets_or_damaged(tmp_path, damage, message):
     path, options = tmp_path / "state.json", SearchOptions(12, 0.5)
     state = SwiftState(options)
     state.search()

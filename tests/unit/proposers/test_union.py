@@ -22,7 +22,7 @@ from vllm_specplug.hosts.drafters.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
 from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
-from vllm_specplug.proposers.union.merge import ABSENT, DRAFTED, SILENT, merge
+from vllm_specplug.proposers.union.merge import DRAFTED, NOT_EXPANDED, OMITTED, merge
 from vllm_specplug.proposers.union.options import UnionOptions
 from vllm_specplug.types import Draft, TokenTree
 
@@ -72,25 +72,25 @@ def test_merge_equals_dictionaries_of_paths(seed, num_sources, num_reqs):
             for row, path in enumerate(paths(rows)):
                 if row:
                     edge = log_odds_of(min(values[row] - values[rows[row][1]], 0.0))
-                    expected.setdefault((request, *path), {}).setdefault(source, edge)  # of equal siblings the first
+                    expected.setdefault((request, *path), {}).setdefault(source, edge)  # the first of equal siblings
     assert found.keys() == expected.keys()
-    # By request and depth, as the pool of the selection needs it, then in the order in which the sources had them.
+    # Ordered by request and depth, as the selection needs it, then in the order of the sources.
     assert list(found) == sorted(expected, key=lambda path: (path[0], len(path)))
     assert merged.counts.tolist() == [sum(path[0] == request for path in found) for request in range(num_reqs)]
-    for path, beliefs in expected.items():
+    for path, estimates in expected.items():
         siblings = [other for other in expected if other[:-1] == path[:-1]]
         for source in range(num_sources):
             state = merged.states[source, found[path]]
-            if source in beliefs:
+            if source in estimates:
                 assert state == DRAFTED
-                assert merged.log_odds[source, found[path]] == pytest.approx(beliefs[source], abs=2e-3)
+                assert merged.log_odds[source, found[path]] == pytest.approx(estimates[source], abs=2e-3)
             else:
-                silent = any(source in expected[other] for other in siblings)
-                assert state == (SILENT if silent else ABSENT) and merged.log_odds[source, found[path]] == 0
+                omitted = any(source in expected[other] for other in siblings)
+                assert state == (OMITTED if omitted else NOT_EXPANDED) and merged.log_odds[source, found[path]] == 0
 
 
 class Fixed:
-    """A source that hands over what it is told to."""
+    """A source that returns a given draft, or raises a given error."""
 
     def __init__(self, draft=None):
         self.draft, self.ended = draft, []
@@ -129,12 +129,12 @@ def sums_along_paths(merged, edges):
 @quick
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 20))
 def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
-    """Whatever the values: the tree is the best ancestor-closed set, ties to the shallower, with its sources marked."""
+    """The tree is the best set of nodes that contains all their ancestors; ``source_bits`` name the sources."""
     rng = oracle.seeded(seed)
     drafts = [random_draft(rng, 2, 10) for _ in range(num_sources)]
     union = make(*(Fixed(draft) for draft, _, _ in drafts), num_nodes=num_nodes)
     draft = union.propose(rows_context(2))
-    opened = union._open
+    opened = union._last_draft
     for request in range(2):
         rows = to_rows(draft.tree, request)
         assert rows[0] == (ROOTS[request], -1) and len(set(rows)) == len(rows)
@@ -155,18 +155,18 @@ def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
         assert kept == pytest.approx(best, abs=1e-4)
 
 
-def test_values_of_a_tie_go_to_the_shallower_node():
+def test_ties_go_to_the_shallower_node():
     deep = as_draft(to_tree([[(ROOTS[0], -1), (1, 0), (2, 1)]]))
     wide = as_draft(to_tree([[(ROOTS[0], -1), (3, 0)]]))
     deep = Draft(deep.tree, torch.tensor([[0.0, math.log(0.5), math.log(0.5)]]))  # certain of the second
     union = make(Fixed(deep), Fixed(wide), num_nodes=2)
-    union.calibration.weights[:] = 0.0  # everything is as likely as anything
+    union.calibration.weights[:] = 0.0  # all nodes are equally likely
     union.calibration.weights[:, 0] = 30.0  # and certain, up to the floor
     rows = to_rows(union.propose(rows_context()).tree, 0)
     assert rows == [(ROOTS[0], -1), (1, 0), (3, 0)]
 
 
-def test_agreement_is_worth_more_and_silence_less():
+def test_agreement_raises_and_omission_lowers_a_value():
     both = Draft(to_tree([[(ROOTS[0], -1), (5, 0), (6, 0)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.4)]]))
     one = Draft(to_tree([[(ROOTS[0], -1), (5, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
     alone = make(Fixed(both)).propose(rows_context()).log_values[0].exp()
@@ -174,23 +174,23 @@ def test_agreement_is_worth_more_and_silence_less():
     assert union[1] > alone[1] == pytest.approx(0.5) and union[2] < alone[2] == pytest.approx(0.4)
 
 
-def test_the_hosts_drafter_comes_last_and_may_refuse():
-    """It is told what the others expect, each request's best."""
+def test_the_model_drafter_comes_last_and_may_draft_nothing():
+    """It receives the most tokens that any other draft of the request is expected to bring."""
     own = Draft(to_tree([[(ROOTS[0], -1), (5, 0), (6, 1)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
     less = Draft(to_tree([[(ROOTS[0], -1), (5, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
-    host = Draft(to_tree([[(ROOTS[0], -1), (7, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
-    for answer, token_ids in ((host, {5, 6, 7}), (None, {5, 6})):
-        told = []
+    model = Draft(to_tree([[(ROOTS[0], -1), (7, 0)]]), torch.tensor([[0.0, math.log(0.5)]]))
+    for answer, token_ids in ((model, {5, 6, 7}), (None, {5, 6})):
+        received = []
 
-        def draft_by_model(expected, answer=answer, told=told):
-            told.append(expected.tolist())
+        def draft_by_model(expected, answer=answer, received=received):
+            received.append(expected.tolist())
             return answer
 
         tree = make(None, Fixed(own), Fixed(less)).propose(rows_context(draft_by_model=draft_by_model)).tree
-        assert told == [[0.75]] and {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
+        assert received == [[0.75]] and {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
 
 
-def test_no_source_has_anything():
+def test_no_source_drafts_anything():
     nothing = as_draft(to_tree([[(ROOTS[0], -1)], [(ROOTS[1], -1)]]))
     for source in (Fixed(nothing), Fixed(RuntimeError("no")), Fixed(None), None):
         draft = make(source).propose(rows_context(2))
@@ -199,7 +199,7 @@ def test_no_source_has_anything():
 
 
 def test_learning_by_brute_force():
-    """Labels of random trees equal those read off the paths: parent right and the next token known."""
+    """Outcomes of random trees equal those computed from the paths: parent right and the next token known."""
     rng = oracle.seeded(3)
     for _ in range(60):
         drafts = [random_draft(rng, 2, 10) for _ in range(2)]
@@ -209,25 +209,25 @@ def test_learning_by_brute_force():
             (patterns.tolist(), accepted.tolist())
         )
         union.propose(rows_context(2, ids=["a", "b"]))
-        merged, patterns = union._open.merged, union._open.patterns.tolist()
-        states, beliefs = merged.states.T.tolist(), sigmoid(merged.log_odds).T.tolist()
+        merged, patterns = union._last_draft.merged, union._last_draft.patterns.tolist()
+        states, estimates = merged.states.T.tolist(), sigmoid(merged.log_odds).T.tolist()
         chosen = [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(2)]
         names = [(0,), (1,)]
         for token, parent in zip(merged.token_ids.tolist(), merged.parents.tolist(), strict=True):
             names.append((*names[parent], token))
         expected, records = [], {}
-        for (request, *path), pattern, said, believed in zip(names[2:], patterns, states, beliefs, strict=True):
+        for (request, *path), pattern, state, estimated in zip(names[2:], patterns, states, estimates, strict=True):
             known = chosen[request][: len(path)]
             if len(known) == len(path) and path[:-1] == known[:-1]:
                 expected.append((pattern, path[-1] == known[-1]))
                 for source in range(2):
-                    if said[source] == DRAFTED:
+                    if state[source] == DRAFTED:
                         record = records.setdefault("ab"[request], [[0.9, 1.8], [2.7, 3.6]])
                         record[source][0] += path[-1] == known[-1]
-                        record[source][1] += believed[source]
-        # The batch places are swapped meanwhile, and another request came.
+                        record[source][1] += estimated[source]
+        # The requests swap their order, and another one joins the batch.
         later = [[1, ROOTS[1], *chosen[1]], [8, 8], [1, ROOTS[0], *chosen[0]]]
-        union._records = {name: np.array([[1.0, 2.0], [3.0, 4.0]]) for name in records}  # what was known fades
+        union._records = {name: np.array([[1.0, 2.0], [3.0, 4.0]]) for name in records}  # records decay
         union._sources = [Fixed(None), Fixed(None)]
         union.propose(context(later, ids=["b", "new", "a"]))
         assert seen == [([pattern for pattern, _ in expected], [right for _, right in expected])]
@@ -236,7 +236,25 @@ def test_learning_by_brute_force():
             assert union._records[name] == pytest.approx(np.array(record))
 
 
-def test_a_request_that_was_away_or_ended_teaches_nothing():
+def test_a_union_of_one_source_has_the_outcomes_of_the_source():
+    """Lookup and union read outcomes in one way: if all nodes are kept, both see the same ones in the same order."""
+    rng = oracle.seeded(0)
+    lookup = {"method": "lookup", "draft_depth": 4, "max_candidates": 3, "num_speculative_tokens": 16}
+    lookup |= {"min_node_value": 0.0, "traffic_tokens": 0}
+    union = UnionProposer(UnionOptions(sources=[lookup], num_speculative_tokens=16, min_node_value=0.0))
+    seen = [[], []]
+    for proposer, found in zip((union, union._sources[0]), seen, strict=True):
+        proposer.calibration.learn = lambda models, features, accepted, found=found: found.extend(accepted.tolist())
+    sequences = {name: [rng.randrange(3) for _ in range(12)] for name in "abc"}
+    for _ in range(30):
+        for tokens in sequences.values():
+            tokens += [rng.randrange(3) for _ in range(rng.randint(0, 4))]
+        ids = [name for name in "abc" if rng.random() < 0.8] or ["a"]
+        union.propose(context([sequences[name] for name in ids], ids=ids, max_len=256))
+    assert seen[0] == seen[1] and len(seen[0]) > 100
+
+
+def test_a_paused_or_ended_request_has_no_outcomes():
     draft = as_draft(to_tree([[(ROOTS[0], -1), (5, 0)]]))
     union = make(Fixed(draft))
     learned = []
@@ -250,8 +268,8 @@ def test_a_request_that_was_away_or_ended_teaches_nothing():
     assert union._sources[0].ended == ["b"] and not union._records
 
 
-def test_an_overconfident_source_is_found_out():
-    """Source a believes in 0.9 and is right in 1 of 5, b believes in 0.3 and is right in 4 of 5: b's comes first."""
+def test_an_overconfident_source_loses_its_rank():
+    """Source a estimates 0.9 and is right in 1 of 5 cases, b estimates 0.3 and is right in 4 of 5: b's node is kept."""
     rng = oracle.seeded(0)
     a = Draft(to_tree([[(7, -1), (5, 0)]]), torch.tensor([[0.0, math.log(0.9)]]))
     b = Draft(to_tree([[(7, -1), (6, 0)]]), torch.tensor([[0.0, math.log(0.3)]]))
@@ -268,7 +286,7 @@ def test_an_overconfident_source_is_found_out():
 
 
 def test_a_wrong_source_loses_its_nodes():
-    """Always wrong and certain of it: with a floor its nodes are no longer verified, the other's are."""
+    """A source is always wrong and certain: its nodes fall below the minimum value, the other source's do not."""
     wrong = Draft(to_tree([[(7, -1), (5, 0), (5, 1), (5, 2)]]), torch.zeros(1, 4))
     right = Draft(to_tree([[(7, -1), (6, 0), (6, 1)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
     union = make(Fixed(wrong), Fixed(right), num_nodes=8, min_node_value=0.05)
@@ -278,20 +296,20 @@ def test_a_wrong_source_loses_its_nodes():
     assert [token for token, _ in to_rows(draft.tree, 0)[1:]] == [6, 6]
 
 
-# ---- on a device
+# ---- in torch
 
 
 @quick
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 20))
-def test_merging_on_a_device_equals_the_host(seed, num_sources, num_nodes):
-    """Before anything is learned; no two nodes are worth the same, which each would settle by an order of its own."""
+def test_torch_merging_equals_the_proposer(seed, num_sources, num_nodes):
+    """With the initial weights.  No two nodes have the same value: the two versions order ties differently."""
     rng = oracle.seeded(seed)
     drafts = [untied(rng, random_draft(rng, 3, rng.randint(1, 12))[0]) for _ in range(num_sources)]
     check_device(drafts, num_nodes)
 
 
 def untied(rng, draft):
-    """With values like no others."""
+    """The draft with random values, all different."""
     log_values = draft.log_values.clone()
     for request, row in draft.tree.depths.nonzero().tolist():
         parent = draft.tree.parents[request, row]
@@ -300,10 +318,10 @@ def untied(rng, draft):
 
 
 def check_device(drafts, num_nodes):
-    """What is merged on a device is what the host merges, which is returned."""
+    """Check that ``merge_drafts`` equals the proposer, and return the proposer's draft."""
     num_reqs = len(drafts[0].log_values)
-    host = make(*map(Fixed, drafts), num_nodes=num_nodes)
-    expected, found = host.propose(rows_context(num_reqs, vocab_size=1000)), merge_drafts(drafts, num_nodes)
+    union = make(*map(Fixed, drafts), num_nodes=num_nodes)
+    expected, found = union.propose(rows_context(num_reqs, vocab_size=1000)), merge_drafts(drafts, num_nodes)
     assert found.tree.token_ids.shape == found.log_values.shape == (num_reqs, num_nodes + 1)
     for request in range(num_reqs):
         trees = [
@@ -318,8 +336,8 @@ def check_device(drafts, num_nodes):
     return expected
 
 
-def test_odd_trees_on_a_device():
-    """Of equal siblings the first counts; a root alone says nothing; its token further down is no root."""
+def test_torch_merging_of_odd_trees():
+    """The first of equal siblings counts; a root alone omits nothing; the root's token at a deeper node is no root."""
     first = Draft(to_tree([[(90, -1), (5, 0), (5, 0), (6, 1)]]), torch.tensor([[0.0, -0.5, -1.0, -0.5]]))
     second = Draft(to_tree([[(90, -1), (5, 0)]]), torch.tensor([[0.0, -2.0]]))
     nothing = Draft(to_tree([[(90, -1)]]), torch.zeros(1, 1))
@@ -383,7 +401,7 @@ def test_guard_refuses(change, message, caplog):
 
 
 def reference_check(draft, ctx, num_nodes):
-    """``Guard``'s check in array operations: the fault that is said, or token ids, parents, depths, rows, values."""
+    """``Guard``'s check in array operations: the error message, or token ids, parents, depths, rows, values."""
     tree = draft.tree
     arrays = [values.numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)]
     token_ids, parents, depths, num_rows = arrays
@@ -419,7 +437,7 @@ ODD = [-(2**40), -2, -1, 0, 1, 2, 3, 4, 5, 99, 100, 2**40]
 @settings(quick, max_examples=400)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(0, 4))
 def test_the_guard_equals_array_operations(seed, num_reqs, num_faults):
-    """Right and wrong numbers in any place, dtypes, layouts and shapes: the same is refused, said and passed on."""
+    """Right and wrong values anywhere, dtypes, layouts and shapes: both versions accept, change and refuse the same."""
     rng = oracle.seeded(seed)
     draft, _, _ = random_draft(rng, num_reqs, 8)
     parts = {name: getattr(draft.tree, name).clone() for name in ("token_ids", "parents", "depths", "num_rows")}
@@ -458,7 +476,7 @@ def test_the_guard_equals_array_operations(seed, num_reqs, num_faults):
 
 def test_guard_passes_cuts_and_roots():
     def honest(parts, log_values):
-        parts["token_ids"][0, 0] = 55  # a root is what the context says
+        parts["token_ids"][0, 0] = 55  # the context decides what the root is
         return parts, log_values
 
     draft = Guard("x")(lambda: spoilt(honest), rows_context(), num_nodes=2)
@@ -489,7 +507,7 @@ def test_flat_drafts_name_their_sources():
 # ---- patterns and options
 
 
-def test_each_pattern_has_its_model():
+def test_each_pattern_has_its_weights():
     rng = oracle.seeded(1)
     drafts = [random_draft(rng, 1, 6)[0] for _ in range(3)]
     merged = merge(drafts, 1)
@@ -528,10 +546,10 @@ def test_sources_are_typed():
         ([LOOKUP, LOOKUP], {}, "'lookup' is given twice"),
         (["lookup"], {}, r"sources\[0\] must be an object with a method, not 'lookup'"),
         ([LOOKUP, {"method": "nonsense"}], {}, r"sources\[1\]: method='nonsense' is unknown; .*eagle2.*union"),
-        ([{"method": "union", "sources": [LOOKUP]}], {}, r"sources\[0\] is a union itself"),
+        ([{"method": "union", "sources": [LOOKUP]}], {}, r"sources\[0\] is itself a union"),
         ([{"method": "eagle2"}], {}, r"sources\[0\]: method 'eagle2' needs 'model'"),
         ([{**LOOKUP, "min_match": 0}], {}, r"sources\[0\]: min_match=0 is out of range"),
-        ([{**LOOKUP, "trace_trees": "x"}], {}, r"sources\[0\]: 'trace_trees' belongs to the union"),
+        ([{**LOOKUP, "trace_trees": "x"}], {}, r"sources\[0\]: 'trace_trees' belongs to the union: give it next to"),
         ([LOOKUP], {"min_node_value": 1}, "min_node_value=1 is out of range"),
         ([LOOKUP], {"model": "x"}, "unknown key 'model' for method 'union'; valid keys: .*sources"),
     ],

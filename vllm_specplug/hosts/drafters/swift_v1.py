@@ -195,7 +195,7 @@ class SwiftProposer(V1Drafter):
         self.state.seconds["propose"] += chosen - begin
         if layer_set is None:
             return
-        changed = search.tell(layer_set, self._matchness(layer_set, request_ids.index(window.request_id), window.start))
+        changed = search.add(layer_set, self._matchness(layer_set, request_ids.index(window.request_id), window.start))
         end = time.perf_counter()
         self._uses += 1
         self._steps_since_look = 0
