@@ -305,7 +305,7 @@ def test_forgets_requests():
 
 
 def test_what_was_not_verified_teaches_too():
-    """Nothing is verified at first: the drafter's confidence is low. The drafts are right, so later they are verified."""
+    """Nothing is verified at first: the drafter's confidence is low. They are right, so later they are."""
     budget = make({**CHEAP, "row": 0.003})
     _, verified = run(budget, 1, [0.1, 0.1], 400, truth=[0.9, 0.9])
     assert verified[0] == 0 and np.mean(verified[-100:]) > 1.9
