@@ -258,5 +258,5 @@ class MeasuredBudget(FixedBudget):
             rest = time.perf_counter() - phase.began - by_model - phase.model_free
             self.observe("draft_overhead", phase.num_wanted, rest)
 
-    def end_draft_phase(self) -> None:
+    def end_draft(self) -> None:
         self._clock.drafting = time.perf_counter() - self._phase.began

@@ -100,7 +100,7 @@ class FixedBudget:
     def drafts_kept(self, caught_up: bool) -> None:
         """Note that the runner has taken the drafts; ``caught_up``: the model drafter first read missed rows."""
 
-    def end_draft_phase(self) -> None:
+    def end_draft(self) -> None:
         """Note that the draft phase has ended."""
 
     # ---- the end of the step
