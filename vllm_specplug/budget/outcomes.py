@@ -140,9 +140,7 @@ def outcomes_of(
     token_ids: np.ndarray,
     ends: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """Compare drafted nodes with the tokens that the target chose.
-
-    A node has an outcome if its parent was right and the target chose a token at its depth.
+    """Compare drafted nodes with the target's tokens: those whose parent was right, as deep as there are tokens.
 
     Args:
         drafted, parents: int64 ``[n, num_rows]``; parent-first.
@@ -155,9 +153,8 @@ def outcomes_of(
         ends: int64 ``[num_reqs]``; numbers of tokens now.
 
     Returns:
-        By outcome: float64 ``[k, 4]`` features, float64 ``[k]`` predicted probabilities, bool ``[k]`` whether the node
-        was right.  By request, float64 ``[n, 3]``: nodes that were right, nodes expected to be right without the
-        request's record, outcomes.  The mean number of tokens emitted, 0 if no request emitted any.
+        By compared node: features, predicted probability, whether it was right (bool).  By request, float64 ``[n, 3]``:
+        nodes that were right, expected to be right without the record, compared.  Mean number of tokens emitted, or 0.
     """
     num_reqs, width = parents.shape
     found = np.empty((num_reqs * width, features.shape[2]))

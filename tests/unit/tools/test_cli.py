@@ -135,7 +135,9 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
     value = doctor._costs().value
     assert value.startswith("tiny with eagle2, 3 threads: ms per step by rows 1: 10.0, 8: 20.0, 32: 54")
     assert "drafter" not in value  # not measured, so not shown
-    cost_files.save(facts, costs.CostModel({"verify": {1: 0.01}, "first_pass": {1: 0.002}}, {"rows": 32, "requests": 4}))
+    cost_files.save(
+        facts, costs.CostModel({"verify": {1: 0.01}, "first_pass": {1: 0.002}}, {"rows": 32, "requests": 4})
+    )
     assert doctor._costs().value.endswith("; drafter 2.0")
 
 
@@ -151,7 +153,10 @@ def test_calibrate_cost_refuses_in_one_line(capsys):
 def test_costs_are_shown_and_drawn(tmp_path):
     choice = {"batch": 1, "arm": "eagle2", "nodes": 5, "levels": 3.5, "speedup": 1.25}
     result = {
-        "seconds": {"verify": {"counts": [1, 8], "seconds": [0.01, 0.02]}, "model_free": {"counts": [1], "seconds": [1e-4]}},
+        "seconds": {
+            "verify": {"counts": [1, 8], "seconds": [0.01, 0.02]},
+            "model_free": {"counts": [1], "seconds": [1e-4]},
+        },
         "choices": {"math": [choice, {**choice, "batch": 8, "arm": "plain", "nodes": 0, "levels": 0, "speedup": 1.0}]},
         "reliability": {"math": [[20.0, 0.1, 0.12], [5.0, 0.8, 0.7]]},
     }
