@@ -1,9 +1,9 @@
-"""What the measured budget's own decision takes: which drafters to run, which nodes to verify, and learning from it.
+"""Time of the measured budget's own decisions: which drafters run, which nodes are verified, and learning from them.
 
     SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/test_decision.py
 
-By itself: chains of eight nodes for so many requests.  In the engine, where other work has emptied the caches: by
-method, with so many questions under way at once, beside the time of the step that it belongs to.
+``test_decision`` decides over chains of eight nodes, without an engine.  ``test_decision_in_the_engine`` measures in the
+engine, where other work has emptied the caches, by method and number of questions at once, beside the step's own time.
 """
 
 import json
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.budget.budget import Arm, Budget
+from vllm_specplug.budget.arms import Arm
+from vllm_specplug.budget.budget import Budget
 from vllm_specplug.budget.costs import CostModel
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.tools.bench.methods import METHODS, Method
@@ -36,7 +37,7 @@ def num_reqs(request):
 
 def test_decision(benchmark, num_reqs):
     costs = CostModel({"verify": {1: 0.02, 512: 0.0201}}, {"rows": 512, "requests": 64})
-    arm = Arm("eagle2", host=True, free=False)
+    arm = Arm("eagle2", model=True, model_free=False)
     budget = Budget(costs, (arm,), num_nodes=NUM_NODES, max_levels=6, level_width=3, max_rows=512)
     parents = torch.arange(-1, NUM_NODES).repeat(num_reqs, 1)
     tree = from_flat(torch.arange(NUM_NODES + 1).repeat(num_reqs, 1), parents, torch.full((num_reqs,), NUM_NODES + 1))

@@ -133,11 +133,11 @@ def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(scope="package", autouse=True)
 def cost_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Cost models of the tests are not kept beside the user's."""
-    from vllm_specplug.budget import costs
+    from vllm_specplug.budget import cost_files
 
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("costs")
-        patch.setattr(costs, "folder", lambda: folder)
+        patch.setattr(cost_files, "folder", lambda: folder)
         yield
 
 

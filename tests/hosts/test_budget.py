@@ -1,4 +1,4 @@
-"""The measured budget in the real engine: drafting goes on and off in the middle of requests, tokens stay the same."""
+"""The measured budget in the engine: drafting goes on and off in the middle of requests, tokens stay the same."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from vllm import LLM, SamplingParams
 
 from tests.hosts.conftest import ENGINE, counters, make_prompts, runner_of, token_ids
-from vllm_specplug.budget import costs
-from vllm_specplug.budget.budget import PLAIN
+from vllm_specplug.budget import cost_files
+from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 from vllm_specplug.hosts.v1 import budgeting
 from vllm_specplug.hosts.v1 import runner as v1_runner
 from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
+from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -91,9 +92,9 @@ def accepted(trees):
 
 @pytest.fixture
 def toggled(monkeypatch):
-    """Arms drawn at random for some rounds each, and every node drafted is verified.
+    """Draw arms at random for some steps each, and verify every node drafted.
 
-    Tells the arms that ran, and of each round of a union whether the host's drafter ran.
+    The result lists the arms that ran, and for each draft phase of a union whether the model drafter ran.
     """
 
     def toggle(budget, seed=0):
@@ -103,7 +104,7 @@ def toggled(monkeypatch):
             if state["left"] == 0:
                 state["left"], state["arm"] = rng.randrange(1, 7), rng.choice(budget.arms)
             state["left"] -= 1
-            budget.running = state["arm"]
+            budget.planner.running = state["arm"]
             ran.append(state["arm"])
             return state["arm"]
 
@@ -182,7 +183,7 @@ def record(monkeypatch, llm):
 
 
 def agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter="eagle", **options):
-    """Share of the drafts behind a pause that are what they would have been without it."""
+    """Return the share of the drafts after a pause that are the same as without it, and the number of empty ones."""
     llm = start(eagle(checkpoints, drafter), enable_prefix_caching=False, **options)
     always = record(monkeypatch, llm)
     budget = budget_of(llm)
@@ -200,15 +201,13 @@ def agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter="eagle"
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
-def test_drafts_behind_a_pause_are_what_they_would_have_been(
-    monkeypatch, start, checkpoints, prompts, toggled, drafter
-):
+def test_drafts_after_a_pause_are_the_same_as_without(monkeypatch, start, checkpoints, prompts, toggled, drafter):
     share, empty = agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter)
     assert share > 0.98 and empty == 0
 
 
 def test_a_pause_longer_than_what_is_kept(monkeypatch, start, checkpoints, prompts, plain, toggled):
-    """Requests that do not fit get no drafts; those of the others are what they would have been."""
+    """Requests that do not fit get no drafts; those of the others are the same as without a pause."""
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
     share, empty = agreement(monkeypatch, start, checkpoints, prompts, toggled, **options)
     assert share > 0.98 and empty > 10
@@ -219,7 +218,7 @@ def test_a_pause_longer_than_what_is_kept(monkeypatch, start, checkpoints, promp
 
 
 def test_control_without_catching_up(monkeypatch, start, checkpoints, prompts, toggled):
-    """The control: the drafter never sees what it has missed."""
+    """The control: the drafter never reads what it has missed."""
     llm = start(eagle(checkpoints, "eagle3"), enable_prefix_caching=False)
     missed = runner_of(llm).drafter.missed
     missed.take = lambda _request_ids: []
@@ -232,8 +231,21 @@ def test_control_without_catching_up(monkeypatch, start, checkpoints, prompts, t
 # ---- decisions
 
 
+def test_a_fixed_budget_runs_everything():
+    """And has every method of the measured one that the runner calls."""
+    budget, draft, ran = FixedBudget(), object(), []
+    arm = budget.plan(np.ones(2, dtype=bool))
+    assert arm.model and arm.model_free and budget.wants_model_drafter(None) and budget.may_grow(torch.zeros(1, 1))
+    assert budget.propose(lambda: draft) is budget.timed(lambda: draft) is budget.select(draft, None) is draft
+    budget.catch_up(lambda: ran.append(True))
+    assert ran == [True]
+    own = {"budget", "facts", "measure", "restart", "save", "observe"}  # of a measured budget only
+    public = {name for name in vars(budgeting.MeasuredBudget) if not name.startswith("_")}
+    assert public - own == {name for name in vars(FixedBudget) if not name.startswith("_")}
+
+
 def plant(budget, **seconds):
-    """Costs that are not observed any more: by part, seconds for one and for each further row or request."""
+    """Fix the costs: by part, the seconds for one, and for each further row or request."""
     for part, (base, slope) in seconds.items():
         table = budget.costs[part]
         table.observe = lambda *_, **__: None
@@ -244,10 +256,11 @@ def plant(budget, **seconds):
 def test_planted_costs_make_it_draft_all_or_nothing(start, checkpoints, prompts, plain, verified):
     llm = start(eagle(checkpoints), max_num_seqs=2)
     budget = budget_of(llm)
-    free = dict.fromkeys(("between", "sample", "tree", "host", "level", "round"), (1e-6, 0))
+    others = ("between_steps", "sample", "tree", "first_pass", "level", "draft_overhead")
+    cheap = dict.fromkeys(others, (1e-6, 0))
     counts = []
     for verify in ((1e-2, 0.0), (1e-2, 1e-2)):
-        plant(budget, verify=verify, **free)
+        plant(budget, verify=verify, **cheap)
         verified.clear()
         assert token_ids(llm.generate(prompts[:12], GREEDY, use_tqdm=False)) == plain[:12]
         counts.append(sum(nodes for nodes, _ in verified))
@@ -259,7 +272,7 @@ def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, 
     llm = start(eagle(checkpoints))
     toggled(budget_of(llm))
     monkeypatch.setattr(budget_of(llm), "plan", lambda *_: PLAIN)
-    llm.generate(prompts[:1], GREEDY, use_tqdm=False)  # the last drafts of earlier rounds
+    llm.generate(prompts[:1], GREEDY, use_tqdm=False)  # the last drafts of earlier steps
 
     def fail(*_args, **_kwargs):
         raise AssertionError("a paused step does not come here")
@@ -279,8 +292,8 @@ def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts
     llm.generate(prompts[:4], GREEDY, use_tqdm=False)
     table = budget_of(llm).costs["verify"]
     assert table.observations > 5 and table.at(1) > 1e-5
-    saved = costs.load(serving.facts)
-    assert saved is not None and set(saved["seconds"]) == {"verify", "host", "level"}  # what start-up measured
+    saved = cost_files.load(serving.facts)
+    assert saved is not None and set(saved["seconds"]) == {"verify", "first_pass", "level"}  # what start-up measured
     budget, serving._budget = serving._budget, None
     serving.prepare()
     assert serving._budget.costs["verify"].at(4) == pytest.approx(saved_at(saved, 4))
@@ -296,7 +309,7 @@ def test_missed_rows():
     missed.add(["a", "b"], torch.arange(6).view(3, 2), [0, 5], [2, 1])
     missed.add(["b"], torch.tensor([[9, 9]]), [6], [1])
     assert missed.num_rows == 4
-    missed.add(["a"], torch.tensor([[7, 7]]), [1], [1])  # computed anew from token 1: what was kept is of old pages
+    missed.add(["a"], torch.tensor([[7, 7]]), [1], [1])  # computed again from token 1: the rows kept are outdated
     assert missed.num_rows == 3
     taken = missed.take(["x", "a", "b"])
     assert [(place, start, rows.tolist()) for place, start, rows in taken] == [

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.hosts.test_grammars import VERSIONS, request
 from vllm_specplug.hosts.v1 import scheduler
-from vllm_specplug.hosts.v1.budgeting import FixedBudget
+from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 

@@ -285,10 +285,10 @@ def test_switches_itself_off(start, prompts):
     wanted = token_ids(start(None).generate(prompts, GREEDY, use_tqdm=False))
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
     budget = runner_of(llm).serving_budget.budget
-    budget.costs["host"].observe(1, 10.0)
+    budget.costs["first_pass"].observe(1, 10.0)
     for count in range(1, 9):
         for _ in range(50):
-            budget.costs["host"].observe(count, 10.0)
+            budget.costs["first_pass"].observe(count, 10.0)
     rounds = drafter_of(llm).state.acceptance[""].rounds
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
     assert budget.arm.name == "plain"

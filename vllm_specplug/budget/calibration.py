@@ -1,4 +1,4 @@
-"""What a proposer believes, turned into the probability that the target accepts: learned on line, with decay."""
+"""Learns the probability that the target accepts a node from what a drafter estimates; online, with decay."""
 
 from __future__ import annotations
 
@@ -9,46 +9,50 @@ import numpy as np
 
 from vllm_specplug.utils.compiled import compiled
 
-#: Probabilities stay this far from 0 and 1: nothing is certain, and logits must be finite.
+#: Probabilities stay this far from 0 and 1: nothing is certain, and log odds must be finite.  Chosen by hand.
 FLOOR = 1e-4
 LOGIT_LIMIT = float(np.log((1 - FLOOR) / FLOOR))
 
-#: Outcomes are gathered until there are so many: fitting costs little per outcome, but much per call.
+#: Outcomes are collected until there are so many: a fit costs little per outcome, but much per call.  A Newton step
+#: runs over at most so many, since one over all of a large batch would be too long.  Chosen by hand; not swept.
 BATCH = 64
+#: Largest absolute value of a request's record, as log odds: one request cannot overrule the calibration.  Chosen by
+#: hand; not swept.
+RECORD_LIMIT = 2.0
 
 
 def log_odds_of(log_probabilities: np.ndarray) -> np.ndarray:
-    """Log odds of what has these logarithms (none above 0), finite."""
-    unlikely = np.maximum(-np.expm1(log_probabilities), 1e-30)  # no logarithm of 0, which numpy warns of
+    """Compute log odds from logarithms of probabilities (none above 0); the result is finite."""
+    unlikely = np.maximum(-np.expm1(log_probabilities), 1e-30)  # numpy warns of a logarithm of 0
     return _within_limits(log_probabilities - np.log(unlikely))
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Probabilities of log odds, from ``FLOOR`` to ``1 - FLOOR``."""
+    """Compute probabilities from log odds; the result is from ``FLOOR`` to ``1 - FLOOR``."""
     return 1 / (1 + np.exp(_within_limits(-logits)))
 
 
 def log_ratio(accepted: float, expected: float) -> float:
-    """How much better a request's drafts have done than was expected of any request's, as log odds."""
-    return min(max(math.log((accepted + 1) / (expected + 1)), -2.0), 2.0)
+    """Compute how much better a request's drafts did than expected of any request, as log odds (its *record*)."""
+    return min(max(math.log((accepted + 1) / (expected + 1)), -RECORD_LIMIT), RECORD_LIMIT)
 
 
 def _within_limits(logits: np.ndarray) -> np.ndarray:
-    """``np.clip``, in a third of its time at these sizes."""
+    """Clip like ``np.clip``, in a third of its time at these sizes."""
     return np.minimum(np.maximum(logits, -LOGIT_LIMIT), LOGIT_LIMIT)
 
 
 @dataclass
 class OnlineLogistic:
-    """Several logistic models of acceptance over the same features, one for each kind of node.
+    """Fits several logistic models of acceptance over the same features, one for each kind of node.
 
-    Each is fitted by Newton steps over what came in last; the curvature of what came before is kept with decay, so that
-    a model moves fast while it has seen little and follows a change of traffic within ``memory`` outcomes.
+    Each is fitted by Newton steps over the newest outcomes; the curvature of older ones is kept with decay.  So a model
+    changes fast while it has seen little, and follows a change of traffic within ``memory`` outcomes.
 
     Attributes:
         weights: float64 ``[num_models, num_features]``; the start, changed in place.
-        prior_strength: how many outcomes the start is worth.
-        memory: outcomes after which an old one counts 1/e.
+        prior_strength: outcomes that the start counts as.  The default is chosen by hand; not swept.
+        memory: outcomes after which an old one counts 1/e.  The default is chosen by hand; not swept.
         outcomes: float64 ``[num_models]``; outcomes learned from.
     """
 
@@ -66,11 +70,11 @@ class OnlineLogistic:
         self._curvature = np.zeros((num_models, num_features, num_features))
         self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._num_waiting = 0
-        # Compiled now: the first outcomes that are fitted come in the middle of serving.
+        # Compiles the loop now; the first real fit comes in the middle of serving.
         self._fit(np.zeros(0, dtype=np.int64), np.zeros((0, num_features)), np.zeros(0))
 
     def log_odds(self, models: np.ndarray, features: np.ndarray) -> np.ndarray:
-        """Log odds of acceptance; ``sigmoid`` makes them probabilities.
+        """Compute the log odds of acceptance; ``sigmoid`` gives the probabilities.
 
         Args:
             models: int ``[...]``; the model of each node.
@@ -83,7 +87,13 @@ class OnlineLogistic:
         return log_odds
 
     def learn(self, models: np.ndarray, features: np.ndarray, accepted: np.ndarray) -> None:
-        """Take in outcomes: int ``[n]``, float ``[n, num_features]``, bool ``[n]``."""
+        """Add outcomes.
+
+        Args:
+            models: int ``[n]``; the model of each outcome.
+            features: float ``[n, num_features]``.
+            accepted: bool ``[n]``.
+        """
         if len(models) == 0:
             return
         self._waiting.append((models, features, accepted))
@@ -114,14 +124,14 @@ class OnlineLogistic:
 
 @compiled
 def _products(models: np.ndarray, features: np.ndarray, weights: np.ndarray, products: np.ndarray) -> None:
-    """Sums of features times the weights of each one's model, int64 ``[n]``, into float64 ``[n]``."""
-    for place, model in enumerate(models):
+    """Write each outcome's features times its model's weights to ``products`` (float64 ``[n]``)."""
+    for index, model in enumerate(models):
         if not 0 <= model < weights.shape[0]:
             raise IndexError("no such model")
         total = 0.0
         for feature in range(weights.shape[1]):
-            total += features[place, feature] * weights[model, feature]
-        products[place] = total
+            total += features[index, feature] * weights[model, feature]
+        products[index] = total
 
 
 @compiled
@@ -137,14 +147,14 @@ def _take_newton_steps(
     system: np.ndarray,
     step: np.ndarray,
 ) -> None:
-    """Newton steps of each model over its outcomes.
+    """Take the Newton steps of each model over its outcomes.
 
     Args:
-        order: int64 ``[n]``; the outcomes of each model, one model after the other, in the order in which they came.
-        counts: int64 ``[num_models]``; outcomes of each model.
+        order: int64 ``[n]``; indices of the outcomes, by model, then in the order in which they came.
+        counts: int64 ``[num_models]``; number of outcomes of each model.
         features: float64 ``[n, num_features]``.
         accepted: float64 ``[n]``.
-        weights, curvature: of ``OnlineLogistic``; changed.
+        weights, curvature: of ``OnlineLogistic``; changed in place.
         prior, memory: of ``OnlineLogistic``.
         system, step: float64 ``[num_features, num_features]`` and ``[num_features]``; overwritten.
     """
@@ -152,7 +162,7 @@ def _take_newton_steps(
     begin = stop = 0
     for model in range(num_models):
         stop += counts[model]
-        while begin < stop:  # one step over many outcomes would be too long
+        while begin < stop:
             end = min(begin + BATCH, stop)
             fade = math.exp(-(end - begin) / memory)
             for i in range(num_features):
@@ -160,29 +170,29 @@ def _take_newton_steps(
                 for j in range(num_features):
                     curvature[model, i, j] *= fade
             for at in range(begin, end):
-                place = order[at]
+                index = order[at]
                 logit = 0.0
                 for i in range(num_features):
-                    logit += features[place, i] * weights[model, i]
+                    logit += features[index, i] * weights[model, i]
                 p = 1 / (1 + math.exp(min(max(-logit, -LOGIT_LIMIT), LOGIT_LIMIT)))
-                bend = max(p * (1 - p), 0.02)
+                bend = max(p * (1 - p), 0.02)  # certain outcomes must not make the steps long; not swept
                 for i in range(num_features):
-                    step[i] += features[place, i] * (accepted[place] - p)
-                    bent = features[place, i] * bend
+                    step[i] += features[index, i] * (accepted[index] - p)
+                    bent = features[index, i] * bend
                     for j in range(num_features):
-                        curvature[model, i, j] += bent * features[place, j]
+                        curvature[model, i, j] += bent * features[index, j]
             for i in range(num_features):
                 for j in range(num_features):
                     system[i, j] = curvature[model, i, j] + prior[i, j]
             _solve(system, step)
             for i in range(num_features):
-                weights[model, i] += min(max(step[i], -1.0), 1.0)
+                weights[model, i] += min(max(step[i], -1.0), 1.0)  # the model is no parabola far away; not swept
             begin = end
 
 
 @compiled
 def _solve(matrix: np.ndarray, vector: np.ndarray) -> None:
-    """Solve in place, by elimination without pivots: the matrix is positive definite."""
+    """Solve a linear system in place, by elimination without pivoting: the matrix is positive definite."""
     size = len(vector)
     for pivot in range(size):
         for row in range(pivot + 1, size):
@@ -198,11 +208,11 @@ def _solve(matrix: np.ndarray, vector: np.ndarray) -> None:
 
 @dataclass
 class Reliability:
-    """What was predicted against what happened, in bins of the predicted probability, with decay.
+    """Compares predicted with observed acceptance, in bins of the predicted probability, with decay.
 
     Attributes:
         num_bins: bins of equal width over [0, 1].
-        memory: outcomes after which an old one counts 1/e.
+        memory: outcomes after which an old one counts 1/e.  It serves reports only; not swept.
     """
 
     num_bins: int = 10
@@ -212,10 +222,10 @@ class Reliability:
         self._sums = np.zeros((self.num_bins, 3))  # outcomes, predicted, accepted
         self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_waiting = 0
-        _count(np.zeros(0), np.zeros(0), self._sums, 1.0)  # compiled now, as above
+        _count(np.zeros(0), np.zeros(0), self._sums, 1.0)  # compiles the loop now
 
     def add(self, predicted: np.ndarray, accepted: np.ndarray) -> None:
-        """Take in outcomes: float ``[n]``, bool ``[n]``."""
+        """Add outcomes: predicted probabilities float ``[n]``, accepted bool ``[n]``."""
         self._waiting.append((predicted, accepted))
         self._num_waiting += len(predicted)
         if self._num_waiting >= BATCH:
@@ -234,12 +244,12 @@ class Reliability:
         )
 
     def curve(self) -> list[tuple[float, float, float]]:
-        """(outcomes, mean prediction, share accepted) of each bin that has any."""
+        """Return (outcomes, mean prediction, share accepted) of each bin that has any."""
         self._take_in()
         return [(n, p / n, y / n) for n, p, y in self._sums.tolist() if n > 0.5]
 
     def error(self) -> float:
-        """Expected calibration error: mean distance of prediction and outcome over the bins, by their outcomes."""
+        """Return the expected calibration error: the mean distance of prediction and outcome by bins."""
         self._take_in()
         total = self._sums[:, 0].sum()
         return float(np.abs(self._sums[:, 1] - self._sums[:, 2]).sum() / max(total, 1e-9))
@@ -247,13 +257,13 @@ class Reliability:
 
 @compiled
 def _count(predicted: np.ndarray, accepted: np.ndarray, sums: np.ndarray, fade: float) -> None:
-    """Add outcomes, float64 ``[n]`` each, to the sums of their bins, float64 ``[num_bins, 3]``, which fade before."""
+    """Multiply the sums (float64 ``[num_bins, 3]``) by ``fade``; add outcomes (float64 ``[n]`` each) to their bins."""
     num_bins = len(sums)
     for which in range(num_bins):
         for column in range(3):
             sums[which, column] *= fade
-    for place in range(len(predicted)):
-        which = min(max(int(predicted[place] * num_bins), 0), num_bins - 1)
+    for index in range(len(predicted)):
+        which = min(max(int(predicted[index] * num_bins), 0), num_bins - 1)
         sums[which, 0] += 1
-        sums[which, 1] += predicted[place]
-        sums[which, 2] += accepted[place]
+        sums[which, 1] += predicted[index]
+        sums[which, 2] += accepted[index]

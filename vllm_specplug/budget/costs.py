@@ -1,67 +1,82 @@
-"""What a step costs on this machine: seconds by rows and by requests, measured at start-up, refined while serving."""
+"""Models the seconds of a step's parts on this machine: measured at start-up, updated while serving."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from vllm_specplug.utils.files import replacing
-
-logger = logging.getLogger("vllm_specplug")
-
-#: Parts of a step, what their cost depends on, and seconds assumed where nothing is known.  Each is timed by itself and
-#: they add up to the step: what one part takes must not look like a dearer row of another.
+#: Parts of a step: what their seconds depend on, and the seconds assumed while nothing is known.  Each part is timed by
+#: itself and together they make up the step, so that the time of one part is not taken for that of another's rows.  The
+#: assumed seconds are of the order seen with SmolLM2-135M on two CPU cores; the first observations replace them.
 PARTS = {
     "verify": ("rows", 1e-2),  # the target's forward and its LM head, by rows of all requests
-    "sample": ("requests", 2e-4),  # a plain step's sampling
-    "tree": ("requests", 1e-3),  # in its place: staging, walk and commit of the trees
-    "between": ("requests", 5e-4),  # the host, before and behind all these, and between the steps
-    "host": ("rows", 1e-3),  # the host's drafter over the rows of a step (EAGLE's re-seeding, Medusa's heads)
+    "sample": ("requests", 2e-4),  # the sampling of a plain step
+    "tree": ("requests", 1e-3),  # in its place where there are trees: their staging, walk and commit
+    "between_steps": ("requests", 5e-4),  # vLLM's own work around these parts, and the time from step to step
+    "first_pass": (
+        "rows",
+        1e-3,
+    ),  # the model drafter's first forward (EAGLE's re-seeding), or all of it (Medusa, SWIFT)
     "level": ("rows", 1e-3),  # one further level of it
-    "free": ("requests", 5e-4),  # proposers without a model of the host's
-    "round": ("requests", 1e-3),  # what surrounds them in a round: learning, choosing, handing over
+    "model_free": ("requests", 5e-4),  # the model-free proposers
+    "draft_overhead": ("requests", 1e-3),  # the rest of a draft phase: learning, selecting, passing the drafts on
 }
 
-#: What else the seconds of a part depend on, and how uncertain that is beside its seconds at 1.  A forward attends to
-#: the context of every further request, and a tree's attention and its nodes' are other ones than the host's: neither
-#: must make all rows dearer.
+#: What else the seconds of a part depend on, and how uncertain one of these is, as a share of the part's seconds at 1.
+#: Each request after the first has a context to attend to, and a tree's attention is not vLLM's.  Without these terms
+#: rows looked twice as expensive as they are (commit a7c6532).  The shares are chosen by hand; not swept.
 TERMS = {"verify": {"requests": 0.02, "nodes": 0.02, "trees": 0.05}}
 
-#: A part that runs is learned from about once in so many steps; one that was not for so many does not run at present.
-USUAL, SELDOM = 16, 100
-#: Of times that are learned from together, one so far above the others' median was disturbed.
+#: A part that runs is learned from about once in so many steps, by the mean of their times, since learning costs time.
+#: By one time in 16 instead of the mean, a plain step of 8 requests was estimated 12% too fast (docs/measurements.md,
+#: *Under load*).  The number is chosen by hand; not swept.
+USUAL = 16
+#: A part that was not seen for so many steps does not run at present.  As many as lie between two plain steps among
+#: steps that draft (``planner.PLAIN_EVERY``).
+SELDOM = 100
+#: Of times that are averaged, those above so many times the median are left out: something else ran.  Chosen by hand;
+#: not swept.
 DISTURBED = 2.0
 
 
 class CostTable:
-    """Seconds by a count, linear between knots; each observation moves what is near it most, and all of it somewhat.
+    """Estimates seconds by a count, linearly between knots.
 
-    The knots' factors on the start are a Gaussian with a common part (another machine load, longer contexts) and a
-    smooth one; it is updated by a Kalman filter whose uncertainty grows back slowly, so that it follows changes.
+    The state is a factor on the start value of each knot, a Gaussian whose covariance has a common part (machine load,
+    longer contexts) and a part that falls with the distance of the knots.  So an observation changes the knots near it
+    most, and all others a little.  A Kalman filter updates it; its uncertainty grows back slowly, to follow changes.
 
     Args:
         knots: increasing counts, from 1.
         seconds: at the knots; made non-decreasing.
-        limit: largest count asked for.
-        common, smooth: relative uncertainty of the start.
-        is_guess: whether the start is no measurement: the first observations take its place.
-        terms: by name, uncertainty of what one of these adds, beside the seconds at 1.
-        per_term: seconds that one adds; 0 where nothing is known.
+        limit: largest count that is queried.
+        common, smooth: relative uncertainty of the start, of the two parts.
+        is_guess: whether the start was not measured: the first observations replace it.
+        terms: by name, uncertainty of what one of each term adds, as a share of the seconds at 1.
+        per_term: by name, seconds that one of each term adds; 0 if left out.
+
+    Attributes:
+        seconds: float64 ``[limit + 1]``; the estimate by count.
+        observations: how many there were.
     """
 
-    #: Relative error of one observation, that of the mean of ever so many (what slows the machine down lasts for more
-    #: than one), and what the certainty gained loses per observation.
-    NOISE, SHARED_NOISE, FORGETTING = 0.15, 0.03, 2e-3
-    #: Of a part that was never measured so many observations come first, of which the least counts: what disturbs, or
-    #: is done for the first time, only adds.
+    #: Relative error of one observation.  Chosen by hand; not swept.
+    NOISE = 0.15
+    #: Relative error of the mean of any number of observations: what slows the machine down lasts for more than one.
+    #: Chosen by hand; not swept.
+    SHARED_NOISE = 0.03
+    #: Share of the certainty that is lost with each observation.  Chosen by hand; not swept.
+    FORGETTING = 2e-3
+    #: Of so many first observations of a guessed part the smallest counts: disturbances, and what is done for the first
+    #: time, only add.  Chosen by hand; not swept.
     FIRST_TIMES = 4
+    #: An observation counts as at most so many standard deviations from the estimate: a disturbed one does little.
+    #: Chosen by hand; not swept.
+    MOST_DEVIATIONS = 2.0
+    #: Smallest factor of a knot, so that seconds stay positive.  Chosen by hand; not swept.
+    LEAST_FACTOR = 0.02
 
     def __init__(
         self,
@@ -81,7 +96,8 @@ class CostTable:
             raise ValueError("a cost table needs increasing counts from 1, and seconds for each")
         distance = np.abs(np.subtract.outer(np.log2(self.knots), np.log2(self.knots)))
         self._terms = list(terms or ())
-        #: Factors of the knots; behind them the terms, as shares of the seconds at 1.
+        #: float64 ``[knots + terms]``; the knots' factors, then what one of each term adds, as a share of the seconds
+        #: at 1.
         count, size = len(self.knots), len(self.knots) + len(self._terms)
         self._state = np.ones(size)
         self._state[count:] = [(per_term or {}).get(name, 0.0) / self.start[0] for name in self._terms]
@@ -96,52 +112,52 @@ class CostTable:
 
     def _refresh(self) -> None:
         seconds = self.knot_seconds()
-        #: float64 ``[limit + 1]``: seconds by count; behind the last knot the last slope goes on.
         self.seconds = np.interp(self._counts, self.knots, seconds)
         if len(self.knots) > 1 and len(self._counts) > self.knots[-1]:
+            # Counts above the last knot follow the last slope.
             slope = (seconds[-1] - seconds[-2]) / (self.knots[-1] - self.knots[-2])
             beyond = int(self.knots[-1])
             self.seconds[beyond:] = seconds[-1] + slope * (self._counts[beyond:] - beyond)
         self.seconds[0] = 0.0
 
     def knot_seconds(self) -> np.ndarray:
-        """Seconds at the knots, as believed now."""
+        """Return the estimated seconds at the knots."""
         return np.maximum.accumulate(self.start * self._state[: len(self.start)])
 
     @property
     def is_known(self) -> bool:
-        """Whether the seconds were measured or observed."""
+        """Whether the seconds were measured or observed, not just guessed."""
         return not self._is_guess or self.observations >= self.FIRST_TIMES
 
     def per_term(self) -> dict[str, float]:
-        """Seconds that one of each term adds, as believed now."""
+        """Return the estimated seconds that one of each term adds."""
         return dict(zip(self._terms, (self.start[0] * self._state[len(self.start) :]).tolist(), strict=True))
 
     def at(self, count: float) -> float:
-        """Seconds for a count, which may lie between two."""
+        """Return the seconds for a count, which may be fractional."""
         low = min(int(count), len(self.seconds) - 1)
         high = min(low + 1, len(self.seconds) - 1)
         return float(self.seconds[low] + (count - low) * (self.seconds[high] - self.seconds[low]))
 
     def scale(self, factor: float) -> None:
-        """Everything takes so much longer now."""
+        """Multiply all seconds."""
         self._state *= factor
         self._refresh()
 
     def observe(self, count: float, seconds: float, elapsed: float = 1.0, num_times: int = 1, **terms: float) -> None:
-        """Take in that ``count`` took ``seconds``; one far off (the machine was busy elsewhere) is pulled nearer.
+        """Update the estimate by an observation; one far from it counts as a nearer one.
 
         Args:
             count: rows or requests.
-            seconds: what they took.
-            elapsed: how much longer than usual nothing was observed; what was known is less certain by as much.
-            num_times: all of these are means over so many times.
-            terms: how many there were of each term.
+            seconds: the time that they took.
+            elapsed: time since the last observation, in usual intervals; the uncertainty grows by as much.
+            num_times: ``count``, ``seconds`` and ``terms`` are means over so many times.
+            terms: by name, how many there were of each term.
         """
         if count < 1 or seconds <= 0:
             return
         right = int(np.clip(np.searchsorted(self.knots, count), 1, len(self.knots) - 1)) if len(self.knots) > 1 else 0
-        hat = np.zeros_like(self._state)
+        hat = np.zeros_like(self._state)  # the observed seconds are hat @ state
         hat[len(self.start) :] = [self.start[0] * terms.get(name, 0.0) for name in self._terms]
         if right:
             share = (count - self.knots[right - 1]) / (self.knots[right] - self.knots[right - 1])
@@ -157,11 +173,12 @@ class CostTable:
         spread = self._uncertainty @ hat
         noise = max(self.NOISE / num_times**0.5, self.SHARED_NOISE)
         variance = float(hat @ spread) + (noise * expected) ** 2
-        error = float(np.clip(seconds - expected, -2.0 * variance**0.5, 2.0 * variance**0.5))
+        most = self.MOST_DEVIATIONS * variance**0.5
+        error = float(np.clip(seconds - expected, -most, most))
         gain = spread / variance
         self._state += gain * error
         factors = self._state[: len(self.start)]
-        np.maximum(factors, 0.02, out=factors)
+        np.maximum(factors, self.LEAST_FACTOR, out=factors)
         self._uncertainty -= np.outer(gain, spread)
         self.observations += 1
         self._refresh()
@@ -172,12 +189,15 @@ class CostTable:
 
 
 class CostModel:
-    """The tables of one model on one machine.
+    """The cost tables of one model on one machine.
 
     Args:
         measured: by part, seconds by count; parts left out start from a guess.
-        limits: by unit (``rows``, ``requests``), the largest count asked for.
-        per_term: by part, what its ``TERMS`` add.
+        limits: by unit (``rows``, ``requests``), the largest count that is queried.
+        per_term: by part, seconds that one of each of its ``TERMS`` adds.
+
+    Attributes:
+        tables: by part.
     """
 
     def __init__(
@@ -189,15 +209,15 @@ class CostModel:
         self.tables: dict[str, CostTable] = {}
         for part, (unit, guess) in PARTS.items():
             points = dict(sorted(measured.get(part, {}).items())) or {1: guess, max(limits[unit], 2): guess}
-            # Of what is only guessed it is not known either how it grows.
+            # How a guessed part grows with its count is unknown too.
             known = {"smooth": 0.1 if part in measured else 0.4, "is_guess": part not in measured}
             terms = {"terms": TERMS.get(part), "per_term": (per_term or {}).get(part)}
             self.tables[part] = CostTable(points, points.values(), limits[unit], **known, **terms)
-        #: By number of requests: the table's seconds, and what ``verification`` made of them.
+        #: By number of requests: the table's seconds, and the result of ``verification`` for them.
         self._verification: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        #: By part: when it was observed last, and what the target's step over one row took then.
+        #: By part: the step of its last observation, and ``pace`` at that time.
         self._last = {part: (0, self.pace) for part in self.tables}
-        #: By part, kind and doubling of the count: when it was seen last, and times that are learned from together.
+        #: By part, kind of step and bit length of the count: the step of the last time, and times to be averaged.
         self._gathered: dict[tuple[str, Any, int], tuple[int, list[tuple[float, ...]]]] = {}
 
     def __getitem__(self, part: str) -> CostTable:
@@ -205,20 +225,20 @@ class CostModel:
 
     @property
     def pace(self) -> float:
-        """Seconds of the target's forward over one row, which every step tells something of."""
+        """Seconds of the target's forward over one row; every step updates it."""
         return self.tables["verify"].at(1)
 
     def gather(self, part: str, count: float, seconds: float, now: int, kind: Any, **terms: float) -> None:
-        """Keep what a part took until there are ``USUAL`` times of its kind, then take in their mean.
+        """Collect the times of a part, and observe their mean once there are ``USUAL`` of one kind.
 
-        All of them together tell more than one in so many, and learning costs as much as from one.  What is seldom seen
-        is taken in at once.
+        The mean tells more than one time in 16, and learning from it costs as much.  A kind that is seldom seen is
+        observed at once.
 
         Args:
-            part, count, seconds, now, terms: of ``observe``.
-            kind: of steps that may be averaged.
+            part, count, seconds, now, terms: see ``observe``.
+            kind: steps of one kind may be averaged; hashable.
         """
-        key = (part, kind, int(count).bit_length())  # a mean over few and many rows would lie beside the curve
+        key = (part, kind, int(count).bit_length())  # seconds need not be linear from few to many rows
         before, times = self._gathered.get(key, (now, []))
         if now - before > SELDOM:
             self._gathered[key] = (now, [])
@@ -235,15 +255,15 @@ class CostModel:
         self.observe(part, count, seconds, now, num_times=len(values), **dict(zip(terms, of_terms, strict=True)))
 
     def observe(self, part: str, count: float, seconds: float, now: int, num_times: int = 1, **terms: float) -> None:
-        """Take in what a part took.
+        """Update the table of a part by an observation.
 
         Args:
             part: of ``PARTS``.
             count: its rows or requests.
-            seconds: what they took.
+            seconds: the time that they took.
             now: number of the step.
-            num_times: all of these are means over so many times.
-            terms: how many there were of each of its ``TERMS``.
+            num_times: ``count``, ``seconds`` and ``terms`` are means over so many times.
+            terms: by name, how many there were of each of its ``TERMS``.
         """
         before, _ = self._last[part]
         self.tables[part].observe(count, seconds, max((now - before) / USUAL, 1.0), num_times, **terms)
@@ -252,14 +272,18 @@ class CostModel:
             self._follow(now)
 
     def _follow(self, now: int) -> None:
-        """Whatever slows the target's steps down slows the rest: parts that do not run now go with them."""
+        """Scale parts that do not run at present with ``pace``: what slows the target slows them too."""
         for part, (then, pace) in self._last.items():
             if now - then > SELDOM and part != "verify" and self.pace != pace:
                 self.tables[part].scale(self.pace / pace)
                 self._last[part] = (then, self.pace)
 
     def verification(self, num_reqs: int) -> np.ndarray:
-        """Seconds of the target's forward over so many requests, by their nodes in all; with none, of a plain step."""
+        """Return the seconds of the target's forward over ``num_reqs`` requests.
+
+        Returns:
+            float64 ``[n]``, by the number of nodes of all requests; entry 0 is a plain forward.
+        """
         table = self.tables["verify"]
         known, found = self._verification.get(num_reqs, (None, None))
         if known is not table.seconds:
@@ -269,53 +293,28 @@ class CostModel:
             self._verification[num_reqs] = (table.seconds, found)
         return found
 
+    def plain_step(self, num_reqs: int) -> float:
+        """Return the seconds of a step without nodes."""
+        fixed = self["between_steps"].at(num_reqs)
+        return fixed + float(self.verification(num_reqs)[0]) + self["sample"].at(num_reqs)
+
     def to_json(self) -> dict[str, Any]:
-        """What is known; a guess that was saved would come back as a measurement."""
+        """Return the tables by part, without guesses: read again, a guess would be taken for a measurement."""
         return {part: table.to_json() for part, table in self.tables.items() if table.is_known}
 
     @staticmethod
     def terms_in(saved: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """The constructor's ``per_term`` from ``to_json``'s result."""
+        """Return the constructor's ``per_term`` from the result of ``to_json``."""
         return {part: saved[part].get("per_term", {}) for part in TERMS if part in saved}
 
     @staticmethod
     def measured_in(saved: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-        """The first argument of the constructor from ``to_json``'s result."""
+        """Return the constructor's ``measured`` from the result of ``to_json``."""
         return {
             part: dict(zip(saved[part]["counts"], saved[part]["seconds"], strict=True))
             for part in PARTS
             if part in saved
         }
-
-
-def knots_up_to(limit: int) -> list[int]:
-    """Counts to measure: all small ones, then about three per doubling."""
-    knots = [1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256]
-    return [knot for knot in knots if knot < limit] + [max(limit, 1)]
-
-
-def fastest(
-    run: Callable[[int], object], counts: Iterable[int], clock: Callable[[], float], sweeps: int, most_seconds: float
-) -> dict[int, float]:
-    """Seconds of the fastest run for each count: what disturbs only adds, and seldom hits the same count twice.
-
-    Args:
-        run: does what is timed, for a count.
-        counts: the counts, from the smallest; those not reached in ``most_seconds`` are left out.
-        clock: tells seconds.
-        sweeps: runs of each count, if time allows.
-        most_seconds: no run starts after so many.
-    """
-    best: dict[int, float] = {}
-    begin = clock()
-    for _ in range(sweeps):
-        for count in counts:
-            start = clock()
-            if best and start - begin > most_seconds:
-                return best
-            run(count)
-            best[count] = min(best.get(count, float("inf")), clock() - start)
-    return best
 
 
 def non_decreasing(values: np.ndarray) -> np.ndarray:
@@ -327,55 +326,3 @@ def non_decreasing(values: np.ndarray) -> np.ndarray:
             mean, count = pools.pop()
             pools[-1] = [(pools[-1][0] * pools[-1][1] + mean * count) / (pools[-1][1] + count), pools[-1][1] + count]
     return np.repeat([mean for mean, _ in pools], [int(count) for _, count in pools])
-
-
-# ---- saved models
-
-
-def folder() -> Path:
-    """Where cost models are kept (``$XDG_CACHE_HOME`` is honoured)."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / "costs"
-
-
-def path_of(facts: Mapping[str, Any]) -> Path:
-    """The file of a model on a machine, both as ``facts`` tell them."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return folder() / f"{digest[:16]}.json"
-
-
-def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What was saved for these facts; None where there is nothing, or nothing that can be read."""
-    try:
-        saved = json.loads(path_of(facts).read_text())
-        seconds = saved["seconds"]
-        CostModel(CostModel.measured_in(seconds), {"rows": 8, "requests": 8}, CostModel.terms_in(seconds))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("vllm-specplug: %s cannot be used and is measured anew: %s", path_of(facts), error)
-        return None
-    return saved
-
-
-def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None:
-    """Write a model; a server that cannot write goes on without."""
-    path = path_of(facts)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps({"facts": dict(facts), "seconds": model.to_json(), **more}, default=str))
-    except OSError as error:
-        logger.warning("vllm-specplug: the cost model is not saved: %s", error)
-        return None
-    return path
-
-
-def saved_models() -> list[dict[str, Any]]:
-    """All models saved on this machine, newest first."""
-    found = []
-    for path in sorted(folder().glob("*.json"), key=lambda path: -path.stat().st_mtime):
-        try:
-            found.append(json.loads(path.read_text()))
-        except (OSError, ValueError):
-            continue
-    return found

@@ -1,6 +1,6 @@
-"""``specplug calibrate cost``: time a step's parts on this machine, and show what the measured budget makes of them.
+"""``specplug calibrate cost``: time the parts of a step on this machine, and show the choices of the measured budget.
 
-The engine runs in processes of its own, with the threads that it has when it serves.
+The engine runs in its own process, with as many threads as a server has.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``specplug calibrate cost``."""
+    """Add the arguments of ``specplug calibrate cost``."""
     parser.add_argument("--model", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared here)")
     parser.add_argument(
         "--speculative-config", metavar="JSON", default=json.dumps(METHODS["eagle2"]), help="(default: %(default)s)"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--max-num-seqs", type=int, default=max(BATCHES), metavar="R", help="(default: %(default)s)")
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="also learn from answering these, by category")
-    parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="M", help="of an answer (default: %(default)s)")
-    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of the engine")
+    parser.add_argument(
+        "--questions", type=Path, metavar="FILE", help="also answer these and learn from them, by category"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="take N evenly spaced questions")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="M", help="tokens of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="size of the engine's key/value cache")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write costs.json and costs.png here")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, save for later servers, print, and plot."""
+    """Measure costs, save them for later servers, print and plot them."""
     try:
         speculative = json.loads(args.speculative_config)
     except json.JSONDecodeError as error:
         raise ValueError(f"--speculative-config is not JSON: {error}") from None
     if not isinstance(speculative, dict) or speculative.get("budget", "measured") != "measured":
-        raise ValueError("--speculative-config must be an object, and its budget the measured one")
+        raise ValueError("--speculative-config must be a JSON object whose budget, if given, is measured")
     for name in ("max_num_seqs", "max_tokens", "kv_gib", "limit"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
@@ -74,10 +78,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(task: dict[str, Any], kv_gib: int) -> dict[str, Any]:
-    """Run ``hosts.cost_probe``.
+    """Run ``hosts.probes.cost_probe``.
 
     Raises:
-        RuntimeError: the engine failed; the message carries the end of its log.
+        RuntimeError: the engine failed; the message contains the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="specplug-costs-") as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
@@ -92,19 +96,19 @@ def measure(task: dict[str, Any], kv_gib: int) -> dict[str, Any]:
             ]
             code = subprocess.run(command, stdout=sink, stderr=sink, env=engine_environment(kv_gib)).returncode
         if code:
-            raise RuntimeError(f"the engine has ended (code {code}); {end_of_log(log)}")
+            raise RuntimeError(f"the engine stopped with exit code {code}; {end_of_log(log)}")
         return json.loads(answer.read_text())
 
 
 def render(result: dict[str, Any]) -> str:
-    """The cost model and the choices as tables."""
+    """Return the cost model and the choices as tables."""
     counts = sorted({count for table in result["seconds"].values() for count in table["counts"]})
     rows = []
     for part, table in result["seconds"].items():
         known = dict(zip(table["counts"], table["seconds"], strict=True))
         rows.append([part, *(f"{1e3 * known[count]:.2f}" if count in known else "" for count in counts)])
     parts = [
-        "milliseconds by rows (verify, host, level) or requests (the others)",
+        "milliseconds by rows (verify, first_pass, level) or requests (the other parts)",
         format_table(["part", *map(str, counts)], rows),
     ]
     for category, choices in result["choices"].items():
@@ -117,7 +121,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Draw the costs, the chosen nodes and levels by batch size and category, and whether beliefs come true."""
+    """Plot the costs, the chosen nodes and levels by batch size and category, and predicted against real acceptance."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -131,11 +135,11 @@ def plot(result: dict[str, Any], file: Path) -> None:
         nodes.plot(batches, [choice["nodes"] for choice in choices], ".-", label=category)
         levels.plot(batches, [choice["levels"] for choice in choices], ".-", label=category)
     nodes.set(xlabel="requests", ylabel="nodes verified per request", title="Chosen N", xscale="log")
-    levels.set(xlabel="requests", ylabel="levels at the most", title="Chosen depth", xscale="log")
+    levels.set(xlabel="requests", ylabel="levels at most", title="Chosen depth", xscale="log")
     for category, curve in result["reliability"].items():
         reliability.plot([p for _, p, _ in curve], [y for _, _, y in curve], ".-", label=category)
     reliability.plot([0, 1], [0, 1], "k:", linewidth=0.8)
-    reliability.set(xlabel="probability believed", ylabel="share accepted", title="Reliability")
+    reliability.set(xlabel="predicted probability", ylabel="share accepted", title="Reliability")
     for axes in (costs, nodes):
         axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_figure(str(file), dpi=120)

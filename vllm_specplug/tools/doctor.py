@@ -130,14 +130,15 @@ def _drafters() -> Finding:
 
 
 def _costs() -> Finding:
-    from vllm_specplug.budget.costs import CostTable, saved_models
+    from vllm_specplug.budget.cost_files import saved_models
+    from vllm_specplug.budget.costs import CostTable
 
     found = []
     for saved in saved_models():
         facts, seconds = saved["facts"], saved["seconds"]
         tables = {part: CostTable(values["counts"], values["seconds"], 64) for part, values in seconds.items()}
         step = ", ".join(f"{rows}: {1e3 * tables['verify'].at(rows):.1f}" for rows in (1, 8, 32))
-        parts = {"host": ("drafter", 1), "level": ("a level", 4)}
+        parts = {"first_pass": ("drafter", 1), "level": ("a level", 4)}
         drafting = [
             f"{name} {1e3 * tables[part].at(rows):.1f}" for part, (name, rows) in parts.items() if part in tables
         ]

@@ -1,4 +1,4 @@
-"""The measured budget: planted costs and beliefs make it choose none, few or many."""
+"""The measured budget chooses none, few or many nodes by planted costs and acceptance probabilities."""
 
 from __future__ import annotations
 
@@ -6,46 +6,40 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.budget.budget import (
-    FIRST_ROUNDS,
-    LASTS,
-    PLAIN,
-    Arm,
-    Budget,
-    best_sums,
-    keep_best,
-    node_values,
-    outcomes_of,
-)
+from vllm_specplug.budget.arms import PLAIN, Arm, best_sums
+from vllm_specplug.budget.budget import Budget
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.budget.costs import CostModel
+from vllm_specplug.budget.outcomes import outcomes_of
+from vllm_specplug.budget.planner import CHOSEN_STEPS, FIRST_DRAFTS
+from vllm_specplug.budget.selector import keep_best, node_values
 from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.types import Draft
 
-EAGLE = Arm("eagle2", host=True, free=False)
-LOOKUP = Arm("lookup", host=False, free=True)
-ALONE, BOTH = Arm("without the drafter", host=False, free=True), Arm("union", host=True, free=True)
-#: Seconds of a step of one row, a row more, a drafter's first pass, a level of it, a proposer without model.
-CHEAP = {"step": 0.02, "row": 1e-5, "host": 1e-4, "level": 1e-4, "free": 1e-5}
+EAGLE = Arm("eagle2", model=True, model_free=False)
+LOOKUP = Arm("lookup", model=False, model_free=True)
+ALONE, BOTH = Arm("without the drafter", model=False, model_free=True), Arm("union", model=True, model_free=True)
+#: Seconds of a step of one row, one more row, the drafter's first pass, one level of it, a model-free proposer.
+CHEAP = {"step": 0.02, "row": 1e-5, "first_pass": 1e-4, "level": 1e-4, "model_free": 1e-5}
 LIMITS = {"rows": 300, "requests": 64}
-DEAR = {"step": 0.02, "row": 0.02, "host": 1e-2, "level": 1e-2, "free": 1e-2}
+EXPENSIVE = {"step": 0.02, "row": 0.02, "first_pass": 1e-2, "level": 1e-2, "model_free": 1e-2}
 
 
-def cost_model(step, row, host, level, free):
+def cost_model(step, row, first_pass, level, model_free):
     def line(base, slope):
         return {1: base, 300: base + 299 * slope}
 
     measured = {
-        "verify": line(step, row), "between": line(1e-5, 0), "host": line(host, 0), "level": line(level, 0),
-        "free": line(free, 0), "sample": line(1e-5, 0), "tree": line(1e-5, 0), "round": line(1e-5, 0),
+        "verify": line(step, row), "between_steps": line(1e-5, 0), "first_pass": line(first_pass, 0),
+        "level": line(level, 0), "model_free": line(model_free, 0), "sample": line(1e-5, 0), "tree": line(1e-5, 0),
+        "draft_overhead": line(1e-5, 0),
     }  # fmt: skip
     return CostModel(measured, LIMITS)
 
@@ -69,21 +63,21 @@ def names(num_reqs):
     return [f"r{i}" for i in range(num_reqs)]
 
 
-def run(budget, num_reqs, probabilities, rounds, truth=None, draft_seconds=1e-3):
-    """Rounds of drafting as the budget asks; returns the arms run and the nodes verified.
+def run(budget, num_reqs, probabilities, steps, truth=None, draft_seconds=1e-3):
+    """Run steps by the budget's decisions; return the arms that ran and the numbers of nodes verified.
 
     The target's tokens are the chain's up to a depth drawn from ``truth``, then another one.
     """
     rng = np.random.default_rng(0)
     arms, verified = [], []
     wanted, num_tokens = np.ones(num_reqs, dtype=bool), np.full(num_reqs, 5)
-    for _ in range(rounds):
+    for _ in range(steps):
         arms.append(budget.plan(num_reqs))
         verified.append(0)
         if arms[-1] is PLAIN:
             continue
         draft = budget.select(
-            chains(num_reqs, probabilities), names(num_reqs), num_tokens, wanted, draft_seconds * arms[-1].host
+            chains(num_reqs, probabilities), names(num_reqs), num_tokens, wanted, draft_seconds * arms[-1].model
         )
         verified[-1] = int((draft.tree.num_rows - 1).sum())
         chain = np.arange(1, len(probabilities) + 1)
@@ -97,8 +91,8 @@ def run(budget, num_reqs, probabilities, rounds, truth=None, draft_seconds=1e-3)
 
 
 @pytest.mark.parametrize("num_reqs", [1, 4, 16])
-def test_nothing_where_nothing_pays(num_reqs):
-    budget = make(DEAR)
+def test_nothing_where_drafts_cost_too_much(num_reqs):
+    budget = make(EXPENSIVE)
     arms, verified = run(budget, num_reqs, [0.6, 0.5, 0.3, 0.2], 400, draft_seconds=0.05)
     assert sum(arm is PLAIN for arm in arms[20:]) > 0.95 * 380
     assert sum(verified) == 0
@@ -117,12 +111,12 @@ def test_what_a_trees_forward_costs_beside_its_rows_counts():
         budget = Budget(costs, (EAGLE,), num_nodes=8, max_levels=6, level_width=3, max_rows=300)
         arms.append(run(budget, 4, [0.9, 0.8, 0.8, 0.7], 60)[0])
     assert all(arm is EAGLE for arm in arms[0])
-    assert all(arm is EAGLE for arm in arms[1][:FIRST_ROUNDS]) and sum(arm is PLAIN for arm in arms[1]) > 40
+    assert all(arm is EAGLE for arm in arms[1][:FIRST_DRAFTS]) and sum(arm is PLAIN for arm in arms[1]) > 40
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3])
 def test_steps_with_room_for_few_nodes(max_rows):
-    """One request, and levels drafted: their account must not ask for the price of nodes that no step can hold."""
+    """One request, levels drafted one by one: the cost of nodes that no step has room for is not read."""
     costs = CostModel({"verify": {1: 0.02, 2: 0.021}}, {"rows": max_rows, "requests": 1})
     budget = Budget(costs, (EAGLE,), num_nodes=1, max_levels=3, level_width=1, max_rows=max_rows)
     wanted, num_tokens = np.ones(1, dtype=bool), np.full(1, 5)
@@ -131,22 +125,22 @@ def test_steps_with_room_for_few_nodes(max_rows):
             budget.may_grow(torch.full((1, 1), 0.9))
             kept = budget.select(chains(1, [0.9, 0.9]), names(1), num_tokens, wanted, 1e-3)
             assert kept.tree.num_rows.item() <= max_rows
-    assert budget._beams
+    assert budget.growth.beams
 
 
-def test_few_where_rows_have_a_price():
-    """At 20 ms a step and 4 ms a row, a node must be worth about 0.2 tokens times the speedup."""
+def test_few_where_rows_cost_time():
+    """At 20 ms a step and 4 ms a row, a node needs a value of about 0.2 tokens times the speedup."""
     _, verified = run(make({**CHEAP, "row": 0.004}), 1, [0.9, 0.6, 0.4, 0.1], 100)
     assert 1 <= np.mean(verified[20:]) <= 2.5
 
 
 def test_fewer_the_larger_the_batch_and_no_cliff():
-    """Rows that are free up to 16, as in a memory-bound machine, and dear behind."""
+    """Rows cost nothing up to 16, as on a memory-bound machine, and much from there on."""
     measured = {"verify": {1: 0.02, 16: 0.02, 300: 0.02 + 284 * 0.0015}}
     shares = []
     for num_reqs in (1, 2, 4, 8, 12, 16, 32):
         budget = Budget(
-            CostModel({**measured, "host": {1: 1e-4, 300: 1e-4}}, {"rows": 300, "requests": 64}),
+            CostModel({**measured, "first_pass": {1: 1e-4, 300: 1e-4}}, {"rows": 300, "requests": 64}),
             (EAGLE,), num_nodes=8, max_levels=1, level_width=3, max_rows=300,
         )  # fmt: skip
         _, verified = run(budget, num_reqs, [0.8, 0.7, 0.6, 0.5, 0.4, 0.3], 60)
@@ -172,7 +166,7 @@ def test_most_rows_of_a_step():
     assert run(make(CHEAP, max_rows=8), 8, [0.9], 40)[1] == [0] * 40
 
 
-def test_it_learns_that_a_drafter_boasts():
+def test_it_learns_that_a_drafter_is_overconfident():
     """Confidences of 0.9 that come true in one of ten cases: verification stops, the reliability curve says why."""
     budget = make({**CHEAP, "row": 0.004, "level": 1e-3})
     arms, verified = run(budget, 1, [0.9, 0.9, 0.9, 0.9], 600, truth=[0.1] * 4)
@@ -181,9 +175,9 @@ def test_it_learns_that_a_drafter_boasts():
     assert predicted > 0.8 and accepted < 0.3
 
 
-def test_it_comes_back_when_it_pays_again():
-    """Paused while the drafter knows nothing; a trial finds out that it does again."""
-    budget = make({**CHEAP, "row": 0.001, "host": 0.002, "level": 0.001})
+def test_drafting_resumes_when_it_is_fast_again():
+    """Drafting pauses while drafts are wrong; a trial finds that they are right again."""
+    budget = make({**CHEAP, "row": 0.001, "first_pass": 0.002, "level": 0.001})
     arms, _ = run(budget, 1, [0.03, 0.01], 400, draft_seconds=0.004)
     paused = [arm is PLAIN for arm in arms]
     assert sum(paused[-200:]) > 150 and not all(paused[-200:])
@@ -192,14 +186,14 @@ def test_it_comes_back_when_it_pays_again():
 
 
 def test_trials_cost_little():
-    budget = make({**CHEAP, "row": 0.004, "host": 0.004, "level": 0.002})
+    budget = make({**CHEAP, "row": 0.004, "first_pass": 0.004, "level": 0.002})
     arms, _ = run(budget, 4, [0.05], 3000, draft_seconds=0.006)
     lost = sum(arm is not PLAIN for arm in arms[200:]) * 0.006
     assert 0 < lost < 0.01 * 2800 * 0.02
 
 
 def test_a_union_leaves_a_drafter_out_that_is_not_worth_its_time():
-    costs = {**CHEAP, "host": 0.02, "level": 0.02}
+    costs = {**CHEAP, "first_pass": 0.02, "level": 0.02}
     arms, _ = run(make(costs, (ALONE, BOTH)), 2, [0.7, 0.7], 600, draft_seconds=0.02)
     assert sum(arm is ALONE for arm in arms[-200:]) > 190 and BOTH in arms
 
@@ -209,37 +203,36 @@ def test_a_union_drafts_with_all_where_the_drafter_is_cheap():
     assert arms.count(PLAIN) == 1
 
 
-def test_levels_grow_while_they_pay():
+def test_levels_grow_while_they_are_worth_their_cost():
     budget = make({**CHEAP, "level": 0.002})
     budget.plan(1)
     assert budget.may_grow(torch.tensor([[0.7, 0.2, 0.1]]))
     assert not budget.may_grow(torch.tensor([[0.03, 0.02, 0.01]]))
 
 
-def test_a_paused_drafter_weighs_what_it_must_catch_up_with():
-    """The same prospects, a long gap: trials wait."""
+def test_trials_wait_while_the_drafter_has_much_to_catch_up_with():
     arms = []
     for missed in (0, 300):
-        budget = make({**CHEAP, "row": 0.004, "host": 0.004, "level": 0.002})
-        budget.costs["host"].seconds[300] = 0.5
+        budget = make({**CHEAP, "row": 0.004, "first_pass": 0.004, "level": 0.002})
+        budget.costs["first_pass"].seconds[300] = 0.5
         run(budget, 4, [0.05], 300, draft_seconds=0.006)
         arms.append([budget.plan(4, missed) for _ in range(100)])
     assert EAGLE in arms[0] and EAGLE not in arms[1]
 
 
 def test_a_paused_drafter_comes_back_for_more_than_it_must_catch_up_with():
-    """Drafting pays again, by a tenth; a gap that takes longer to read than this brings in a while keeps it paused."""
+    """Drafting is a tenth faster again; it stays paused if catching up takes longer than this saves in 100 steps."""
     found = []
     for missed in (0, 3000):  # more than the drafter's costs are known for
-        budget = make({**CHEAP, "row": 0.004, "host": 0.004, "level": 0.002})
+        budget = make({**CHEAP, "row": 0.004, "first_pass": 0.004, "level": 0.002})
         run(budget, 4, [0.05], 300, draft_seconds=0.006)
         assert budget.arm is PLAIN
-        plain = budget.outlooks(4)[PLAIN]
-        budget.outlooks = lambda _num_reqs, plain=plain: {
+        plain = budget.forecast.outlooks(4)[PLAIN]
+        budget.forecast.outlooks = lambda _num_reqs, plain=plain: {
             PLAIN: plain,
             EAGLE: replace(plain, tokens=1.1 * plain.tokens),
         }
-        budget.caught_up(0.2 * LASTS * plain.seconds / 10, 300)
+        budget.reading.caught_up(0.2 * CHOSEN_STEPS * plain.seconds / 10, 300)
         budget.plan(4, missed)
         found.append(budget.arm)
     assert found == [EAGLE, PLAIN]
@@ -247,8 +240,8 @@ def test_a_paused_drafter_comes_back_for_more_than_it_must_catch_up_with():
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_plain_step_now_and_then_tells_what_it_costs(looks):
-    """Plain steps are thought dearer than they are, by which drafting seems to pay; the control never looks."""
-    budget = make({**CHEAP, "host": 0.004})
+    """Plain steps look slower than they are, so drafting looks faster; the control never observes a plain step."""
+    budget = make({**CHEAP, "first_pass": 0.004})
     arms = []
     for _ in range(20):
         found, _ = run(budget, 1, [0.4], 100, draft_seconds=0.004)
@@ -259,22 +252,26 @@ def test_a_plain_step_now_and_then_tells_what_it_costs(looks):
     assert (arms[-100:].count(PLAIN) > 90) == looks
 
 
-def test_prompts_are_part_of_a_drafters_price():
-    """Short answers to long prompts: what the drafter spends on the prompts is not earned back."""
+def test_prompts_are_part_of_a_drafters_cost():
+    """Short answers to long prompts: the drafter takes more time for the prompts than its drafts save."""
     costs = {**CHEAP, "row": 0.004}
     budget = make(costs)
-    budget.costs["host"].seconds[:] = 1e-4 * np.arange(301)
+    budget.costs["first_pass"].seconds[:] = 1e-4 * np.arange(301)
     run(budget, 1, [0.8, 0.5], 50)
     assert budget.plan(1) is EAGLE
     for _ in range(300):
-        budget.saw_prompt(400)
+        budget.reading.saw_prompt(400)
         budget.plan(1)
     assert budget.arm is PLAIN
 
 
 def test_a_load_that_ends_leaves_nothing_behind():
-    """Nothing pays at 32 requests; back at one, everything does, from the first step on."""
-    measured = {"verify": {1: 0.02, 16: 0.02, 300: 2.0}, "host": {1: 1e-4, 300: 1e-4}, "level": {1: 1e-4, 300: 1e-4}}
+    """Drafting is too slow at 32 requests; back at one request everything is drafted from the first step on."""
+    measured = {
+        "verify": {1: 0.02, 16: 0.02, 300: 2.0},
+        "first_pass": {1: 1e-4, 300: 1e-4},
+        "level": {1: 1e-4, 300: 1e-4},
+    }
     costs = CostModel(measured, {"rows": 300, "requests": 64})
     budget = Budget(costs, (EAGLE,), num_nodes=8, max_levels=6, level_width=3, max_rows=300)
     for _ in range(3):
@@ -292,34 +289,34 @@ def test_what_it_knew_is_remembered():
     budget = make({**CHEAP, "row": 0.002})
     run(budget, 1, [0.9, 0.9, 0.9], 200)
     again = make({**CHEAP, "row": 0.002})
-    again.remember(budget.to_json())
-    assert again.outlooks(1)[EAGLE].tokens == pytest.approx(budget.outlooks(1)[EAGLE].tokens, rel=0.2)
+    again.regimes.remember(budget.regimes.to_json())
+    assert again.forecast.outlooks(1)[EAGLE].tokens == pytest.approx(budget.forecast.outlooks(1)[EAGLE].tokens, rel=0.2)
     other = make(CHEAP, num_nodes=4)
-    other.remember(budget.to_json())  # of another shape
-    assert other.worth[EAGLE].requests == 8
+    other.regimes.remember(budget.regimes.to_json())  # of another shape
+    assert other.planner.regime.values[EAGLE].requests == 8
 
 
 def test_forgets_requests():
     budget = make(CHEAP)
     run(budget, 2, [0.5], 10)
-    assert set(budget._records) == {"r0", "r1"}
+    assert set(budget.outcomes._records) == {"r0", "r1"}
     budget.finish(["r0", "unknown"])
-    assert set(budget._records) == {"r1"}
+    assert set(budget.outcomes._records) == {"r1"}
 
 
 def test_what_was_not_verified_teaches_too():
-    """Nothing is verified, for it is believed to be wrong; it is right, and is verified in the end."""
+    """Nothing is verified at first: the drafter's confidence is low. They are right, so later they are."""
     budget = make({**CHEAP, "row": 0.003})
     _, verified = run(budget, 1, [0.1, 0.1], 400, truth=[0.9, 0.9])
     assert verified[0] == 0 and np.mean(verified[-100:]) > 1.9
 
 
-def beside(budget, num_reqs, expected, gain, rounds, by_model=1e-2):
-    """Rounds in which other drafters expect so many tokens; the host's adds a node of that probability to them."""
+def beside(budget, num_reqs, expected, gain, steps, by_model=1e-2):
+    """Run steps: other drafters expect so many tokens, and the model drafter adds a node of that probability."""
     ran = []
     wanted, num_tokens = np.ones(num_reqs, dtype=bool), np.full(num_reqs, 5)
     by_model_only = np.array([[False, True]]).repeat(num_reqs, axis=0)
-    for _ in range(rounds):
+    for _ in range(steps):
         budget.plan(num_reqs)
         ran.append(budget.wants_model_drafter(np.full(num_reqs, expected), wanted))
         seconds = by_model * ran[-1]
@@ -327,13 +324,13 @@ def beside(budget, num_reqs, expected, gain, rounds, by_model=1e-2):
     return np.mean(ran[-100:])
 
 
-def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
-    """At 20 ms a step of up to two tokens, 5 ms of it are worth half a token; for less it is tried now and then."""
+def test_the_model_drafter_runs_where_the_others_expect_little():
+    """At 20 ms a step of up to two tokens, 5 ms are worth half a token; for less it is tried now and then."""
     budget = make(CHEAP, (ALONE, BOTH))
     assert beside(budget, 1, 0.0, 0.9, 50, by_model=5e-3) == 1.0
     refusing = beside(budget, 1, 5.0, 0.02, 1500, by_model=5e-3)
     assert 0.0 < refusing < 0.2
-    assert budget._regime.with_model < 0.3
+    assert budget.planner.regime.drafter.share < 0.3
     # What was learned of confident others says nothing of the rest.
     assert beside(budget, 1, 0.0, 0.9, 50, by_model=5e-3) == 1.0
     # In a batch of more, arms are compared; the one that was chosen runs.
@@ -341,37 +338,37 @@ def test_the_hosts_drafter_runs_where_the_others_leave_it_something():
 
 
 @pytest.mark.parametrize(
-    ("before", "rounds"), [([(5e-2, 1)], 100), ([(5e-3, 50), (2e-1, 40)], 200)], ids=["the first call", "later"]
+    ("before", "steps"), [([(5e-2, 1)], 100), ([(5e-3, 50), (2e-1, 40)], 200)], ids=["the first call", "later"]
 )
-def test_a_disturbed_time_of_the_hosts_drafter_is_soon_forgotten(before, rounds):
-    """In the last hundred rounds it runs in all."""
+def test_a_disturbed_time_of_the_model_drafter_is_soon_forgotten(before, steps):
+    """It runs in all of the last hundred steps."""
     budget = make(CHEAP, (ALONE, BOTH))
     for by_model, count in before:
         beside(budget, 1, 0.0, 0.9, count, by_model=by_model)
-    assert beside(budget, 1, 0.0, 0.9, rounds, by_model=5e-3) == 1.0
+    assert beside(budget, 1, 0.0, 0.9, steps, by_model=5e-3) == 1.0
 
 
-def test_a_round_that_tries_something_says_so():
-    budget = make(DEAR)
+def test_trials_are_marked():
+    budget = make(EXPENSIVE)
     tried = []
     for _ in range(400):
         running = budget.plan(1)
-        assert budget.tries == (running is not budget.arm)
-        tried.append(budget.tries)
+        assert budget.is_trial == (running is not budget.arm)
+        tried.append(budget.is_trial)
         if running is not PLAIN:
             budget.select(chains(1, [0.2]), names(1), np.full(1, 5), np.ones(1, dtype=bool), 1e-2)
     assert 0 < sum(tried[100:]) < 100
     beside(budget := make(CHEAP, (ALONE, BOTH)), 1, 5.0, 0.02, 1500, by_model=5e-3)
-    asked = []
+    ran = []
     for _ in range(600):
         budget.plan(1)
         if budget.running is BOTH:
-            asked.append((budget.wants_model_drafter(np.full(1, 5.0), np.ones(1, dtype=bool)), budget.tries))
-    assert (True, True) in asked and (False, False) in asked and (True, False) not in asked
+            ran.append((budget.wants_model_drafter(np.full(1, 5.0), np.ones(1, dtype=bool)), budget.is_trial))
+    assert (True, True) in ran and (False, False) in ran and (True, False) not in ran
 
 
-def test_a_large_batch_says_nothing_of_the_price_of_time_in_a_small_one():
-    """A step of 16 requests emits many tokens a second; at that price no row of a single request's would pay."""
+def test_the_speed_of_a_large_batch_does_not_count_in_a_small_one():
+    """A step of 16 requests emits many tokens a second; at that rate no row of a single request is worth its time."""
     costs, chain = {**CHEAP, "row": 0.004}, [0.7, 0.6, 0.4, 0.1]
     budget = make(costs)
     run(budget, 16, chain, 60)
@@ -430,8 +427,8 @@ def test_the_nodes_that_are_kept():
         profits = [0.0] + [
             sum(best[:count]) - rate * (verify[count] - verify[0] + for_trees) for count in range(1, len(best) + 1)
         ]
-        keep, count, gain, price = keep_best(values, nodes, verify, for_trees, rate, most)
-        assert gain - rate * price == pytest.approx(max(profits)) == pytest.approx(profits[count])
+        keep, count, gain, cost = keep_best(values, nodes, verify, for_trees, rate, most)
+        assert gain - rate * cost == pytest.approx(max(profits)) == pytest.approx(profits[count])
         assert keep.sum() == count and not (keep & ~nodes).any() and values[keep].sum() == pytest.approx(gain)
         counts.add(min(count, 2))
     assert counts == {0, 1, 2}
@@ -441,7 +438,7 @@ def test_the_nodes_that_are_kept():
     ]
 
 
-def test_what_the_best_nodes_are_worth():
+def test_values_of_the_best_nodes():
     values = np.array([[0.0, 0.5, 0.9, 0.4], [0.0, 0.2, 0.0, 0.0]])
     depths = np.array([[0, 1, 1, 2], [0, 1, 0, 0]])
     sums = best_sums(values, depths, np.array([1, 2]), 2, 4)
@@ -483,20 +480,7 @@ def test_prune():
     assert pruned.source_bits.tolist() == [[0, 2, 1], [0, 2, 0]]
 
 
-def decision_seconds(num_reqs=32):
-    """For ``benchmarks``: seconds of one decision over 32 requests of 8 nodes."""
-    budget = make({**CHEAP, "row": 0.002})
-    draft, wanted = chains(num_reqs, [0.8] * 8), np.ones(num_reqs, dtype=bool)
-    best = math.inf
-    for _ in range(30):
-        begin = time.perf_counter()
-        budget.plan(num_reqs)
-        budget.select(draft, names(num_reqs), np.full(num_reqs, 5), wanted, 1e-3)
-        best = min(best, time.perf_counter() - begin)
-    return best
-
-
-ROUNDS = """
+STEPS = """
 import json, sys
 from numba.core.dispatcher import Dispatcher
 from vllm_specplug.budget import budget
@@ -515,9 +499,9 @@ json.dump([before, compiled(), verified], sys.stdout)
 """
 
 
-def test_rounds_wait_for_no_compiler():
+def test_steps_do_not_compile():
     """A process of its own: in this one other tests have compiled the loops."""
-    done = subprocess.run([sys.executable, "-c", ROUNDS], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=300, check=True)
     before, after, verified = json.loads(done.stdout)
     assert before == after and before["node_values"] == 1
     assert all(verified)

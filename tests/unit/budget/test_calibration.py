@@ -1,4 +1,4 @@
-"""On-line calibration: it finds the truth, follows a change, and stays finite whatever it is told."""
+"""Online calibration finds the true weights, follows a change, and stays finite for any outcomes."""
 
 import pickle
 

@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from vllm_specplug.budget import costs
-from vllm_specplug.budget.costs import PARTS, USUAL, CostModel, CostTable, fastest, knots_up_to, non_decreasing
+from vllm_specplug.budget import cost_files
+from vllm_specplug.budget.costs import PARTS, USUAL, CostModel, CostTable, non_decreasing
+from vllm_specplug.budget.timing import fastest, knots_up_to
 
 LIMITS = {"rows": 64, "requests": 8}
 
@@ -81,54 +82,59 @@ def test_parts_that_were_not_measured_are_learned_at_once():
     model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
     assert set(model.tables) == set(PARTS) and model["verify"].at(32) == pytest.approx(0.02)
     for _ in range(10):
-        model["free"].observe(2, 0.004)
-    assert model["free"].at(2) == pytest.approx(0.004, rel=0.1)
+        model["model_free"].observe(2, 0.004)
+    assert model["model_free"].at(2) == pytest.approx(0.004, rel=0.1)
 
 
-def test_a_slow_first_time_is_not_believed():
+def test_a_slow_first_time_does_not_count():
     model = CostModel({}, LIMITS)
     for seconds in (0.050, 0.004, 0.005, 0.004):
-        model["round"].observe(2, seconds)
-    assert model["round"].at(2) == pytest.approx(0.004, rel=0.01)
+        model["draft_overhead"].observe(2, seconds)
+    assert model["draft_overhead"].at(2) == pytest.approx(0.004, rel=0.01)
     for _ in range(20):
-        model["round"].observe(2, 0.006)
-    assert model["round"].at(2) == pytest.approx(0.006, rel=0.05)
+        model["draft_overhead"].observe(2, 0.006)
+    assert model["draft_overhead"].at(2) == pytest.approx(0.006, rel=0.05)
 
 
 def test_guesses_are_not_saved_as_measurements():
     model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
     for _ in range(CostTable.FIRST_TIMES):
-        model.observe("round", 2, 0.004, 1)
+        model.observe("draft_overhead", 2, 0.004, 1)
     again = CostModel(CostModel.measured_in(model.to_json()), LIMITS)
-    assert set(model.to_json()) == {"verify", "round"}
-    again.observe("between", 2, 0.005, 1)
-    assert again["between"].at(2) == pytest.approx(0.005, rel=0.05)
+    assert set(model.to_json()) == {"verify", "draft_overhead"}
+    again.observe("between_steps", 2, 0.005, 1)
+    assert again["between_steps"].at(2) == pytest.approx(0.005, rel=0.05)
 
 
-def test_save_and_load(tmp_path, monkeypatch):
+def test_save_and_load(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = {"machine": "a", "model": "m"}
-    assert costs.load(facts) is None and costs.saved_models() == []
+    assert cost_files.load(facts) is None and cost_files.saved_models() == []
     model = CostModel({"verify": {1: 0.01, 32: 0.02}}, LIMITS)
-    path = costs.save(facts, model, worth={"eagle2": [[0.0]]})
-    saved = costs.load(facts)
-    assert saved["worth"] == {"eagle2": [[0.0]]} and costs.load({"machine": "b"}) is None
+    path = cost_files.save(facts, model, worth={"eagle2": [[0.0]]})
+    saved = cost_files.load(facts)
+    assert saved["worth"] == {"eagle2": [[0.0]]} and cost_files.load({"machine": "b"}) is None
     again = CostModel(CostModel.measured_in(saved["seconds"]), LIMITS)
     assert again["verify"].at(20) == pytest.approx(model["verify"].at(20))
-    assert [entry["facts"] for entry in costs.saved_models()] == [facts]
+    assert [entry["facts"] for entry in cost_files.saved_models()] == [facts]
     path.write_text('{"seconds": {"verify": {"counts": [3], "seconds": [1]}}}')
-    assert costs.load(facts) is None
-    wrong = {"verify": {"counts": [1], "seconds": [0.01], "per_term": {"nodes": "dear"}}}
+    assert cost_files.load(facts) is None
+    wrong = {"verify": {"counts": [1], "seconds": [0.01], "per_term": {"nodes": "many"}}}
     path.write_text(json.dumps({"facts": facts, "seconds": wrong}))
-    assert costs.load(facts) is None
+    assert cost_files.load(facts) is None
+    # A file of an older version, whose parts had other names, is measured anew.
+    older = {"verify": {"counts": [1], "seconds": [0.01]}, "host": {"counts": [1], "seconds": [0.001]}}
+    path.write_text(json.dumps({"facts": facts, "seconds": older}))
+    assert cost_files.load(facts) is None and "unknown parts of a step: host" in caplog.text
+    assert cost_files.saved_models() == []
     path.write_text("{")
-    assert costs.load(facts) is None and costs.saved_models() == []
+    assert cost_files.load(facts) is None and cost_files.saved_models() == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "vllm-specplug").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert costs.save({}, CostModel({}, LIMITS)) is None and costs.load({}) is None
+    assert cost_files.save({}, CostModel({}, LIMITS)) is None and cost_files.load({}) is None
 
 
 def test_knots_and_the_fastest_call():
@@ -146,33 +152,33 @@ def test_knots_and_the_fastest_call():
 
 
 def test_parts_that_do_not_run_follow_the_targets_steps():
-    """The machine gets slower while nothing is drafted; what drafting costs is then dearer too."""
-    model = CostModel({"verify": {1: 0.01, 64: 0.05}, "host": {1: 0.001, 64: 0.002}, "tree": {1: 0.001}}, LIMITS)
+    """The machine gets slower while nothing is drafted; the estimated cost of drafting grows too."""
+    model = CostModel({"verify": {1: 0.01, 64: 0.05}, "first_pass": {1: 0.001, 64: 0.002}, "tree": {1: 0.001}}, LIMITS)
     for step in range(0, 160, 16):
-        for part, seconds in (("verify", 0.01), ("host", 0.001), ("tree", 0.001)):
+        for part, seconds in (("verify", 0.01), ("first_pass", 0.001), ("tree", 0.001)):
             model.observe(part, 1, seconds, step)
     for step in range(160, 800, 16):
         model.observe("verify", 1, 0.02, step)
         model.observe("tree", 1, 0.001, step)
     slower = model["verify"].at(1) / 0.01
     assert 1.7 < slower < 2.1
-    assert model["host"].at(1) == pytest.approx(0.001 * slower, rel=0.1)
+    assert model["first_pass"].at(1) == pytest.approx(0.001 * slower, rel=0.1)
     assert model["tree"].at(1) == pytest.approx(0.001, rel=0.1)  # that was seen all the time
 
 
 def test_after_a_pause_an_observation_counts_more():
     def moved(pause):
-        model = CostModel({"host": {1: 0.001, 64: 0.002}}, LIMITS)
+        model = CostModel({"first_pass": {1: 0.001, 64: 0.002}}, LIMITS)
         for step in range(0, 1600, 16):
-            model.observe("host", 1, 0.001, step)
-        model.observe("host", 1, 0.0012, 1600 + pause)
-        return model["host"].at(1)
+            model.observe("first_pass", 1, 0.001, step)
+        model.observe("first_pass", 1, 0.0012, 1600 + pause)
+        return model["first_pass"].at(1)
 
     assert moved(5000) > moved(1000) > moved(0)
 
 
 def test_means_of_many_times_tell_more_than_one_in_many():
-    """Rows were dearer where they were measured than they are in steps, which also do what no row adds to."""
+    """Rows were measured as more expensive than they are in steps, which also have a fixed part."""
     by_rows = {1: 0.013, 8: 0.0145, 16: 0.018, 32: 0.026}
     errors = np.zeros(2)
     for seed in range(10):
@@ -205,17 +211,17 @@ def test_what_is_seldom_seen_is_learned_from_at_once():
 
 
 def test_few_and_many_rows_are_not_averaged():
-    """A drafter reads a prompt now and then: neither is that a disturbance, nor does it make single rows dearer."""
-    model = CostModel({"host": {1: 0.001, 8: 0.001, 64: 0.008}}, LIMITS)
+    """A drafter reads a prompt now and then: that is no disturbance, and does not make single rows look expensive."""
+    model = CostModel({"first_pass": {1: 0.001, 8: 0.001, 64: 0.008}}, LIMITS)
     for step in range(200 * USUAL):
         many = step % 8 == 0
-        model.gather("host", 64 if many else 4, 0.012 if many else 0.001, step, None)
-    assert model["host"].at(4) == pytest.approx(0.001, rel=0.03)
-    assert model["host"].at(64) == pytest.approx(0.012, rel=0.1)
+        model.gather("first_pass", 64 if many else 4, 0.012 if many else 0.001, step, None)
+    assert model["first_pass"].at(4) == pytest.approx(0.001, rel=0.03)
+    assert model["first_pass"].at(64) == pytest.approx(0.012, rel=0.1)
 
 
-def test_contexts_and_trees_do_not_make_rows_dearer():
-    """Plain steps of large batches attend to many contexts, and a tree's attention has its own price."""
+def test_contexts_and_trees_do_not_make_rows_look_expensive():
+    """Plain steps of large batches attend to many contexts, and a tree's attention has a cost of its own."""
     rng = np.random.default_rng(0)
     model = CostModel({"verify": {1: 0.010, 4: 0.0105, 16: 0.013, 32: 0.017, 64: 0.025}}, LIMITS)
 
@@ -233,7 +239,7 @@ def test_contexts_and_trees_do_not_make_rows_dearer():
         nodes = num_reqs * np.arange(4)
         found, true = model.verification(num_reqs)[nodes], truth(num_reqs, nodes)
         assert found == pytest.approx(true, rel=0.05)
-        # Without terms this fails, as what is special about large batches and trees becomes the price of rows.
+        # Without terms this fails: what large batches and trees cost is then taken for the cost of rows.
         assert found[3] - found[1] == pytest.approx(true[3] - true[1], rel=0.3, abs=3e-4)
     again = CostModel(CostModel.measured_in(model.to_json()), LIMITS, CostModel.terms_in(model.to_json()))
     assert again.verification(8) == pytest.approx(model.verification(8))

@@ -1,4 +1,4 @@
-"""The engine of ``specplug calibrate cost``: ``cost_probe TASK.json ANSWER.json``."""
+"""Runs the engine of ``specplug calibrate cost``: ``cost_probe TASK.json ANSWER.json``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from vllm_specplug.hosts.probes.bench_worker import answer
 
 
 def probe(task: dict[str, Any]) -> dict[str, Any]:
-    """Measure the costs anew; answer the questions of each category, each from what is known of none.
+    """Measure the costs again, then answer the questions of each category, starting without values of drafts each time.
 
     Args:
-        task: ``engine`` (arguments of ``LLM``), ``questions`` (texts by category), ``max_tokens``, ``batches``.
+        task: ``engine`` (arguments of ``LLM``), ``questions`` (texts by category), ``max_tokens`` (of an answer),
+            ``batches`` (batch sizes to report choices for).
 
     Returns:
-        ``facts``, ``seconds`` (see ``CostModel.to_json``), ``choices`` (by category, or ``first guess``), and
-        ``reliability`` (by category: outcomes, mean prediction, share accepted).
+        ``facts``, ``seconds`` (see ``CostModel.to_json``), ``choices`` (by category; without questions,
+        ``first guess``), and ``reliability`` (by category: outcomes, mean prediction, share accepted).
     """
     from vllm import LLM
 

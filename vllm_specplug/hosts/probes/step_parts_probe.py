@@ -32,7 +32,7 @@ from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 _PARTS = ("verify", "draft", "draft_forward", "decide")
 #: Methods of the measured budget that decide something.
-_DECISIONS = ("begin", "plan", "wants_model_drafter", "select", "end")
+_DECISIONS = ("begin", "plan", "wants_model_drafter", "may_grow", "select", "end")
 
 
 class PartsClock:
@@ -54,10 +54,10 @@ class PartsClock:
             self._wrap(*((drafter, "_score") if hasattr(drafter, "_score") else (drafter.model, "compute_logits")))
         elif hasattr(drafter, "heads"):  # Medusa's
             self._wrap(drafter.heads, "_logits", "draft_forward")
-        if budget := getattr(self.runner, "serving_budget", None):
+        budget = getattr(self.runner, "serving_budget", None)
+        if budget is not None and budget.is_measured:
             for name in _DECISIONS:
                 self._wrap(budget, name, "decide")
-            self._wrap(budget.budget, "may_grow", "decide")
         execute, step = self.runner.execute_model, engine.step
 
         def noted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.budget.budget import PLAIN
+from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.hosts.drafters.base import make_v1_drafter
@@ -97,7 +97,7 @@ class DraftPhase:
             unread = drafter.missed.unread.intersection(self.input_batch.req_ids)
             self._counters.add("not read by the drafter", len(unread))
         flat = self._keep(draft)
-        budget.handed_over(caught_up)
+        budget.drafts_kept(caught_up)
         self._draft_guard.run(functools.partial(drafter.after_draft, self._verify_start))
         budget.end_draft()
         return flat

