@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
-from vllm_specplug.core.tree import NEVER, DraftPool
+from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.proposers.lookup.index import BREAK
 from vllm_specplug.proposers.lookup.matches import Matches
 from vllm_specplug.types import PADDING
