@@ -281,7 +281,7 @@ def reproductions(tables: Sequence[dict[str, Any]]) -> str:
     if not tables:
         return _missing(
             "Reproductions",
-            "give files of benchmarks/reproduce_*.py (some are in benchmarks/results) to specplug report too",
+            "give files of benchmarks/papers/reproduce_*.py (some are in benchmarks/results) to specplug report too",
         )
     parts = []
     for table in tables:
@@ -346,7 +346,7 @@ def read_results(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, 
         elif isinstance(content, dict) and "reproductions" in content:
             tables += content["reproductions"]
         else:
-            raise ValueError(f"{path} comes neither from specplug bench --output nor from benchmarks/reproduce_*.py")
+            raise ValueError(f"{path} comes neither from specplug bench --output nor from benchmarks/papers/reproduce_*.py")
     if len(reports) != 1:
         raise ValueError(f"give one file of specplug bench --output, not {len(reports)}")
     return reports[0], tables

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trace
+from benchmarks.end_to_end import trace
 from vllm_specplug.budget import costs
 from vllm_specplug.tools import bench, cli, cost_command, demo, doctor
 from vllm_specplug.utils import environment

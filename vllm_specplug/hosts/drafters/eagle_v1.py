@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 #: From so many rows on, besides those from which drafts grow, the drafter's context is written without the rest of its
-#: forward: with less to save, the calls for that may take as long (benchmarks/test_draft_context.py).
+#: forward: with less to save, the calls for that may take as long (benchmarks/micro/test_draft_context.py).
 WRITTEN_ROWS = 32
 
 

@@ -1,6 +1,6 @@
 """What the measured budget's own decision takes: which drafters to run, which nodes to verify, and learning from it.
 
-    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/test_decision.py
+    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/micro/test_decision.py
 
 By itself: chains of eight nodes for so many requests.  In the engine, where other work has emptied the caches: by
 method, with so many questions under way at once, beside the time of the step that it belongs to.
@@ -25,7 +25,7 @@ from vllm_specplug.utils.smollm2 import prepare
 
 NUM_NODES, PROMPT = 8, 100
 SIZES, MAX_TOKENS = (1, 8, 32), 64
-OUTPUT = Path(__file__).parents[1] / ".benchmarks" / "decision.json"
+OUTPUT = Path(__file__).parents[2] / ".benchmarks" / "decision.json"
 
 
 @pytest.fixture(params=[1, 8, 32])
