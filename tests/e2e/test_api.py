@@ -15,7 +15,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from benchmarks import stress
+from benchmarks.end_to_end import stress
 from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
 from vllm_specplug.tools import cli
 from vllm_specplug.tools.bench.server import Server as MeasuredServer
@@ -293,7 +293,7 @@ def test_bench_controls(servers, tmp_path, monkeypatch, spoil):
 
 
 def test_stress(servers, monkeypatch):
-    """``benchmarks/stress.py`` for a minute: the answers are plain decoding's, and nothing is left."""
+    """``benchmarks/end_to_end/stress.py`` for a minute: the answers are plain decoding's, and nothing is left."""
     # It compares all tokens that are handed out, of batches in which requests come and go.
     works = {"stop": DROPS_TOKENS_BEHIND_STOPS, "allowed_token_ids": MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST}
     honest = stress.make_case

@@ -84,7 +84,7 @@ def never(logits, sampling_metadata):
 
 
 def test_the_hosts_sampler_takes_the_first_largest_too():
-    """What ``greedy_walk`` takes for it (tests/unit/core/test_greedy_walk.py compares that with torch.argmax)."""
+    """What ``greedy_walk`` takes for it (tests/unit/kernels/test_greedy_walk.py compares that with torch.argmax)."""
     nan, inf = float("nan"), float("inf")
     rows = [[1, 3, 3, 2], [-1, -0.0, 0.0, -2], [1, nan, 2, nan], [-inf] * 4, [0, inf, inf, 1]]
     logits = torch.tensor(rows)

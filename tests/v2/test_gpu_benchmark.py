@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_worker
+from benchmarks.gpu import gpu, gpu_worker
 from tests.v2.conftest import ENGINE, PLAIN
 from tests.v2.test_lookup import LOOKUP
 from vllm_specplug.hosts.v2.trees import DeviceTrees

@@ -204,7 +204,7 @@ def reproductions(tables: Sequence[dict[str, Any]]) -> str:
     if not tables:
         return _missing(
             "Reproductions",
-            "give files of benchmarks/reproduce_*.py (some are in benchmarks/results) to specplug report too",
+            "give files of benchmarks/papers/reproduce_*.py (some are in benchmarks/results) to specplug report too",
         )
     parts = []
     for table in tables:
@@ -250,7 +250,9 @@ def read_results(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, 
         elif isinstance(content, dict) and "reproductions" in content:
             tables += content["reproductions"]
         else:
-            raise ValueError(f"{path} was written neither by specplug bench --output nor by benchmarks/reproduce_*.py")
+            raise ValueError(
+                f"{path} was written neither by specplug bench --output nor by benchmarks/papers/reproduce_*.py"
+            )
     if len(reports) != 1:
         raise ValueError(f"give one file of specplug bench --output, not {len(reports)}")
     return reports[0], tables
@@ -263,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="JSON",
-        help="one file of specplug bench --output, and files of benchmarks/reproduce_*.py",
+        help="one file of specplug bench --output, and files of benchmarks/papers/reproduce_*.py",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="HTML", help="where to write (default: %(default)s)"

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from tests.doubles.trained import DRAFT, full_disk, make_answers, make_features, write_target
+from tests.doubles.trained import DRAFT, full_disk, make_answers, write_target
 from vllm_specplug.proposers.eagle2.checkpoint import load_head
 from vllm_specplug.proposers.hass import train as hass
 from vllm_specplug.proposers.training import eagle, features, log, loop, trainer
@@ -23,6 +23,22 @@ SMALL = eagle.EagleOptions(epochs=1, batch_tokens=96, draft_vocab_size=DRAFT, al
 def train(target, data, out, options=SMALL, **settings):
     task = eagle.EagleTask(target, IDS, options, device=settings.get("team", Team()).device)
     return trainer.train(task, data, str(out), trainer.RunSettings(progress=False, **settings))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    pytest.importorskip("transformers")
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def feature_files(target, tmp_path_factory):
+    return features.extract(target, make_answers(), tmp_path_factory.mktemp("features"), progress=False)
+
+
+@pytest.fixture(scope="module")
+def data(feature_files):
+    return features.load_features(feature_files)
 
 
 def weights(target, data, out, **changes):
@@ -85,14 +101,20 @@ def test_accumulation_is_the_mean_of_its_micro_batches(target, data, tmp_path, m
     torch.testing.assert_close(seen[0], sum(expected) / 2)
 
 
-def _train_in_a_team(environment, target, folder, out):
+def _train_in_a_team(environment, target, files, order, out):
     os.environ |= environment
+
+    def load():
+        with open(order, "a") as file:
+            file.write(environment["RANK"])
+        return features.load_features(files)
+
     with join("cpu") as team:
-        data = team.leader_first(lambda: make_features(target, make_answers(), folder))
+        data = team.leader_first(load)
         train(target, data, out, team=team, max_steps=3)
 
 
-def test_two_processes_make_the_steps_of_one_that_accumulates(target, data, tmp_path):
+def test_two_processes_make_the_steps_of_one_that_accumulates(target, feature_files, data, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -102,7 +124,13 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(target, data, tmp_
     both = [
         context.Process(
             target=_train_in_a_team,
-            args=(shared | {"RANK": rank, "LOCAL_RANK": rank}, target, tmp_path / "features", str(tmp_path / "both")),
+            args=(
+                shared | {"RANK": rank, "LOCAL_RANK": rank},
+                target,
+                feature_files,
+                tmp_path / "order",
+                str(tmp_path / "both"),
+            ),
             daemon=True,
         )
         for rank in "01"
@@ -112,6 +140,7 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(target, data, tmp_
     for process in both:
         process.join(300)
     assert [process.exitcode for process in both] == [0, 0]
+    assert (tmp_path / "order").read_text() == "01"
     alone = weights(target, data, tmp_path / "alone", accumulate=2, max_steps=3)
     state = torch.load(tmp_path / "both" / trainer.STATE_NAME, weights_only=True)
     for name, tensor in alone.items():

@@ -247,7 +247,7 @@ def server():
             return not pair.broken
 
         fake.two_at_once = two_at_once
-        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        threading.Thread(target=fake.serve_forever, args=(0.01,), daemon=True).start()
         yield fake, f"http://127.0.0.1:{fake.server_port}"
         fake.shutdown()
 

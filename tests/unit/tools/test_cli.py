@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trace
+from benchmarks.end_to_end import trace
 from vllm_specplug.budget import cost_files, costs
 from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift
+from benchmarks.papers import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift
 from tests.unit.tools.test_report import CLAIM, Page
 from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
 from vllm_specplug.proposers.swift import drafting

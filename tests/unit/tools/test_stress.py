@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks import stress
+from benchmarks.end_to_end import stress
 
 ANSWER = {"token_ids": [1, 2], "text": "ab", "ended": "stop", "logprobs": [-1.5]}
 AT_REST = dict.fromkeys((*stress.AT_REST, stress.FAILED), 0.0)

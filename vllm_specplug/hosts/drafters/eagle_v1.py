@@ -26,7 +26,7 @@ from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
 
 #: Context rows from which on the drafter's key/value is written without the rest of its forward.  With fewer rows the
-#: extra calls take as long as they save (benchmarks/test_draft_context.py).
+#: extra calls take as long as they save (benchmarks/micro/test_draft_context.py).
 WRITTEN_ROWS = 32
 
 

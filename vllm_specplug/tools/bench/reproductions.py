@@ -1,4 +1,4 @@
-"""Claims of the papers beside our measurements: the files of ``benchmarks/reproduce_*.py`` and their Markdown.
+"""Claims of the papers beside our measurements: the files of ``benchmarks/papers/reproduce_*.py`` and their Markdown.
 
     python -m vllm_specplug.tools.bench.reproductions FILE... [--into PAGE]
 

@@ -1,6 +1,6 @@
 """Typical acceptance: what its limits buy and what they cost.
 
-    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/test_typical.py --benchmark-json=out.json
+    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/end_to_end/test_typical.py --benchmark-json=out.json
 
 One engine with Medusa heads for SmolLM2 and ``"verification": "typical"``; every row is a temperature and an epsilon
 that the requests bring (delta is its square root, as the paper sets it).  "exact" are limits that nothing exceeds: the

@@ -1,6 +1,6 @@
 """End to end: tokens/s of ``eagle2`` and a union against plain vLLM, stock n-gram and the stock EAGLE chain.
 
-    SPECPLUG_QUESTIONS=spec_bench.jsonl pytest benchmarks/test_end_to_end.py --benchmark-json=out.json
+    SPECPLUG_QUESTIONS=spec_bench.jsonl pytest benchmarks/end_to_end/test_end_to_end.py --benchmark-json=out.json
 
 Questions are not part of this repository.  All are measured in one run; a short one before it finds the chain's best
 length.  The results go to ``.benchmarks/end_to_end.json``; ``specplug bench --table FILE --into README.md`` publishes
@@ -22,7 +22,7 @@ NUM_QUESTIONS, MAX_TOKENS = 40, 96
 CHAIN_LENGTHS = (1, 2, 3)
 LENGTH_QUESTIONS = 12
 BAR = 1.25
-OUTPUT = Path(__file__).parents[1] / ".benchmarks" / "end_to_end.json"
+OUTPUT = Path(__file__).parents[2] / ".benchmarks" / "end_to_end.json"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """SWIFT on SmolLM2-135M-Instruct: the search against uniform skipping and pure chance, speed, cost, drift.
 
-python benchmarks/swift.py --questions spec_bench_dev.jsonl --out swift.json [--part search speed drift cost]
+python benchmarks/end_to_end/swift.py --questions spec_bench_dev.jsonl --out swift.json [--part search speed drift cost]
 
 The engine runs in this process.  Each part takes some minutes on two cores; timings are ratios inside one run.
 ``drift``: the search first ends on tasks like those of the first segment (``--patience``), then five kinds of tasks

@@ -1,6 +1,6 @@
 """HASS at this scale: alignment over 1, 2, 3 ... steps, and the K and w of its loss; equal data, steps and start.
 
-    python benchmarks/reproduce_hass.py --target DIR --data DATA --dev-data DEV --heads DIR --out claims.json \
+    python benchmarks/papers/reproduce_hass.py --target DIR --data DATA --dev-data DEV --heads DIR --out claims.json \
         [--start-from HEAD] [--sweep-data DATA]
 
 ``specplug data`` makes the data folders.  The common head is one given (``--start-from``), or is trained without

@@ -1,6 +1,6 @@
 """A drafter's forward and LM head in 8 bits, against the same in bfloat16.
 
-    python -m pytest benchmarks/test_draft_int8.py --benchmark-json=out.json
+    python -m pytest benchmarks/micro/test_draft_int8.py --benchmark-json=out.json
 
 The shipped drafter in the real engine, with as many threads as a served worker has; attention is in neither.  Before
 each call the caches are filled with something else, as the target's weights do between two rounds.

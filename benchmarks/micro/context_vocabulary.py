@@ -1,6 +1,6 @@
 """What a reduced draft vocabulary costs, and what of it a request's own tokens bring back.
 
-    python -m benchmarks.context_vocabulary --target DIR --data DATA --out FILE
+    python -m benchmarks.micro.context_vocabulary --target DIR --data DATA --out FILE
 
 Greedy chains of the shipped drafter on answers kept by `specplug data`, offline: over its draft vocabulary, with the
 tokens of the prompt added (serving adds those of the answer so far too), and over the target's whole vocabulary.

@@ -1,6 +1,6 @@
 """EAGLE-2's ablations at this scale, offline: dynamic against static trees, value against confidence, reranking.
 
-    python benchmarks/reproduce_eagle2.py --target DIR --head DIR --answers dev.jsonl --features DIR --out claims.json
+    python benchmarks/papers/reproduce_eagle2.py --target DIR --head DIR --answers dev.jsonl --features DIR --out claims.json
 
 The head drafts along the target's own greedy answers (``specplug data`` makes answers and features): at temperature 0
 a drafted token is accepted exactly when it is the answer's next.  Trees of one size have the same number of nodes.

@@ -1,9 +1,9 @@
 """SWIFT's ablation at this scale: layer search, early stop, dynamic verification, and how many layers can be skipped.
 
-    python -m benchmarks.reproduce_swift --questions spec_bench_dev.jsonl --out claims.json
+    python -m benchmarks.papers.reproduce_swift --questions spec_bench_dev.jsonl --out claims.json
 
 SmolLM2-135M-Instruct drafts for itself in the real engine.  A layer set is searched for each skip ratio on the first
-questions, or taken from a file of ``benchmarks/swift.py`` (``--searched``), and everything is measured on the last
+questions, or taken from a file of ``benchmarks/end_to_end/swift.py`` (``--searched``), and everything is measured on the last
 ones, which the search has not seen; nothing is timed.
 """
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.swift import TASKS, Engine
+from benchmarks.end_to_end.swift import TASKS, Engine
 from vllm_specplug.proposers.swift import drafting
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.report import expected_speedup
@@ -169,7 +169,9 @@ def main() -> None:
     parser.add_argument("--questions", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.45], help="the last: the ablation")
-    parser.add_argument("--searched", type=Path, help="take the sets from such a file of benchmarks/swift.py")
+    parser.add_argument(
+        "--searched", type=Path, help="take the sets from such a file of benchmarks/end_to_end/swift.py"
+    )
     parser.add_argument("--steps", type=int, default=300, help="candidates of each search")
     parser.add_argument("--count", type=int, default=15, help="questions to measure on")
     parser.add_argument("--max-tokens", type=int, default=96)

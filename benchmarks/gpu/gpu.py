@@ -1,8 +1,8 @@
 """Everything there is to check and measure on a CUDA machine, by one command; writes JSON with provenance.
 
-    python benchmarks/gpu.py --output gpu.json                     # all parts
-    python benchmarks/gpu.py --output gpu.json --parts steps       # one of them
-    python benchmarks/gpu.py --output self.json --interpret        # self-check on a CPU: tiny sizes, no meaningful time
+    python benchmarks/gpu/gpu.py --output gpu.json                     # all parts
+    python benchmarks/gpu/gpu.py --output gpu.json --parts steps       # one of them
+    python benchmarks/gpu/gpu.py --output self.json --interpret        # self-check on a CPU: tiny sizes, no meaningful time
 
 Parts, in this order:
 
@@ -50,7 +50,7 @@ from typing import Any
 from vllm_specplug.utils.environment import first_error, provenance
 from vllm_specplug.utils.tables import format_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 PARTS = ("tests", "identity", "attention", "lookup", "steps", "end_to_end")
 #: Values of the option ``tree_attention``.
@@ -186,7 +186,9 @@ class Report:
 def ask(question: dict[str, Any], timeout: float) -> dict[str, Any]:
     """A worker's ``rows``, as far as it came, and what is wrong with them (``problems``) or with it (``error``)."""
     started = time.perf_counter()
-    code, output, errors = run_process([sys.executable, "-m", "benchmarks.gpu_worker", json.dumps(question)], timeout)
+    code, output, errors = run_process(
+        [sys.executable, "-m", "benchmarks.gpu.gpu_worker", json.dumps(question)], timeout
+    )
     rows = [json.loads(line.removeprefix("ROW ")) for line in output.splitlines() if line.startswith("ROW ")]
     found: dict[str, Any] = {"rows": rows, "seconds": round(time.perf_counter() - started, 1)}
     if problems := [row["problem"] for row in rows if "problem" in row]:

@@ -1,6 +1,6 @@
 """Stress on a real server with draft trees: every finished answer equals a plain server's, and nothing is left behind.
 
-    python -m benchmarks.stress --minutes 15 --output benchmarks/results/stress.json
+    python -m benchmarks.end_to_end.stress --minutes 15 --output benchmarks/results/stress.json
 
 Tiny random models in float32.  Requests with random parameters, all greedy or seeded, come in, ``--concurrency`` at
 once; a fifth of them is aborted, and the KV space holds a tenth of what they ask for together.  A plain server beside

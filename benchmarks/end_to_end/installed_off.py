@@ -1,6 +1,6 @@
 """What the plugin costs where it is installed and none of its methods is configured: nothing that can be measured.
 
-    python -m benchmarks.installed_off --output benchmarks/results/installed_off.json
+    python -m benchmarks.end_to_end.installed_off --output benchmarks/results/installed_off.json
 
 Two plain engines of the tiny model, one with the plugin and one with no plugin at all, answer the same batches in turn.
 The model is so small that a step is nearly all host code, where a cost would be seen first.  Answers must be equal.

@@ -1,6 +1,6 @@
 """Medusa's trees at this scale: sparse against dense ones of equal size, and the best size.
 
-    python benchmarks/reproduce_medusa.py --target DIR --model HEADS --answers FILE --features DIR \
+    python benchmarks/papers/reproduce_medusa.py --target DIR --model HEADS --answers FILE --features DIR \
         --steps steps.json --out claims.json
 
 The heads rank the tokens of the target's own greedy answers (``specplug data`` makes answers and features); at

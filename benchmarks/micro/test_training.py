@@ -1,6 +1,6 @@
 """A training step per alignment step: tokens per second and peak memory, against align-1 in the same run.
 
-    python -m pytest -s benchmarks/test_training.py --benchmark-json=out.json
+    python -m pytest -s benchmarks/micro/test_training.py --benchmark-json=out.json
 
 A head of SmolLM2-135M's geometry with 8192 draft ids, random features, 4096 tokens a step, half of them answers.  Each
 alignment has a process of its own (memory), and takes turns with one of align-1 (speed).  Read ``extra_info``:

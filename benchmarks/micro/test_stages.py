@@ -1,6 +1,6 @@
 """The stages of a step around the model, each against its slow pure-Python reference in the same run.
 
-    python -m pytest -s benchmarks/test_stages.py --benchmark-json=out.json
+    python -m pytest -s benchmarks/micro/test_stages.py --benchmark-json=out.json
 
 Stock vLLM has no counterpart of these: a chain needs none.  Read ``extra_info.reference_over_ours`` (median over
 median, higher is better); what a stage costs a step is the benchmark's own median.  One thread: the tensors are tiny.

@@ -1,6 +1,6 @@
 """A trace that changes its kind of text: what choosing by measurement loses against the best fixed choice.
 
-    python benchmarks/trace.py --segment translation=spec_bench.jsonl --segment code=human_eval.jsonl --out trace.json
+    python benchmarks/end_to_end/trace.py --segment translation=spec_bench.jsonl --segment code=human_eval.jsonl --out trace.json
 
 Every method has an engine of its own; each block of requests goes to one after the other, in the same order for all,
 so each of them sees the whole trace.  Within a segment, regret is what the measured union is slower than the fastest

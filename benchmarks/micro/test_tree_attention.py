@@ -1,6 +1,6 @@
 """Tree attention against the host's chain attention on as many tokens.
 
-    python -m pytest -s benchmarks/test_tree_attention.py
+    python -m pytest -s benchmarks/micro/test_tree_attention.py
 
 One layer of SmolLM2-135M, batch 1, trees of random shape.  The two kernels alternate call by call, so that both see the
 same machine.  Read ``extra_info.ratio_to_chain`` (``--benchmark-json``; also printed): tree time over chain time of

@@ -1,6 +1,6 @@
 """Time of the measured budget's own decisions: which drafters run, which nodes are verified, and learning from them.
 
-    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/test_decision.py
+    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/micro/test_decision.py
 
 ``test_decision`` decides over chains of eight nodes, without an engine.  ``test_decision_in_the_engine`` measures in the
 engine, where other work has emptied the caches, by method and number of questions at once, beside the step's own time.
@@ -27,7 +27,7 @@ from vllm_specplug.utils.smollm2 import prepare
 
 NUM_NODES, PROMPT = 8, 100
 SIZES, MAX_TOKENS = (1, 8, 32), 64
-OUTPUT = Path(__file__).parents[1] / ".benchmarks" / "decision.json"
+OUTPUT = Path(__file__).parents[2] / ".benchmarks" / "decision.json"
 
 
 @pytest.fixture(params=[1, 8, 32])
