@@ -10,7 +10,7 @@ from vllm.forward_context import set_forward_context
 
 from tests.doubles import tiny
 from vllm_specplug.hosts.compat import speculative_config
-from vllm_specplug.hosts.drafters.int8_linear import Int8Linear, RoundedLinearMethod
+from vllm_specplug.hosts.drafters.int8_linear import Int8Linear, Int8LinearMethod
 
 from .conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, runner_of, token_ids
 
@@ -55,7 +55,7 @@ def test_only_the_drafter_is_rounded(engine):
 
     def rounded(model):
         methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
-        return {name for name, method in methods.items() if isinstance(method, RoundedLinearMethod)}
+        return {name for name, method in methods.items() if isinstance(method, Int8LinearMethod)}
 
     layer = "model.layers.0"
     names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
