@@ -1,4 +1,4 @@
-"""Lookup on the V2 runner."""
+"""The lookup proposer of vLLM's V2 runner."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from vllm_specplug.types import Draft
 
 
 class LookupOnDevice:
-    """Drafts from the tokens of each request, which V2 keeps on the device."""
+    """Drafts continuations of matches in each request's own tokens, which V2 keeps on the GPU."""
 
     def __init__(self, options: LookupOptions):
         self._options = options
 
     def propose(self, context: DeviceDraftContext) -> Draft:
+        """Draft one tree per request."""
         return draft_matches(
             context.token_ids, context.slots, context.num_tokens, context.root_token_ids, self._options, match_keys
         )

@@ -81,10 +81,8 @@ def _best_matches(
         positions: int64 ``[num_reqs, num_positions]``; the first ``num_own`` columns are positions in ``tokens``, the
             others in ``traffic``.
         lengths: int64, like ``positions``; matching tokens of each.
-        num_own: number of columns that are positions in ``tokens``.
-        tokens: int32; the store of the requests' own tokens.
+        tokens, traffic: int32; the stores of the requests' own tokens and of ended requests.
         ends: int64 ``[num_reqs]``; position of each request's last token in ``tokens``.
-        traffic: int32; the store of ended requests' tokens.
         cursor: last written position of ``traffic``.
         options: ``min_match``, ``max_match``, ``max_candidates`` and ``draft_depth``.
 

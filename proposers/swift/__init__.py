@@ -6,7 +6,7 @@ from .options import SwiftOptions, check_target
 
 
 def configure(options: SwiftOptions, target: TargetInfo) -> DrafterConfig:
-    """Check that the target has layers to leave out."""
+    """Check that the target has sub-layers to skip."""
     check_target(options, target.num_layers)
     return DrafterConfig(options)
 

@@ -1,4 +1,4 @@
-"""Unions on the V2 runner."""
+"""The union proposer of vLLM's V2 runner."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class UnionOnDevice:
         self._num_nodes = options.num_speculative_tokens
 
     def propose(self, context: DeviceDraftContext) -> Draft:
+        """Draft one tree per request."""
         drafts = [context.draft_by_model()] if self._has_model else []
         drafts += [source.propose(context) for source in self._sources]
         return merge_drafts(drafts, self._num_nodes)

@@ -60,7 +60,7 @@ def test_requests_wait_for_no_compiler(options):
     assert drafted > 100
     of_lookup = {name: count for name, count in before.items() if ".lookup." in name}
     # What others call within has no signature of its own where they come from the disk.
-    assert len(of_lookup) > 5 and all(count for name, count in of_lookup.items() if not name.endswith("._head"))
+    assert len(of_lookup) > 5 and all(count for name, count in of_lookup.items() if not name.endswith("._bucket"))
     assert before == after
 
 
