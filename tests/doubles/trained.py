@@ -1,4 +1,4 @@
-"""A tiny random target, answers and features: what the training tests share."""
+"""A tiny random target, its answers and features, for the training tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, VOCAB, DRAFT = 16, 50, 30
 
 
 def write_target(path: Path, layers: int = 2, hidden: int = HIDDEN) -> str:
-    """A random Llama."""
+    """Write a random Llama."""
     import transformers
 
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def make_features(target: str, answers: list[Answer], folder: Path, layers: tupl
 
 @contextmanager
 def full_disk(limit: int):
-    """No file may grow beyond `limit` bytes."""
+    """Let no file grow beyond `limit` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

@@ -1,4 +1,4 @@
-"""Multi-step attention against the paper's pseudo-code (HASS, appendix A.1), values and gradients, in both forms."""
+"""Multi-pass attention equals the paper's pseudo-code (HASS, appendix A.1), values and gradients, plain and flex."""
 
 import math
 
@@ -66,7 +66,7 @@ def gradients(head, outputs):
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """torch refuses flex gradients on a CPU, for want of a compiled kernel; its uncompiled form has them."""
+    """Flex attention with gradients on a CPU: torch refuses it compiled, so this is the uncompiled one."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     return alignment.FlexAlignedAttention(compile=False)
 
@@ -84,7 +84,7 @@ def test_passes_equal_the_papers_pseudo_code(form, steps, flex_on_cpu):
 
 
 def test_a_wrong_diagonal_shows():
-    """The control: with the two newest passes swapped, the third pass differs."""
+    """With the two newest passes swapped, the third pass differs: the comparison above can fail."""
     head = make_head()
     head.attend = lambda query, keys, values: alignment.aligned_attention(
         query, [keys[0], *keys[:0:-1]], [values[0], *values[:0:-1]]
@@ -95,7 +95,7 @@ def test_a_wrong_diagonal_shows():
     assert (ours[2] - papers[2]).abs().max() > 1e-3
 
 
-def test_choice_of_the_form():
+def test_choose_attention():
     cpu = torch.device("cpu")
     assert alignment.choose_attention("auto", cpu) is alignment.aligned_attention
     assert alignment.choose_attention("plain", torch.device("cuda")) is alignment.aligned_attention

@@ -1,4 +1,4 @@
-"""Draft checkpoints: both layouts, both file formats, and every refusal with its message."""
+"""Draft checkpoints: both layouts, both file formats, and the message of each refusal."""
 
 import json
 import struct
@@ -144,7 +144,7 @@ def test_missing_tensors_are_listed(tmp_path):
     assert "lacks 2 tensor(s): fc.weight, layers.0.mlp.up_proj.weight" in message
 
 
-def test_promised_tensors_must_be_there(tmp_path):
+def test_tensors_that_the_config_names_must_be_there(tmp_path):
     write(tmp_path, {"bias": True, "draft_vocab_size": DRAFT})
     assert "lacks 2 tensor(s): d2t, fc.bias" in refusal(tmp_path)
 
@@ -196,7 +196,7 @@ def test_d2t_with_duplicates(tmp_path):
 
 
 class Payload:
-    """Something a tensors-only unpickler must refuse."""
+    """An object that an unpickler of plain tensors must refuse."""
 
     def __reduce__(self):
         return print, ("executed",)
@@ -225,7 +225,7 @@ def test_pickle_that_is_not_a_state_dict(tmp_path):
 
 
 def test_validation_reads_headers_only(tmp_path, monkeypatch):
-    """No tensor of a plain head is read: validation stays cheap for any size."""
+    """Validation of a head without d2t reads no tensor, so its time does not depend on the size."""
     write(tmp_path)
     monkeypatch.setattr("vllm_specplug.proposers.eagle2.checkpoint.safe_open", None)
     assert validate_checkpoint(tmp_path, HIDDEN, VOCAB).kind == "eagle"

@@ -1,4 +1,4 @@
-"""Tokens of a request's own text are drafted beside a reduced draft vocabulary."""
+"""Tokens of a request's own text extend a reduced draft vocabulary."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_own_tokens_are_added(vocabulary):
     torch.testing.assert_close(extended(vocabulary), EVERY[:, vocabulary.ids])
 
 
-def test_nothing_is_added_where_the_draft_vocabulary_has_all(vocabulary):
+def test_nothing_is_added_if_the_draft_vocabulary_has_all_tokens(vocabulary):
     update(vocabulary, a=[1, 5, 1])
     assert vocabulary.ids is DRAFT_IDS
     assert torch.equal(extended(vocabulary), EVERY[:, DRAFT_IDS])
@@ -49,24 +49,24 @@ def test_tokens_of_other_requests_are_not_drafted(vocabulary):
     torch.testing.assert_close(extended(vocabulary), expected)
 
 
-def test_new_tokens_come_in_and_ended_requests_go(vocabulary):
+def test_new_tokens_are_added_and_ended_requests_removed(vocabulary):
     update(vocabulary, a=[7], b=[8])
     update(vocabulary, a=[7, 3], b=[8, 1])
     assert vocabulary.ids.tolist() == [1, 2, 5, 3, 7, 8]
     vocabulary.finish(["b", "unknown"])
     update(vocabulary, a=[7, 3])
     assert vocabulary.ids.tolist() == [1, 2, 5, 3, 7]
-    update(vocabulary, b=[4])  # another request of that name
+    update(vocabulary, b=[4])  # another request with the same id
     assert vocabulary.ids.tolist() == [1, 2, 5, 4]
 
 
-def test_a_text_that_got_shorter_is_looked_at_anew(vocabulary):
+def test_a_text_that_got_shorter_is_processed_anew(vocabulary):
     update(vocabulary, a=[7, 8, 9])
     update(vocabulary, a=[10])
     assert vocabulary.ids.tolist() == [1, 2, 5, 10]
 
 
-def test_each_request_has_a_share_for_its_latest(vocabulary, monkeypatch):
+def test_each_request_has_a_share_for_its_latest_tokens(vocabulary, monkeypatch):
     monkeypatch.setattr(context_vocabulary, "MAX_EXTRA_IDS", 4)
     update(vocabulary, a=[7, 8, 9, 7], b=[11])
     assert vocabulary.ids.tolist() == [1, 2, 5, 7, 9, 11]  # 7 came again after 8

@@ -1,4 +1,4 @@
-"""`specplug data`: layouts, duplicates, several turns, resuming, and every bad input; the engine is a stand-in."""
+"""`specplug data`: layouts, duplicates, several turns, resuming, and bad input; a stand-in replaces vLLM."""
 
 import gzip
 import json
@@ -43,13 +43,13 @@ def target(tmp_path_factory) -> str:
 
 
 class Engine:
-    """Answers with three words that depend on the prompt; counts what it was asked."""
+    """Answers each prompt with three words that depend on it; keeps the prompts."""
 
     def __init__(self):
-        self.asked = []
+        self.prompts = []
 
     def __call__(self, prompts, seeds):
-        self.asked += prompts
+        self.prompts += prompts
         return [[4 + (sum(ids) + i) % (VOCAB - 4) for i in range(3)] for ids in prompts]
 
 
@@ -151,7 +151,7 @@ def answer(target, path, rows=CHATS, longest=1000, batch=2, engine=None) -> list
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_turn_is_asked_with_the_answers_before_it(target, tmp_path):
+def test_every_turn_is_prompted_with_the_answers_before_it(target, tmp_path):
     rows = answer(target, tmp_path / "a.jsonl")
     assert [(row["conversation"], row["source"], row.get("more", False)) for row in rows] == [
         (0, "a", True),
@@ -178,7 +178,7 @@ def test_a_killed_run_resumes_to_the_same_file(target, tmp_path, lines, rest):
     assert part.read_text() == whole
 
 
-def test_lines_of_an_earlier_version_count_as_one_prompt_each(tmp_path):
+def test_lines_without_a_conversation_count_as_one_each(tmp_path):
     old = {"source": "a", "prompt_ids": [1], "answer_ids": [2]}
     assert generate.resume_at(write_rows(tmp_path / "a.jsonl", old, old)) == 2
 
@@ -225,8 +225,8 @@ def test_from_prompts_to_features_and_into_training(target, engine, tmp_path, ca
     assert [loaded.ids[s : s + n].tolist() for s, n in zip(loaded.starts, loaded.lengths, strict=True)] == [
         row.ids for row in read_answers(out / "answers.jsonl")
     ]
-    asked = len(engine.asked)
-    assert data(target, out, prompts, "--eagle3") == 0 and len(engine.asked) == asked  # all is there
+    answered = len(engine.prompts)
+    assert data(target, out, prompts, "--eagle3") == 0 and len(engine.prompts) == answered  # nothing is left to answer
     flags = ["--data", str(out), "--epochs", "1", "--draft-vocab-size", str(DRAFT)]
     for method in ("eagle", "eagle3"):  # the features of three layers serve both
         assert cli.main(["train", method, "--target", target, "--out", str(tmp_path / method), *flags]) == 0
@@ -251,7 +251,7 @@ def test_layer_features_are_the_inputs_of_the_layers(target, tmp_path):
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         low, middle, high = loaded.layer_features.split(16, dim=1)
         assert torch.equal(low, states[0][0]) and torch.equal(middle, states[3][0])
-        torch.testing.assert_close(model.norm(high), states[6][0])  # before the final norm, as the host gives it
+        torch.testing.assert_close(model.norm(high), states[6][0])  # before the final norm, as vLLM returns it
     assert layer_ids({"num_hidden_layers": 30}) == (2, 15, 27)
 
 
@@ -269,11 +269,11 @@ def test_target_without_a_chat_template(engine, tmp_path, capsys):
     prompts = write_rows(tmp_path / "p.jsonl", {"prompt": "w4"})
     assert data(str(tmp_path / "t"), tmp_path / "d", prompts) == 2
     fails(capsys, "has no chat template", "--chat-template")
-    assert not (tmp_path / "d").exists() and not engine.asked
+    assert not (tmp_path / "d").exists() and not engine.prompts
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     template = ["--chat-template", str(tmp_path / "chat.jinja")]
     assert data(str(tmp_path / "t"), tmp_path / "d", prompts, "--no-features", *template) == 0
-    assert engine.asked == [[2, 8, 3]]
+    assert engine.prompts == [[2, 8, 3]]
 
 
 def test_bad_files_write_nothing(target, engine, tmp_path, capsys):
@@ -284,4 +284,4 @@ def test_bad_files_write_nothing(target, engine, tmp_path, capsys):
     fails(capsys, "none.jsonl")
     assert data(str(tmp_path), tmp_path / "d", prompts) == 2
     fails(capsys, "is not a Hugging Face folder")
-    assert not (tmp_path / "d").exists() and not engine.asked
+    assert not (tmp_path / "d").exists() and not engine.prompts

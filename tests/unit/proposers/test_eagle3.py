@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: the training-time test against a row-by-row rebuild, training, resuming, the exported layout."""
+"""EAGLE-3 heads: the training-time test equals drafting row by row; training, resuming, the exported layout."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def train(target, data, out, **changes):
 
 
 def drafted_alone(head, embeddings, features, start, steps):
-    """The scored rows of a drafter that has seen rows 0..start, drafting one row after the other."""
+    """The LM head's inputs of a drafter that reads rows 0..start and then drafts one row after the other."""
     layer, fused = head.midlayer, head.fuse(features)
     cos, sin = rotary_table(head.config, torch.arange(ROWS))
     keys, values, scored = [], [], []
@@ -51,7 +51,7 @@ def drafted_alone(head, embeddings, features, start, steps):
     return scored
 
 
-def test_passes_are_the_levels_of_a_draft_with_their_gradients():
+def test_passes_equal_the_levels_of_a_draft_and_their_gradients():
     head = tiny_head()
     embeddings, features = torch.randn(1, ROWS, HIDDEN), torch.randn(1, ROWS, 3 * HIDDEN)
     ours = head.aligned(embeddings, features, 4)
@@ -69,7 +69,7 @@ def test_passes_are_the_levels_of_a_draft_with_their_gradients():
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_loss_counts_every_pass_only_where_it_has_a_past(target, data):
+def test_loss_counts_the_rows_of_a_pass_that_have_a_past(target, data):
     task = eagle3.Eagle3Task(target, IDS, eagle3.Eagle3Options(align_steps=2, step_weight=0.5))
     task.prepare(data, fresh=True)
     batch = loop.make_batch(data, [0, 1, 2, 3])
@@ -85,7 +85,7 @@ def test_loss_counts_every_pass_only_where_it_has_a_past(target, data):
         counted = known.clone()
         counted[:, :index] = False
         expected += 0.5**index * (rows * counted).sum().item() / known.sum().item()
-    assert loss.item() == pytest.approx(expected, rel=0.02)  # ours in bfloat16
+    assert loss.item() == pytest.approx(expected, rel=0.02)  # the loss is computed in bfloat16
 
 
 def test_export_is_the_eagle3_layout(target, data, tmp_path):
@@ -133,5 +133,5 @@ def test_bad_input(target, data, tmp_path):
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(30, (2, 15, 27)), (6, (2, 3, 3)), (2, (0, 1, 2)), (4, (0, 2, 4))])
-def test_layers_are_the_hosts(layers, expected):
+def test_layers_are_those_of_vllm(layers, expected):
     assert layer_ids({"num_hidden_layers": layers}) == expected

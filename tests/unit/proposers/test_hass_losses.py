@@ -1,4 +1,4 @@
-"""The seven harmonised losses against cases worked out by hand, and through the chunked form with its gradient."""
+"""The seven harmonised losses: cases computed by hand, and the chunked loss with its gradient."""
 
 import math
 
@@ -13,11 +13,11 @@ P = torch.tensor([[0.1, 0.2, 0.3, 0.4]])  # drafter: its top-2 are the target's 
 
 
 def value(name: str, k: int = 2) -> float:
-    # any constant may be added to logits
+    # Adding a constant to all logits changes nothing.
     return hass.LOSSES[name](P.log() + 3.0, Q.log() - 1.0, k).item()
 
 
-def test_all_seven_are_there():
+def test_names():
     assert list(hass.LOSSES) == ["topk", "topp", "topk-linear", "topk-softmax", "bidirectional", "recall", "bild"]
 
 
@@ -70,7 +70,7 @@ def test_recall_is_low_for_the_same_ranking_and_high_for_the_opposite():
 
 
 def test_bild():
-    # k = 2: one pair a set, so both softmaxes are 1 and nothing is left
+    # With k = 2 each set has one pair, so both softmaxes are 1 and the divergence is 0.
     assert value("bild") == pytest.approx(0.0)
 
     def divergence(ids):
@@ -102,7 +102,7 @@ def test_chunked_sum_with_the_cross_entropy_equals_autograd(monkeypatch, name):
     torch.testing.assert_close(ours.grad, plain.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_fused_topk_is_the_listed_one():
+def test_the_fused_topk_equals_the_one_in_the_table():
     torch.manual_seed(0)
     target, head, weights = torch.randn(10, 16), torch.randn(30, 16), torch.rand(10)
     results = []
@@ -115,7 +115,7 @@ def test_the_fused_topk_is_the_listed_one():
         torch.testing.assert_close(fused, listed)
 
 
-def test_a_head_of_its_own_gets_its_gradient(monkeypatch):
+def test_a_drafters_own_lm_head_gets_its_gradient(monkeypatch):
     monkeypatch.setattr(losses, "CHUNK", 4)
     torch.manual_seed(0)
     target, target_head, weights = torch.randn(10, 16), torch.randn(30, 16), torch.rand(10)

@@ -57,7 +57,7 @@ def random_heads(num_heads=3, num_layers=2, seed=0) -> MedusaHeads:
 # ---- heads
 
 
-def test_heads_equal_the_blocks_written_out():
+def test_heads_equal_their_formula():
     heads = random_heads()
     hidden = torch.randn(5, HIDDEN)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_refusals(tmp_path):
 # ---- options
 
 
-def test_resolution_settles_tree_depth_and_nodes(tmp_path):
+def test_resolution_of_tree_depth_and_nodes(tmp_path):
     path = str(write(tmp_path))
     options = resolve(MedusaOptions(model=path, num_speculative_tokens=10), HIDDEN, VOCAB)
     assert options.tree == default_tree(3, VOCAB, 10) and options.num_speculative_tokens == 10
@@ -151,7 +151,7 @@ def test_resolution_settles_tree_depth_and_nodes(tmp_path):
         MedusaOptions(model=path, dynamic="yes")
 
 
-def test_shipped_heads_need_no_more_than_their_name():
+def test_shipped_heads_are_found_by_name():
     options = resolve(MedusaOptions(model="smollm2-135m-instruct"), 576, 49152)
     assert options.num_speculative_tokens == len(options.tree) > 1 and options.tree != default_tree(3, 4096, 16)
     info = validate_medusa(options.model, 576, 49152)
@@ -168,18 +168,20 @@ def test_growth_takes_the_best_nodes_for_every_budget():
     generator = torch.Generator().manual_seed(3)
     accuracies = torch.rand(3, 4, generator=generator).sort(dim=1, descending=True).values.div(3).tolist()
     paths, values = grow_from_accuracies(accuracies, 30)
-    worth = {}
+    values_of = {}
     for depth in (1, 2, 3):
         for path in itertools.product(range(4), repeat=depth):
-            worth[path] = (
+            values_of[path] = (
                 torch.tensor([accuracies[k][i] for k, i in enumerate(path)], dtype=torch.float64).prod().item()
             )
-    best = sorted(worth.values(), reverse=True)[:30]
+    best = sorted(values_of.values(), reverse=True)[:30]
     assert values == pytest.approx(best) and values == sorted(values, reverse=True)
-    for budget in (1, 5, 17):  # values fall along paths, so the best nodes are a tree
-        assert {tuple(path) for path in paths[:budget]} == set(sorted(worth, key=worth.get, reverse=True)[:budget])
+    for budget in (1, 5, 17):  # values do not rise along paths, so the best nodes are a tree
+        assert {tuple(path) for path in paths[:budget]} == set(
+            sorted(values_of, key=values_of.get, reverse=True)[:budget]
+        )
         assert check_paths([list(path) for path in paths[:budget]], "tree") == paths[:budget]
-    assert grow_from_accuracies([[0.5, 0.0]], 9) == (((0,),), [0.5])  # worthless nodes are not grown
+    assert grow_from_accuracies([[0.5, 0.0]], 9) == (((0,),), [0.5])  # nodes of value 0 are not grown
 
 
 def test_parents_and_default_tree():
@@ -240,7 +242,7 @@ def test_chosen_nodes_are_the_likeliest_products(floor):
     tree = choose_tree(torch.tensor([0, 0]), logits, None, num_nodes=12, draft_top_k=6, min_node_value=floor).tree
     log_probs = logits.log_softmax(-1)
     for r in range(2):
-        worth = {
+        log_values = {
             path: sum(log_probs[r, k, token].item() for k, token in enumerate(path))
             for depth in (1, 2, 3)
             for path in itertools.product(range(6), repeat=depth)
@@ -248,9 +250,9 @@ def test_chosen_nodes_are_the_likeliest_products(floor):
         drafted, paths = {}, [()]
         for row in range(1, int(tree.num_rows[r])):
             paths.append((*paths[int(tree.parents[r, row])], int(tree.token_ids[r, row])))
-            drafted[paths[-1]] = worth[paths[-1]]
-        best = sorted(worth, key=worth.get, reverse=True)[:12]
-        kept = {path for path in best if math.exp(worth[path]) >= floor}
+            drafted[paths[-1]] = log_values[paths[-1]]
+        best = sorted(log_values, key=log_values.get, reverse=True)[:12]
+        kept = {path for path in best if math.exp(log_values[path]) >= floor}
         assert set(drafted) == kept
         assert (len(kept) == 12) == (floor == 0)
 
@@ -259,11 +261,11 @@ def test_chosen_nodes_are_the_likeliest_products(floor):
 
 
 def known_ranks() -> tuple[MedusaHeads, FeatureSet, torch.Tensor]:
-    """Heads that see h and predict by an identity LM head: feature t scores tokens, so ranks are known."""
+    """Heads without a change of h and an identity LM head: feature t has the scores of tokens, so ranks are known."""
     ids = torch.tensor([1, 4, 2, 7, 3, 5, 0, 6])
     scores = torch.zeros(8, HIDDEN)
     for t in range(8):
-        for k, value in ((1, 1.0), (2, 3.0), (3, 2.0)):  # the token two further scores highest
+        for k, value in ((1, 1.0), (2, 3.0), (3, 2.0)):  # the token two places after it has the highest score
             if t + k < 8:
                 scores[t, ids[t + k]] = value
     return MedusaHeads(2, 1, HIDDEN), FeatureSet(scores, ids, torch.tensor([8]), torch.tensor([3])), torch.eye(HIDDEN)
@@ -272,13 +274,13 @@ def known_ranks() -> tuple[MedusaHeads, FeatureSet, torch.Tensor]:
 def test_ranks_of_known_answers():
     heads, data, lm_head = known_ranks()
     (ranks,) = rank_answers(heads, data, lm_head, torch.arange(HIDDEN))
-    # Rows at features 2..6; head 1 wants token t + 2 (rank 0), head 2 token t + 3 (rank 1).
+    # Rows of features 2..6; head 1 ranks token t + 2 (rank 0), head 2 ranks token t + 3 (rank 1).
     assert ranks.tolist() == [[0, 1], [0, 1], [0, 1], [0, -1], [-1, -1]]
     (reduced,) = rank_answers(heads, data, lm_head[:5], torch.arange(5), max_ranks=3)
     assert reduced[:, 0].tolist() == [0, 3, 0, 3, -1]  # tokens 5 and 6 cannot be proposed
 
 
-def test_dynamic_tau_is_that_of_decoding_step_by_step():
+def test_dynamic_tau_equals_that_of_step_by_step_decoding():
     torch.manual_seed(4)
     heads, lm_head = random_heads(), torch.randn(8, HIDDEN)
     ids, features = torch.randint(0, 8, (40,)), torch.randn(40, HIDDEN)
@@ -286,7 +288,7 @@ def test_dynamic_tau_is_that_of_decoding_step_by_step():
     draft_ids = torch.arange(8)
     found = simulate_dynamic_tau(heads, data, lm_head, draft_ids, [0, 1], 12, 6)
     accepted = steps = 0
-    for end, at in ((25, 4), (40, 28)):  # `at`: the last token written, the answer's first
+    for end, at in ((25, 4), (40, 28)):  # `at`: position of the last emitted token, at first the answer's first
         while at < end - 1:
             with torch.no_grad():
                 logits = heads(features[at - 1 : at]) @ lm_head.T
@@ -301,7 +303,7 @@ def test_dynamic_tau_is_that_of_decoding_step_by_step():
     assert accepted > 3 and found == pytest.approx(1 + accepted / steps)
 
 
-def test_accuracies_chances_and_tau():
+def test_accuracies_probabilities_and_tau():
     ranks = torch.tensor([[0, 0], [0, 1], [1, 0], [0, 0], [3, -1]])
     assert head_accuracies([ranks], 4)[0] == pytest.approx([0.6, 0.2, 0, 0.2])
     exact = MeasuredProbabilities(ranks, prior=0.0, num_ranks=4)
@@ -316,7 +318,7 @@ def test_accuracies_chances_and_tau():
     assert chain_acceptance(answer).tau == pytest.approx(1 + (2 + 1) / 2)
 
 
-def test_expected_tau_is_the_served_one_on_independent_hits():
+def test_expected_tau_equals_the_held_out_one_on_independent_hits():
     generator = torch.Generator().manual_seed(0)
     weights = torch.tensor([0.5, 0.2, 0.1, 0.2])
     answers = []
@@ -328,10 +330,10 @@ def test_expected_tau_is_the_served_one_on_independent_hits():
     result = calibrate.calibrate(answers, budget=6, prior=30.0)
     assert result["medusa_choices"][:2] == [[0], [0, 0]]
     assert result["held_out_tau"]["6"] == pytest.approx(result["expected_tau"][5], rel=0.05)
-    dense = result["dense"][0]  # 3 guesses of each head are all that is ever right
+    dense = result["dense"][0]  # only the first 3 guesses of each head are ever right
     assert dense["widths"][0] >= 3 and dense["held_out_tau"] == pytest.approx(1 + 0.8 + 0.8**2, rel=0.05)
     timed = calibrate.calibrate(answers, 6, 30.0, {1: 10.0, 2: 10.1, 3: 30.0})
-    assert len(timed["medusa_choices"]) == 1  # a second node would cost a third step
+    assert len(timed["medusa_choices"]) == 1  # a second node makes a step three times as long
     with pytest.raises(ValueError, match="at least 2 answers"):
         calibrate.calibrate(answers[:1], 6, 30.0)
 
@@ -351,7 +353,7 @@ def test_simulated_speedup_is_tau_over_overhead():
     assert speedups[1] == pytest.approx({1: 1.5 * 10 / 11, 2: 1.8 * 10 / 11.5, 7: 2.0 * 10 / 21})
     assert speedups[32] == pytest.approx(
         {1: 1.5 * 20 / 44, 2: 1.8 * 20 / 64, 7: 2.0 * 20 / 164}
-    )  # beyond: a straight line
+    )  # beyond the table: a straight line
     assert simulate.best_nodes(speedups[1]) == 2 and simulate.best_nodes(speedups[32]) == 0
 
 

@@ -28,7 +28,7 @@ def target(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def answers(target) -> list[Answer]:
-    """The target's own: its loss on them is low, and training can spoil it."""
+    """The target's own answers: its loss on them is low, so that harm by training shows."""
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     prompts = torch.randint(3, tiny.VOCAB, (48, 6), generator=torch.Generator().manual_seed(0))
     ids = model.generate(prompts, max_new_tokens=20, min_new_tokens=20, do_sample=False)
@@ -61,7 +61,7 @@ def adapter_of(task) -> torch.Tensor:
 
 
 def test_the_first_stage_is_medusa_1(target, data, tmp_path):
-    """Only the heads move, on the cached features; then both do."""
+    """The first stage trains only the heads, on the cached features; the second stage trains both."""
     task = joint.JointTask(target, torch.arange(DRAFT), options())
     batch, generator = loop.make_batch(data, [0, 3, 5]), torch.Generator().manual_seed(1)
     first = task.losses(batch, 2, 10, generator)
@@ -75,7 +75,7 @@ def test_the_first_stage_is_medusa_1(target, data, tmp_path):
 
 
 def test_second_stage_losses(target, data):
-    """With a new adapter the backbone is the target: its loss is the entropy, the heads' losses are weighted ones."""
+    """With a new adapter the backbone equals the target: its loss is the entropy; the heads' losses are weighted."""
     task = joint.JointTask(target, torch.arange(DRAFT), options(lora_dropout=0.0, heads_first=0.0, heads_weight=0.5))
     batch, generator = loop.make_batch(data, [0, 3, 5], dtype=torch.float32), torch.Generator().manual_seed(1)
     found = task.losses(batch, 4, 10, generator)
@@ -106,11 +106,11 @@ def test_the_backbone_keeps_its_loss_and_is_exported_merged(target, data, held_o
     losses = facts["dev_backbone_loss"]
     assert losses["after"] != losses["before"] and losses["after"] == pytest.approx(losses["before"], rel=0.02)
     assert facts["backbone"] == joint.BACKBONE and len(facts["dev_accuracies"]) == 2
-    # With the heads' loss far above its own, the same steps do harm: the bound above can be missed.
+    # A heads' loss with a far larger weight harms the backbone: the check above can fail.
     harmed = fit(target, data, tmp_path / "b", dev=held_out, heads_weight=1e3, **strong)
     print(losses, harmed._losses)
     assert harmed._losses["after"] > 1.02 * losses["before"]
-    # The merged weights are the adapted model.
+    # The merged weights equal the adapted model.
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b" / joint.BACKBONE, dtype="auto")
     plain = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     again = joint.JointTask(target, torch.arange(DRAFT), options())

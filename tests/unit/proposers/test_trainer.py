@@ -119,7 +119,7 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(target, feature_fi
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # Both are new processes: an engine of another test may have set up torch.distributed in this one.
+    # Both are new processes, because another test may have initialised torch.distributed in this one.
     context = torch.multiprocessing.get_context("spawn")
     both = [
         context.Process(
@@ -145,7 +145,7 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(target, feature_fi
     state = torch.load(tmp_path / "both" / trainer.STATE_NAME, weights_only=True)
     for name, tensor in alone.items():
         torch.testing.assert_close(state["head"][name], tensor, atol=1e-6, rtol=1e-5)
-    # and one process goes on where two stopped
+    # One process resumes where two processes stopped.
     assert weights(target, data, tmp_path / "both", accumulate=2).keys() == alone.keys()
     with pytest.raises(ValueError, match="other micro_batches"):
         weights(target, data, tmp_path / "both", accumulate=1)
@@ -178,7 +178,7 @@ def test_a_state_from_before_an_option_existed_is_resumed(target, data, tmp_path
 
 
 def test_a_killed_run_resumes_to_the_same_weights(target, data, tmp_path, monkeypatch):
-    """Killed between two saves: the steps since the last one are made again."""
+    """A run killed between two saves repeats the steps since the last save."""
     straight = weights(target, data, tmp_path / "a", epochs=2)
     original, calls = trainer.make_batch, []
 

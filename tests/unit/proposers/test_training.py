@@ -158,7 +158,7 @@ def tiny_head(seed=0) -> EagleHead:
 
 
 def test_aligned_passes_equal_attention_over_a_spelled_out_context():
-    """Pass j, row t: rebuild its keys row by row from the inputs HASS prescribes, and attend to those alone."""
+    """Pass j at row t equals plain attention over the inputs that HASS prescribes for its keys."""
     head, rows = tiny_head(), 7
     embeddings, feats = torch.randn(1, rows, HIDDEN), torch.randn(1, rows, HIDDEN)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_aligned_passes_send_no_gradient_through_fed_back_features():
     head = tiny_head()
     embeddings, feats = torch.randn(1, 5, HIDDEN), torch.randn(1, 5, HIDDEN, requires_grad=True)
     head.aligned(embeddings, feats, 2)[1][:, 1].sum().backward()
-    # pass 2 at row 1 sees target feature 0 as a key; its own input is a detached prediction
+    # Pass 2 at row 1 reads target feature 0 as a key; its own input is a detached prediction.
     assert feats.grad[:, 0].abs().sum() > 0 and feats.grad[:, 1:].abs().sum() == 0
 
 
@@ -225,7 +225,7 @@ def test_training_lowers_the_feature_loss(target, data, tmp_path):
     assert loss(end) < 0.7 * loss(start)
 
 
-def test_exported_checkpoint_is_valid_small_and_says_where_it_comes_from(target, data, tmp_path):
+def test_exported_checkpoint_is_valid_and_small_and_has_its_provenance(target, data, tmp_path):
     head = train(target, data, tmp_path, bias=True)
     info = validate_checkpoint(tmp_path, HIDDEN, VOCAB)
     assert (info.kind, info.draft_vocab_size, info.has_bias, info.has_embed_tokens) == ("eagle", DRAFT, True, False)
@@ -255,7 +255,7 @@ def test_command_line_runs_from_an_answers_file_to_a_checkpoint(target, answers,
 
 
 class Oracle(EagleHead):
-    """Always 'predicts' the target's own next feature, so every draft token is the answer's where it can be."""
+    """Always predicts the target's own next feature, so it drafts the answer's tokens, if it can propose them."""
 
     def __init__(self, lookup):
         super().__init__(HeadConfig(HIDDEN, 24, 4, 2, 4))
@@ -285,7 +285,7 @@ def test_chain_acceptance_of_a_perfect_and_of_a_useless_head():
 
 
 def self_drafted(head: EagleHead, embedding: torch.Tensor, lm_head: torch.Tensor) -> features.FeatureSet:
-    """A text of random features in which drafts from rows 3, 6, 9, ... are right for two levels, then chance."""
+    """A text of random features in which drafts from rows 3, 6, 9, ... are right for two levels and random beyond."""
     torch.manual_seed(2)
     rows = 33
     feats, ids = torch.randn(rows + 2, HIDDEN), torch.randint(0, VOCAB, (rows + 2,))
