@@ -28,7 +28,7 @@ def problem(head_size: int) -> str | None:
     if find_spec("xformers") is None:
         return "xformers is not installed: pip install xformers"
     if head_size not in HEAD_SIZES:
-        return f"xformers does not support heads of {head_size}"
+        return f"xformers supports no heads of {head_size}"
     return None
 
 
