@@ -83,7 +83,7 @@ def test_parts_trees_and_steps(probed, monkeypatch):
 
     monkeypatch.setattr(type(llm), "get_tokenizer", lambda self: SimpleNamespace(decode=lambda ids: f"<{ids[0]}>"))
     found = step_parts_probe.traced_trees(llm, clock, prompts(2), 12, 3)
-    assert clock.runner._trace is None and len(found["trees"]) == 3
+    assert clock.runner._trace.path is None and len(found["trees"]) == 3
     for tree in found["trees"]:
         assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["log_values"]) + 1
         assert tree["tokens"][0].startswith("<") and tree["accepted_rows"][0] == 0

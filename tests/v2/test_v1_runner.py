@@ -34,7 +34,7 @@ def v1_runner():
     with model_runner("0"), pytest.MonkeyPatch.context() as patch:
         # As on a device, whose logits the C++ op cannot read: the host's sampler chooses at every depth.
         patch.setattr(greedy_walk, "is_available", lambda _logits: False)
-        patch.setattr(speculative_config, "CPU_WORKER", "tests.doubles.interpreted.InterpretedWorkerV1")
+        patch.setitem(speculative_config.WORKERS, (True, False), "tests.doubles.interpreted.InterpretedWorkerV1")
         yield
 
 

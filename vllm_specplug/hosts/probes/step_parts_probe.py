@@ -160,13 +160,13 @@ def traced_trees(llm: Any, clock: PartsClock, prompts: list[dict], max_tokens: i
         merged drafts also ``sources``: what each proposer contributed (``SourceShare``).
     """
     with tempfile.TemporaryDirectory() as folder:
-        clock.runner._trace = TreeTrace.open(str(Path(folder) / "trees"))
+        clock.runner._trace = TreeTrace(str(Path(folder) / "trees"))
         try:
             decode(llm, prompts, max_tokens)
             lines = [json.loads(line) for line in clock.runner._trace.path.read_text().splitlines()]
             _, shares = source_shares(clock.runner._trace.path)
         finally:
-            clock.runner._trace = None
+            clock.runner._trace = TreeTrace(None)
     reliability = Reliability(memory=float("inf"))
     for line in lines:
         if values := line.get("log_values"):
