@@ -15,8 +15,8 @@ demo: install
 	$(RUN) -m vllm_specplug.tools.cli demo
 
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
-# (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs a pytest process of its own).  `make test` runs
-# all of them, `make test-fast` the unit tier, in less than two minutes; `pytest -m hosts` runs one.
+# (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
+# `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.
 PYTEST := $(RUN) -m pytest -q --durations=15 --durations-min=1
 
 test: install

@@ -1,9 +1,9 @@
-"""What the plugin costs where it is installed and none of its methods is configured: nothing that can be measured.
+"""Measures what the plugin costs where it is installed and none of its methods is configured.
 
     python -m benchmarks.end_to_end.installed_off --output benchmarks/results/installed_off.json
 
 Two plain engines of the tiny model, one with the plugin and one with no plugin at all, answer the same batches in turn.
-The model is so small that a step is nearly all host code, where a cost would be seen first.  Answers must be equal.
+The model is so small that a step is nearly all of vLLM's Python, where a cost would show first.  Answers must be equal.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from vllm_specplug.tools.bench.workers import Worker, started
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
 
-CLEAN, INSTALLED = "plain", "installed"  # the first is run without plugins
+CLEAN, INSTALLED = "plain", "installed"  # the first runs without plugins
 BATCH, TOKENS = 4, 128
 
 
 def step_seconds(worker: Worker, questions: list[Question]) -> tuple[float, list[list[int]]]:
-    """Seconds per decode step of one batch, and its answers."""
+    """Return the seconds per decode step of one batch, and its answers."""
     found = worker.generate(questions, TOKENS, sampling={"temperature": 0, "ignore_eos": True})
     return found.seconds / TOKENS, found.token_ids
 
 
 def interval(ratios: list[float], draws: int = 2000) -> list[float]:
-    """95% of the medians of resampled ratios."""
+    """Return the 95% interval of the medians of resampled ratios."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
     return [medians[draws // 40], medians[-draws // 40]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; 1 where the answers differ."""
+    """Run it; return 1 if answers differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--output", type=Path, help="where the result goes, as JSON")

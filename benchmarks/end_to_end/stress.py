@@ -1,10 +1,10 @@
-"""Stress on a real server with draft trees: every finished answer equals a plain server's, and nothing is left behind.
+"""Puts stress on a server with draft trees: each finished answer equals a plain server's, and no resource is left over.
 
     python -m benchmarks.end_to_end.stress --minutes 15 --output benchmarks/results/stress.json
 
 Tiny random models in float32.  Requests with random parameters, all greedy or seeded, come in, ``--concurrency`` at
-once; a fifth of them is aborted, and the KV space holds a tenth of what they ask for together.  A plain server beside
-it gets the finished ones as they come.  Exit code 1 where an answer differs, a request fails, a request or block is
+once; a fifth of them is aborted, and the KV space holds a tenth of what they need together.  A plain server beside
+it answers the finished ones again.  Exit code 1 where an answer differs, a request fails, a request or block is
 left on the server at rest, a drafter failed, or memory has grown.
 """
 
@@ -43,14 +43,14 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-#: Shares of the requests that are aborted, and of the asked tokens that find room in the KV cache.
+#: Share of the requests that are aborted, and share of their tokens that the KV cache has room for.
 ABORTED_SHARE, KV_SHARE = 0.2, 0.1
 MAX_MODEL_LEN, BLOCK_SIZE, LONGEST_ANSWER = 256, 32, 80
-#: Requests at once on the plain server, which is to keep up.
+#: Requests at once on the plain server, so that it keeps up.
 PLAIN_CONCURRENCY = 12
 #: Growth of resident memory from the second third of the traffic to its last, in MiB.
 MAX_GROWTH_MIB = 32.0
-#: In less, memory is still warming up.
+#: In a shorter run memory still grows by warm-up.
 MIN_MINUTES = 5
 MAX_PROBLEMS = 20
 
@@ -60,7 +60,7 @@ EAGLE2 = {"method": "eagle2", "draft_depth": 4, "draft_top_k": 4, **WHOLE}
 
 @dataclass(frozen=True)
 class Case:
-    """One request: where it goes, what it says, and when it is aborted.
+    """One request: its path, its body, and when it is aborted.
 
     Attributes:
         path: of the API.
@@ -74,13 +74,13 @@ class Case:
 
     @property
     def asked_tokens(self) -> int:
-        """KV slots that it may fill: one per character of its prompt and token of its answers."""
+        """KV slots that it may fill: one per character of its prompt, one per token of its answers."""
         text = self.body["prompt"] if "prompt" in self.body else self.body["messages"][0]["content"]
         return self.body.get("n", 1) * (len(text) + self.body["max_tokens"])
 
 
 def make_case(rng: random.Random) -> Case:
-    """A request with random parameters, greedy or seeded, so that its answer is known."""
+    """Make a request with random parameters, greedy or seeded, so that its answer is determined."""
 
     def maybe(share: float, **changes: Any) -> dict[str, Any]:
         return changes if rng.random() < share else {}
@@ -100,7 +100,7 @@ def make_case(rng: random.Random) -> Case:
     kind = rng.random()
     if kind < 0.1:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-        # The plain server too ends in an internal error where a grammar meets these.
+        # With a grammar these are an internal error on the plain server too.
         for name in ("ignore_eos", "stop_token_ids", "bad_words"):
             body.pop(name, None)
     elif kind < 0.2:
@@ -118,7 +118,7 @@ def make_case(rng: random.Random) -> Case:
 
 
 def num_kv_blocks(concurrency: int) -> int:
-    """Blocks for a tenth of what so many requests ask for on average, and at least for the longest one.
+    """Return the blocks for a tenth of what so many requests need on average, at least enough for the longest one.
 
     Raises:
         ValueError: too few requests for a tenth of them to hold one of full length.
@@ -128,11 +128,11 @@ def num_kv_blocks(concurrency: int) -> int:
     blocks = round(KV_SHARE * load / BLOCK_SIZE)
     if blocks < MAX_MODEL_LEN // BLOCK_SIZE + 1:
         raise ValueError(f"a tenth of {concurrency} requests is less than the longest one: raise --concurrency")
-    return 1 + blocks  # the host keeps one to itself
+    return 1 + blocks  # vLLM reserves one
 
 
 def send(server: Server, case: Case, patience: float = 120) -> list[dict[str, Any]] | None:
-    """The choices of an answer; None where it was aborted.
+    """Return the choices of an answer; None if it was aborted.
 
     Raises:
         RuntimeError: the server refused the request or broke off.
@@ -166,7 +166,7 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbers(value: Any) -> Iterator[float]:
-    """All numbers in a JSON value, in order."""
+    """Return all numbers in a JSON value, in order."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from numbers(item)
@@ -195,7 +195,7 @@ def _read_stream(reply: http.client.HTTPResponse, case: Case) -> list[dict[str, 
 
 
 def same(answer: list[dict[str, Any]], plain: list[dict[str, Any]]) -> bool:
-    """Tokens, texts and how they ended are equal, log probabilities to rounding."""
+    """Whether tokens, texts and finish reasons are equal, and log-probabilities up to floating-point error."""
     return len(answer) == len(plain) and all(
         all(one[name] == other[name] for name in ("token_ids", "text", "ended"))
         and len(one["logprobs"]) == len(other["logprobs"])
@@ -205,7 +205,7 @@ def same(answer: list[dict[str, Any]], plain: list[dict[str, Any]]) -> bool:
 
 
 def resident_mib(server: Server) -> float:
-    """Resident memory of a server and the processes it started."""
+    """Return the resident memory of a server and the processes it started."""
     total = 0
     for process in (psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -215,7 +215,7 @@ def resident_mib(server: Server) -> float:
 
 @dataclass
 class Traffic:
-    """Requests on both servers, and what has come of them so far.
+    """Requests on both servers, and their results so far.
 
     Attributes:
         cases: of which each worker takes the next.
@@ -239,7 +239,7 @@ class Traffic:
         self._answers: queue.Queue = queue.Queue(maxsize=64)
 
     def ask_trees(self) -> None:
-        """Send cases until the deadline; a worker's whole life."""
+        """Send cases until the deadline; the loop of a worker."""
         while time.monotonic() < self.deadline and len(self.problems) < MAX_PROBLEMS:
             with self._lock:
                 case = next(self.cases)
@@ -256,7 +256,7 @@ class Traffic:
                 self._answers.put((case, answer))
 
     def ask_plain(self) -> None:
-        """Send what has finished until a None comes."""
+        """Send finished cases to the plain server until a None arrives."""
         while (item := self._answers.get()) is not None:
             case, answer = item
             try:
@@ -270,7 +270,7 @@ class Traffic:
                 self._problem("differs: " + json.dumps({"body": case.body, "trees": answer, "plain": expected}))
 
     def run(self, concurrency: int, progress: float | None) -> dict[str, list[float]]:
-        """Until the deadline; resident MiB of both servers over time.
+        """Run until the deadline; return the resident MiB of both servers over time.
 
         Args:
             progress: seconds between lines of progress, or None.
@@ -305,7 +305,7 @@ class Traffic:
             self.problems.append(text)
 
 
-#: What a server at rest has none of.
+#: Counters that are zero on a server at rest.
 AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 _COUNTED = ("vllm:num_preemptions_total", "vllm:spec_decode_num_drafts_total")
 _COUNTED += ("vllm:spec_decode_num_accepted_tokens_total",)
@@ -313,7 +313,7 @@ FAILED = 'specplug:fallbacks_total{reason="proposer failed"}'
 
 
 def settle(server: Server, seconds: float = 30) -> dict[str, float]:
-    """The server's figures once it is at rest, or after so many seconds."""
+    """Return the server's figures once it is at rest, or after so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
@@ -326,20 +326,20 @@ def settle(server: Server, seconds: float = 30) -> dict[str, float]:
 
 
 def growth(samples: list[float]) -> float:
-    """MiB by which the last third of the samples lies above the second one; the first is warm-up."""
+    """Return the MiB by which the last third of the samples lies above the second; the first is warm-up."""
     third = len(samples) // 3
     return statistics.median(samples[2 * third :]) - statistics.median(samples[third : 2 * third])
 
 
 def left_behind(figures: dict[str, float]) -> list[str]:
-    """What a server at rest should not show; nothing, one hopes."""
+    """Return the faults that a server at rest shows."""
     left = {name: figures[name] for name in AT_REST if figures[name]}
     found = [f"left on the server at rest: {left}"] if left else []
     return found + ([f"the drafter failed {figures[FAILED]:.0f} times"] if figures[FAILED] else [])
 
 
 def grown(memory: dict[str, list[float]]) -> list[str]:
-    """Memory that has grown, and on the plain server has not."""
+    """Report memory that has grown, unless it has on the plain server too."""
     trees, plain = growth(memory["trees"]), max(growth(memory["plain"]), 0.0)
     if trees - plain <= MAX_GROWTH_MIB:
         return []
@@ -349,7 +349,7 @@ def grown(memory: dict[str, list[float]]) -> list[str]:
 def stress(
     trees: Server, plain: Server, seconds: float, concurrency: int, seed: int = 0, progress: float | None = None
 ) -> dict[str, Any]:
-    """Traffic for so long, and what has come of it; resident memory is told, not judged."""
+    """Run traffic for so long and return the results; resident memory is reported, not judged."""
     rng = random.Random(seed)
     traffic = Traffic(trees, plain, iter(lambda: make_case(rng), None), time.monotonic() + seconds)
     memory = traffic.run(concurrency, progress)
@@ -367,12 +367,12 @@ def stress(
 def pair_of_servers(
     folder: Path, speculative: dict[str, Any], concurrency: int, options: tuple[str, ...] = ()
 ) -> Iterator[tuple[Server, Server]]:
-    """A server with trees and little KV space, and a plain one with enough, of the tiny model in ``folder``."""
+    """Start a server with trees and little KV space and a plain one with enough, of the tiny model in ``folder``."""
     common = ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager", *options]
     small = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(num_kv_blocks(concurrency))]
     small += ["--max-num-seqs", "16", "--speculative-config", json.dumps(speculative)]
     servers: list[Server] = []
-    # Each server would bind itself to the same cores.
+    # Otherwise each server binds itself to the same cores.
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in threads}
     os.environ.update(threads)
@@ -389,7 +389,7 @@ def pair_of_servers(
 
 
 def write_models(folder: Path) -> dict[str, dict[str, Any]]:
-    """The tiny target with its tokenizer, and a speculative config for every method that needs no training."""
+    """Write the tiny target with its tokenizer; return a speculative config for each method without training."""
     tiny.write_tokenizer(tiny.write_target(folder / "target"))
     eagle2 = {**EAGLE2, "model": str(tiny.write_drafter(folder / "eagle"))}
     union = {"method": "union", "num_speculative_tokens": 12, "sources": [eagle2, {"method": "lookup"}]}
@@ -397,7 +397,7 @@ def write_models(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; 0 where all is well."""
+    """Run it; return 0 if there is no fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=15, help=f"memory is judged from {MIN_MINUTES} on")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default: %(default)s)")
@@ -411,7 +411,7 @@ def main(argv: list[str] | None = None) -> int:
             result = stress(*servers, options.minutes * 60, options.concurrency, options.seed, progress=15)
     if options.minutes >= MIN_MINUTES:
         result["problems"] += grown(result["resident_mib"])
-    # One sample every half a minute is enough to keep.
+    # One sample per half minute is enough in the file.
     growths = {name: round(growth(samples), 1) for name, samples in result["resident_mib"].items()}
     result["resident_mib"] = {name: samples[::30] for name, samples in result["resident_mib"].items()}
     result["growth_mib"] = growths

@@ -1,4 +1,4 @@
-"""SWIFT on SmolLM2-135M-Instruct: the search against uniform skipping and pure chance, speed, cost, drift.
+"""Measures SWIFT on SmolLM2-135M-Instruct: its search against uniform and random skipping, speed, cost, drift.
 
 python benchmarks/end_to_end/swift.py --questions spec_bench_dev.jsonl --out swift.json [--part search speed drift cost]
 
@@ -34,11 +34,17 @@ from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
 
-TASKS = ("summarization", "math_reasoning", "qa", "translation", "rag")  # the paper's five kinds, in its order
+TASKS = (
+    "summarization",
+    "math_reasoning",
+    "qa",
+    "translation",
+    "rag",
+)  # the five kinds of the paper (SWIFT), in its order
 
 
 class Engine:
-    """SmolLM2 with SWIFT; drafting can be switched off, the layer set be given."""
+    """SmolLM2 with SWIFT; drafting can be switched off and the layer set given."""
 
     def __init__(self, max_tokens: int, eager: bool, **options: Any):
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -60,27 +66,27 @@ class Engine:
         self._max_tokens, self._draft = max_tokens, self.drafter._draft
 
     def drafting(self, on: bool) -> None:
-        """Without it, steps are plain ones."""
+        """Switch drafting on or off; without it steps are plain ones."""
         self.drafter._draft = self._draft if on else lambda *_: []
 
     def answer(self, text: str) -> int:
-        """Tokens of a greedy answer."""
+        """Return the number of tokens of a greedy answer."""
         prompt = prompts_of(self.llm, [text], self._max_tokens)
         return len(self.llm.generate(prompt, self.sampling, use_tqdm=False)[0].outputs[0].token_ids)
 
     def restart(self, options: SearchOptions, share: float = 1.0, seed: int = 0) -> LayerSearch:
-        """A search that knows nothing, which may take that share of the time."""
+        """Start a search without results so far, which may take that share of the time."""
         drafter = self.drafter
         drafter.state, drafter._window = SwiftState(options), None
         drafter.state.streams[""] = LayerSearch(options, seed)
-        drafter.state.search("other")  # accounts of every stream
+        drafter.state.search("other")  # makes acceptance counts; the next line needs their type
         drafter.state.acceptance[""] = type(drafter.state.acceptance["other"])()
         drafter.ledger = Ledger(share, share)
         drafter.options = replace(drafter.options, optimise_share=share)
         return drafter.state.search()
 
     def score(self, sets: dict[str, LayerSet], texts: list[str]) -> dict[str, list[float]]:
-        """Matchness of each set on every window of plain answers."""
+        """Return the matchness of each set on every window of plain answers."""
         drafter, found = self.drafter, {name: [] for name in sets}
         gamma, seen, honest = drafter.options.context_window, Counter(), drafter._optimise
         batch = self.runner.input_batch
@@ -105,7 +111,7 @@ class Engine:
 
 
 def search_part(engine: Engine, texts: list[str], held_out: list[str], steps: int) -> dict[str, Any]:
-    """Ours and pure chance at equal steps on the same questions; then all sets on questions that neither has seen."""
+    """Compare the search with random sets at equal steps, then all sets on questions that neither has seen."""
     found: dict[str, Any] = {}
     ratio, layers = engine.drafter.options.skip_ratio, engine.drafter.state.options.num_layers
     sets = {"uniform": LayerSet.uniform(layers, ratio)}
@@ -139,7 +145,7 @@ def search_part(engine: Engine, texts: list[str], held_out: list[str], steps: in
 
 
 def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confidence: float) -> dict[str, Any]:
-    """Each question with drafts and without: acceptance, the speedup expected from it, the real one."""
+    """Answer each question with and without drafts: acceptance, expected speedup, measured speedup."""
     options = engine.drafter.state.options
     engine.restart(options, share=0.0).best = layer_set
     engine.drafter.options = replace(engine.drafter.options, min_confidence=min_confidence)
@@ -156,7 +162,7 @@ def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confid
             seconds[number] += time.perf_counter() - begin
             tokens[number] += count
             rates.append(count / (time.perf_counter() - begin))
-            if not drafting:  # steps without drafts are no rounds
+            if not drafting:  # the counts are of steps with drafts only
                 vars(engine.drafter.state.acceptance[""]).update(kept)
         ratios.append(rates[0] / rates[1])
     engine.drafting(True)
@@ -176,7 +182,7 @@ def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confid
 def drift_part(
     engine: Engine, by_task: dict[str, list[str]], warm_up: list[str], steps: int, patience: int, share: float
 ) -> dict[str, Any]:
-    """A search that has ended, then a stream of tasks: acceptance of each kind, with adaptation and without."""
+    """Finish a search, then run a stream of tasks: acceptance of each kind, with adaptation and without."""
     old = engine.drafter.state.options
     found: dict[str, Any] = {"most candidates": steps, "patience": patience, "share of the time": share}
     options = SearchOptions(old.num_layers, old.skip_ratio, max_steps=steps, patience=patience, goal=0.95)
@@ -215,7 +221,7 @@ def drift_part(
 
 
 def cost_part(texts: list[str], requests: int, max_tokens: int) -> dict[str, Any]:
-    """What the search takes of the time, with the method's defaults (so it also ends by itself)."""
+    """Measure the search's share of the time with the method's defaults (so it also ends by itself)."""
     engine = Engine(max_tokens, eager=False, budget="measured")
     prompts = prompts_of(engine.llm, texts, max_tokens)
     begin, tokens = time.perf_counter(), 0

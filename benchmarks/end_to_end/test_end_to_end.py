@@ -1,4 +1,4 @@
-"""End to end: tokens/s of ``eagle2`` and a union against plain vLLM, stock n-gram and the stock EAGLE chain.
+"""Measures tokens/s of ``eagle2``, lookup and a union against plain vLLM, its n-gram method and its EAGLE chain.
 
     SPECPLUG_QUESTIONS=spec_bench.jsonl pytest benchmarks/end_to_end/test_end_to_end.py --benchmark-json=out.json
 
@@ -36,7 +36,7 @@ def questions() -> Path:
 
 
 def run(questions: Path, limit: int, methods: list[str], lengths: dict[str, int]) -> dict[str, Any]:
-    """``specplug bench`` with chains of those lengths, by method."""
+    """Run ``specplug bench`` with chains of those lengths, by method."""
     argv = ["--questions", str(questions), "--limit", str(limit), "--max-tokens", str(MAX_TOKENS)]
     argv += ["--methods", ",".join(methods)]
     for name, length in lengths.items():

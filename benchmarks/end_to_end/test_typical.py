@@ -1,9 +1,9 @@
-"""Typical acceptance: what its limits buy and what they cost.
+"""Measures typical acceptance: tau and the likelihood of the answers, by its limits.
 
-    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/end_to_end/test_typical.py --benchmark-json=out.json
+    SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/end_to_end/test_typical.py
 
 One engine with Medusa heads for SmolLM2 and ``"verification": "typical"``; every row is a temperature and an epsilon
-that the requests bring (delta is its square root, as the paper sets it).  "exact" are limits that nothing exceeds: the
+set per request (delta is its square root, as the paper sets it).  "exact" are limits that nothing exceeds: the
 target's own distribution.  Read ``extra_info.rows``: tau, and the mean log-likelihood of the answers' tokens under the
 target at temperature 1.  SPECPLUG_TYPICAL=FILE writes the rows with their provenance.
 """
@@ -42,8 +42,8 @@ def mean_log_likelihood(model, tokenizer, questions, answers: list[list[int]]) -
     for question, answer in zip(questions, answers, strict=True):
         messages = [{"role": "user", "content": question.text}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        prompt = prompt[: 2048 - MAX_TOKENS]  # as the worker cuts it
-        # The head only over what counts: a long prompt's logits would take most of the time.
+        prompt = prompt[: 2048 - MAX_TOKENS]  # as the worker truncates it
+        # Logits of the answer only: those of a long prompt would take most of the time.
         logits = model(torch.tensor([prompt + answer]), logits_to_keep=len(answer) + 1).logits[0, :-1].float()
         total += logits.log_softmax(-1).gather(1, torch.tensor(answer).unsqueeze(1)).sum().item()
         count += len(answer)

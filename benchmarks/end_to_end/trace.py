@@ -1,11 +1,11 @@
-"""A trace that changes its kind of text: what choosing by measurement loses against the best fixed choice.
+"""Measures a trace that changes its kind of text: the loss of a measured budget against the best fixed choice.
 
-    python benchmarks/end_to_end/trace.py --segment translation=spec_bench.jsonl --segment code=human_eval.jsonl --out trace.json
+    python benchmarks/end_to_end/trace.py --segment translation=spec_bench.jsonl --segment code=human_eval.jsonl
+        --out trace.json
 
-Every method has an engine of its own; each block of requests goes to one after the other, in the same order for all,
-so each of them sees the whole trace.  Within a segment, regret is what the measured union is slower than the fastest
-method whose budget is fixed (plain decoding among them), in tokens per second, prompts included.  Each question comes
-once.
+Every method has its own engine and answers the whole trace; the methods take turns, block by block.  Within a segment,
+regret is how much slower the measured union is than the fastest method with a fixed budget (plain decoding included),
+in tokens per second, prompts included.  Each question comes once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK, WARM_UPS = 10, 3
 
 
 def segment_of(text: str, size: int) -> tuple[str, list[Question]]:
-    """``CATEGORY=FILE``: the category's questions, or all of a file that has one kind only."""
+    """Read ``CATEGORY=FILE``: the questions of that category, or all of a file that has one category only."""
     name, separator, file = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError(f"{text!r}: expected CATEGORY=FILE")
@@ -38,7 +38,7 @@ def segment_of(text: str, size: int) -> tuple[str, list[Question]]:
 
 
 def run(segments: dict[str, list[Question]], methods: list[Method], max_tokens: int, kv_gib: int) -> dict[str, Any]:
-    """Blocks of requests, by method and segment."""
+    """Measure blocks of requests, by method and segment."""
     engine = {"model": str(prepare()), "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8}
     engine |= {"enable_prefix_caching": False, "disable_log_stats": False}
     found: dict[str, Any] = {method.label: {name: [] for name in segments} for method in methods}
@@ -59,12 +59,12 @@ def run(segments: dict[str, list[Question]], methods: list[Method], max_tokens: 
 
 
 def rate(blocks: list[Measurement]) -> float:
-    """Tokens per second."""
+    """Return tokens per second."""
     return sum(block.tokens for block in blocks) / sum(block.seconds for block in blocks)
 
 
 def summary(found: dict[str, dict[str, list[Measurement]]]) -> dict[str, Any]:
-    """By segment: rates of all methods, the best fixed one, the regret."""
+    """Return by segment: rates of all methods, the best fixed one, the regret."""
     result = {}
     for name in found[ADAPTIVE]:
         rates = {label: round(rate(by_segment[name]), 2) for label, by_segment in found.items()}
@@ -80,7 +80,7 @@ def summary(found: dict[str, dict[str, list[Measurement]]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people, in Markdown."""
+    """Return the table in Markdown."""
     labels = list(next(iter(result.values()))["tokens per second"])
     rows = [
         [name, *(f"{s['tokens per second'][label]:.1f}" for label in labels), f"{100 * s['regret']:.1f}%"]
@@ -90,7 +90,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Tokens per second over the trace."""
+    """Draw tokens per second over the trace."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,31 +1,32 @@
-"""Everything there is to check and measure on a CUDA machine, by one command; writes JSON with provenance.
+"""Checks and measures everything on a CUDA machine by one command; writes JSON with provenance.
 
     python benchmarks/gpu/gpu.py --output gpu.json                     # all parts
     python benchmarks/gpu/gpu.py --output gpu.json --parts steps       # one of them
-    python benchmarks/gpu/gpu.py --output self.json --interpret        # self-check on a CPU: tiny sizes, no meaningful time
+    python benchmarks/gpu/gpu.py --output self.json --interpret        # self-check on a CPU: tiny sizes, no real time
 
 Parts, in this order:
 
 tests       ``tests/v2``, file by file: every kernel against its reference, the engine's tokens, the negative controls
-identity    the engine as a user starts it (recorded graphs, asynchronous scheduling): greedy and seeded answers of
+identity    the engine as users start it (recorded graphs, asynchronous scheduling): greedy and seeded answers of
             eagle2, Medusa, lookup and a union against plain decoding's, tiny models in float32
 attention   one layer of an 8B model, by nodes, context and batch: each ``tree_attention`` against the reference
-            (deviation) and the host's chain attention of as many tokens (time), and against the time in which the
-            memory delivers the context's key/value
+            (deviation), vLLM's chain attention of as many tokens (time), and the time in which the memory delivers the
+            context's key/value
 lookup      the search of lookup, its trees, and their union with others: against the reference, and the time of a
-            round, launched one by one and from a recorded graph
+            draft phase, launched one by one and from a recorded graph
 steps       an 8B-shaped target with random weights: verification, drafting and the share of a step in which the device
-            idles, for plain decoding, the stock chain, EAGLE trees with each ``tree_attention``, Medusa, lookup and a
+            idles, for plain decoding, vLLM's chain, EAGLE trees with each ``tree_attention``, Medusa, lookup and a
             union
 end_to_end  tokens/s of ``--model``, in new and in copied text: plain, lookup, with ``--drafter`` eagle2 and its union
             with lookup, with ``--heads`` Medusa
-projection  speedups from the measured steps and published acceptance lengths: no measurement
+projection  speedups computed from the measured steps and published acceptance lengths (not measured)
 
 Every step of a part runs in a process of its own (``gpu_worker.py``), and the file is written after each.  A step that
-fails keeps the rows it came to and is named with its reason, at once, at the end and in ``failed``; the others go on.
+fails keeps the rows it has written.  It is reported with its reason, at once, at the end and in ``failed``; the others
+run.
 
-``tree_attention`` in the output is the table from which the default is to be chosen (whole steps where they were
-measured, else one layer's attention), and which one won: the least geometric mean of time over the best of each row.
+``tree_attention`` in the output is the table from which to choose the default (whole steps if measured, else one
+layer's attention), and the fastest one: the lowest geometric mean of time relative to the best of each row.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "identity", "attention", "lookup", "steps", "end_to_end")
 #: Values of the option ``tree_attention``.
 PATHS = ("triton", "flash", "xformers")
-#: What drafts by ``tree_attention`` of the first of ``PATHS``, whose cost is not that of attention.
+#: Methods that are measured with the first of ``PATHS`` only: attention is not their main cost.
 OTHERS = ("medusa", "lookup", "union")
 #: Published tau for LLaMA-2-chat 7B at T = 0, mean of three tasks, the bonus token counted (HASS paper).
 PUBLISHED_TAU = {"eagle2": 4.61, "hass": 5.15}
@@ -83,8 +84,8 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, str]:
-    """All steps of the parts asked for; the reasons of those that failed."""
-    report = Report(args.output, {"provenance": provenance("the host's own kernels and steps, same run")})
+    """Run all steps of the requested parts; return the reasons of those that failed."""
+    report = Report(args.output, {"provenance": provenance("vLLM's own kernels and steps, same run")})
     report.results["interpreted"] = args.interpret
     parts = args.parts.split(",")
     contexts = [64] if args.interpret else [int(word) for word in args.contexts.split(",")]
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> dict[str, str]:
         return report.step(part, name, lambda: ask(question, args.timeout))
 
     device = step("device")
-    if "error" in device:  # nothing else could run
+    if "error" in device:  # nothing else can run
         return report.finish()
     unavailable = device["rows"][0]["unavailable"]
     paths = [path for path in PATHS if path not in unavailable]
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> dict[str, str]:
         for what in ("search", "trees", "union"):
             step("lookup", what)
     if "steps" in parts:
-        # The other paths need CUDA; of the interpreter's steps, one shows that the part works.
+        # The other paths need CUDA; one step under the interpreter shows that the part works.
         trees = [("eagle2", path) for path in (PATHS[:1] if args.interpret else paths)]
         for method, path in [("plain", None), ("chain", None), *trees, *((method, PATHS[0]) for method in OTHERS)]:
             for count in nodes if method != "plain" else [0]:
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> dict[str, str]:
 
 
 class Report:
-    """Results, on disk after every step; one that fails is named, and those behind it are still to come.
+    """Results, written to disk after every step; a failed step is reported and the next ones run.
 
     Attributes:
         results: by part, and by step where a part has several.
@@ -148,7 +149,7 @@ class Report:
         self._failed: dict[str, str] = results.setdefault("failed", {})
 
     def step(self, part: str, name: str | None, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``call`` found; ``error`` in it, or ``problems``, say that the step failed."""
+        """Return the result of ``call``; the step failed if it has ``error`` or ``problems``."""
         title, started = part if name is None else f"{part} {name}", time.perf_counter()
         try:
             found = call()
@@ -167,7 +168,7 @@ class Report:
         return found
 
     def finish(self) -> dict[str, str]:
-        """Print all of it, what failed at the end; returned too."""
+        """Print all results, the failed steps at the end; return those."""
         self._save()
         print(json.dumps(self.results, indent=1))
         if "tree_attention" in self.results:
@@ -184,7 +185,7 @@ class Report:
 
 
 def ask(question: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """A worker's ``rows``, as far as it came, and what is wrong with them (``problems``) or with it (``error``)."""
+    """Run a worker: its ``rows`` so far, what is wrong with them (``problems``) or with the worker (``error``)."""
     started = time.perf_counter()
     code, output, errors = run_process(
         [sys.executable, "-m", "benchmarks.gpu.gpu_worker", json.dumps(question)], timeout
@@ -197,7 +198,7 @@ def ask(question: dict[str, Any], timeout: float) -> dict[str, Any]:
 
 
 def run_tests(file: Path, timeout: float) -> dict[str, Any]:
-    """Outcomes of a file of tests; of a process that dies or hangs too, up to the test it was in."""
+    """Return the outcomes of a test file, also of a process that dies or hangs, up to its last test."""
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", str(file)]
     code, output, errors = run_process(command, timeout)
     tests = re.findall(r"^(\S+\.py::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*)? *$", output, re.MULTILINE)
@@ -214,7 +215,7 @@ def run_tests(file: Path, timeout: float) -> dict[str, Any]:
 
 
 def run_process(command: list[str], timeout: float) -> tuple[int | None, str, str]:
-    """Exit code (None: out of time), output and errors; all that the process started ends with it."""
+    """Return exit code (None: out of time), output and errors; all processes that it started end with it."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=output, stderr=errors, cwd=ROOT, start_new_session=True)
         code = None
@@ -231,7 +232,7 @@ def run_process(command: list[str], timeout: float) -> tuple[int | None, str, st
 
 
 def ending(code: int | None, timeout: float, log: str) -> str:
-    """How a process ended and what was raised first in it, in one line; then the last it said."""
+    """Return in one line how a process ended and its first error, then its last output."""
     how = f"no end in {timeout:g} s" if code is None else f"exit code {code}"
     if code is not None and code < 0:
         how = f"killed by {signal.Signals(-code).name}"
@@ -239,11 +240,11 @@ def ending(code: int | None, timeout: float, log: str) -> str:
     return "\n".join([f"{how}: {raised}" if raised else how, *log.splitlines()[-25:]])
 
 
-# ---- what follows from it
+# ---- conclusions
 
 
 def choose(results: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of each ``tree_attention`` by nodes, context and batch, and which is the best over all of them.
+    """Return the milliseconds of each ``tree_attention`` by nodes, context and batch, and the best one over all.
 
     A path that failed somewhere, or is not the reference's there, cannot win.
     """
@@ -288,7 +289,7 @@ def choose(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def path_table(chosen: dict[str, Any]) -> str:
-    """For people, in Markdown."""
+    """Return the report in Markdown."""
     if "table" not in chosen:
         return chosen["error"]
     columns = [path for path in (*PATHS, "chain") if any(path in row["ms"] for row in chosen["table"])]
@@ -303,7 +304,7 @@ def path_table(chosen: dict[str, Any]) -> str:
 
 
 def project(steps: dict[str, Any], name_of_trees: str) -> dict[str, Any]:
-    """Speedup = tau * plain step / (verification + drafting): a projection."""
+    """Compute speedup = tau * plain step / (verification + drafting): a projection, not a measurement."""
     projected: dict[str, Any] = {
         "note": "projection from measured step costs and published tau, not a measured speedup",
         "published_on_vllm": PUBLISHED_SPEEDUP,

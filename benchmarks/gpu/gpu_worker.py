@@ -1,6 +1,6 @@
-"""One step of ``gpu.py``, in a process of its own: a question as JSON, rows as lines of JSON.
+"""Runs one step of ``gpu.py`` in its own process: the question as JSON, rows as lines of JSON.
 
-A row is printed as soon as it is known; ``problem`` in it says what is wrong with what was found.
+A row is printed as soon as it is measured; ``problem`` in it says what is wrong with the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: From the reference, relative to the largest output: bfloat16, rounded twice where parts are merged.
+#: From the reference, relative to the largest output: rounded to bfloat16, twice where parts are merged.
 MAX_DEVIATION = 0.012
 #: Of a token's log-probability, in float32.
 MAX_LOGPROB_DEVIATION = 1e-3
@@ -27,7 +27,7 @@ SHAPE_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "torch_dtype": "bfloat16",
     "max_position_embeddings": 16384,
 }  # fmt: skip
-#: Medusa heads of that size, as this project trains them: the target's LM head, of a part of the vocabulary.
+#: Medusa heads for that target as this project trains them: the target's LM head over a part of the vocabulary.
 NUM_HEADS, DRAFT_VOCAB = 4, 32768
 
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def describe(question: Row) -> Iterator[Row]:
-    """The device, and which ``tree_attention`` it cannot have, with the reason."""
+    """Describe the device, and which ``tree_attention`` it cannot run, with the reason."""
     import torch
     import triton
 
@@ -68,7 +68,7 @@ def describe(question: Row) -> Iterator[Row]:
 
 
 def bandwidth_gb_s() -> float:
-    """Bytes that the device's memory reads and writes in a second."""
+    """Measure the bytes that the device's memory reads and writes per second."""
     import torch
 
     buffer = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -77,14 +77,16 @@ def bandwidth_gb_s() -> float:
 
 
 def device_ms(call: Callable[[], Any], rounds: int = 50) -> float:
-    """Median milliseconds of a call on the device; on a CPU, one wall time."""
+    """Measure the median milliseconds of a call on the device; on a CPU, one wall time."""
     import torch
 
     if not torch.cuda.is_available():
         start = time.perf_counter()
         call()
         return 1000 * (time.perf_counter() - start)
-    flush = torch.empty(1 << 26, dtype=torch.int32, device="cuda")  # the cache then holds nothing of the last call
+    flush = torch.empty(
+        1 << 26, dtype=torch.int32, device="cuda"
+    )  # writing it removes the last call's data from the cache
     for _ in range(5):
         call()
     times = []
@@ -100,7 +102,7 @@ def device_ms(call: Callable[[], Any], rounds: int = 50) -> float:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """What a call gives, or its error: of something beside what the row is about."""
+    """Return the result of a call, or its error: for figures beside a row's main one."""
     try:
         return call()
     except Exception as error:
@@ -111,7 +113,7 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 
 def attention_path(name: str, head_size: int, on_gpu: bool) -> Any:
-    """What attends on a path, or why it cannot; off a GPU the reference stands in for FlashAttention."""
+    """Return the attention of a path, or why it cannot run; without a GPU the reference replaces FlashAttention."""
     from vllm_specplug.kernels.context_attention import ReferenceContext
     from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
     from vllm_specplug.kernels.triton_tree_attention import tree_attention
@@ -131,7 +133,7 @@ def attention_path(name: str, head_size: int, on_gpu: bool) -> Any:
 
 
 def time_attention(question: Row) -> Iterator[Row]:
-    """Of the path ``name``; ``chain``: the host's own."""
+    """Time the attention of the path ``name``; ``chain`` is vLLM's own."""
     import torch
 
     from tests.doubles.attention_inputs import make_inputs
@@ -156,7 +158,7 @@ def time_attention(question: Row) -> Iterator[Row]:
         if name == "chain":
             yield {**row, "ms": device_ms(host_chain(inputs, batch, context, rows))}
             continue
-        # A token's heads side by side, as in the host's default layout.
+        # A token's heads side by side, as in vLLM's default layout.
         inputs["kv_cache"] = inputs["kv_cache"].transpose(1, 2).contiguous().transpose(1, 2)
         expected = torch.empty_like(inputs["output"], dtype=torch.float32)
         tree_attention_reference(**{**inputs, "output": expected})
@@ -180,7 +182,7 @@ def time_attention(question: Row) -> Iterator[Row]:
 
 
 def host_chain(inputs: Row, batch: int, context: int, rows: int) -> Callable[[], Any]:
-    """The host's FlashAttention over as many rows as a chain, on pages that hold them."""
+    """Return vLLM's FlashAttention over as many rows as a chain, on pages that hold them."""
     import torch
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
@@ -199,11 +201,11 @@ def host_chain(inputs: Row, batch: int, context: int, rows: int) -> Callable[[],
     )  # fmt: skip
 
 
-# ---- a round of lookup
+# ---- a draft phase of lookup
 
 
 def time_lookup(question: Row) -> Iterator[Row]:
-    """Of what ``name`` says: ``search``, ``trees`` from what was found, or their ``union`` with others."""
+    """Time what ``name`` says: ``search``, ``trees`` from the matches, or their ``union`` with others."""
     import torch
 
     from vllm_specplug.kernels.triton_lookup import match_keys
@@ -215,7 +217,7 @@ def time_lookup(question: Row) -> Iterator[Row]:
     name, room = question["name"], 4096 if place == "cuda" else 64
     for nodes, context, batch in itertools.product(question["nodes"], question["contexts"], question["batches"]):
         row: Row = {"nodes": nodes, "context": context, "batch": batch}
-        # As many different tokens as let about as much match as text does.
+        # So many different tokens that about as much matches as in text.
         inputs = lookup.make_inputs([context] * batch, context + room, vocab_size=100)
         known = {key: values.to(place) for key, values in inputs.items()}
         options = LookupOptions(num_speculative_tokens=nodes, traffic_tokens=0)
@@ -244,7 +246,7 @@ def time_lookup(question: Row) -> Iterator[Row]:
 
 
 def time_growth(grow: Callable[..., Any], inputs: Row, known: Row, reference: Callable[..., Any]) -> Row:
-    """A round as it is and, on a GPU, recorded; both against a round on the CPU."""
+    """Time a draft phase as it is and, on a GPU, recorded as a graph; compare both with one on the CPU."""
     import torch
 
     from vllm_specplug.hosts.v2.growth import Growth
@@ -261,7 +263,7 @@ def time_growth(grow: Callable[..., Any], inputs: Row, known: Row, reference: Ca
     for how, call in calls.items():
         trees = [(got.cpu() == wanted).all(dim=1) for got, wanted in zip(call(batch, *given), expected, strict=True)]
         same = found[f"{how}_same"] = int((trees[0] & trees[1]).sum())
-        # The device's logarithms may settle a tie otherwise, here and there.
+        # The device's logarithms may break a few ties differently.
         if same < 0.9 * batch:
             found["problem"] = f"{how}: {same} of {batch} trees are those of a CPU"
     return found
@@ -271,7 +273,7 @@ def time_growth(grow: Callable[..., Any], inputs: Row, known: Row, reference: Ca
 
 
 def write_models(folder: Path, tiny_ones: bool) -> dict[str, Path]:
-    """A target, an EAGLE head and Medusa heads with random weights; large ones are filled by the host where it can."""
+    """Write a target, an EAGLE head and Medusa heads with random weights; vLLM fills large ones where it can."""
     import torch
     from safetensors.torch import save_file
 
@@ -297,7 +299,7 @@ def write_models(folder: Path, tiny_ones: bool) -> dict[str, Path]:
     for name, changes in (("target", {}), ("eagle", {"num_hidden_layers": 1, "bias": False})):
         paths[name].mkdir()
         (paths[name] / "config.json").write_text(json.dumps({**shape, **changes}))
-    # The plugin looks into a drafter's file before the host starts.
+    # The plugin reads a drafter's file before vLLM starts.
     kv = SHAPE_8B["num_key_value_heads"] * SHAPE_8B["head_dim"]
     layer = {
         "self_attn.q_proj": (h, h),
@@ -314,7 +316,7 @@ def write_models(folder: Path, tiny_ones: bool) -> dict[str, Path]:
 
 
 def speculation(method: str, nodes: int, path: str | None, eagle: str, medusa: str) -> dict[str, Any]:
-    """Arguments of ``LLM``."""
+    """Return the arguments of ``LLM``."""
     if method == "plain":
         return {}
     if method == "chain":
@@ -337,21 +339,21 @@ def runner_of(llm: Any) -> Any:
 
 
 def drafted(llm: Any) -> tuple[int, int]:
-    """Drafts so far, and their tokens that were accepted."""
+    """Return the number of drafts so far, and of their accepted tokens."""
     values = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     return tuple(int(values.get(name, 0)) for name in names)
 
 
 def tau(llm: Any, before: tuple[int, int]) -> float | None:
-    """Tokens of a step since then, the bonus token counted."""
+    """Return the tokens per step since then, the bonus token counted."""
     drafts, accepted = (now - then for now, then in zip(drafted(llm), before, strict=True))
     return round(1 + accepted / drafts, 3) if drafts else None
 
 
 def check_identity(question: Row) -> Iterator[Row]:
-    """Greedy and seeded answers of the method ``name``; of any other than plain decoding, against ``plain``."""
-    # The host's Triton attention would round float32 to TF32, ours does not.
+    """Yield greedy and seeded answers of the method ``name``, compared with ``plain`` unless that is the method."""
+    # vLLM's Triton attention would otherwise multiply float32 as TF32; ours does not.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     from vllm import LLM
 
@@ -386,7 +388,7 @@ def check_identity(question: Row) -> Iterator[Row]:
 
 
 def answers(llm: Any, texts: list[list[int]], tokens: int) -> Iterator[Row]:
-    """Of an engine, greedy and seeded, with every token's log-probability and the tau of each."""
+    """Yield an engine's answers, greedy and seeded, with every token's log-probability and the tau of each."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": text} for text in texts]
@@ -407,7 +409,7 @@ def answers(llm: Any, texts: list[list[int]], tokens: int) -> Iterator[Row]:
 
 
 def compared(found: Row, plain: Row | None) -> Row:
-    """How many answers are plain decoding's, and how far the log-probabilities of those are from its."""
+    """Count the answers equal to plain decoding's, and how far their log-probabilities differ."""
     row: Row = {"sampling": found["sampling"], "answers": len(found["token_ids"]), "tau": found["tau"]}
     if plain is None:
         return {**row, "problem": f"{row['sampling']}: there are no answers of plain decoding to compare with"}
@@ -427,7 +429,7 @@ def compared(found: Row, plain: Row | None) -> Row:
 
 
 class StepClock:
-    """Times what the runner does for batches of full drafts: device time of its parts, wall time from step to step."""
+    """Times the runner on batches of full drafts: device time of its parts, wall time from step to step."""
 
     def __init__(self, runner: Any, rows: int):
         self.runner, self.rows = runner, rows
@@ -466,7 +468,7 @@ class StepClock:
         import torch
 
         def median(values: list[float]) -> float | None:
-            values = values[3:] if len(values) > 6 else values  # the first ones still meet the prompts' steps
+            values = values[3:] if len(values) > 6 else values  # the first ones overlap with steps of prompts
             return round(sorted(values)[len(values) // 2], 3) if values else None
 
         result = {"step_ms": median([1000 * wall for wall in self.walls]), "steps_counted": len(self.walls)}
@@ -482,7 +484,7 @@ class StepClock:
 
 
 def idle_share(generate: Callable[[], None]) -> float | None:
-    """The share of the wall time in which no kernel ran, from a profile of one call."""
+    """Return the share of the wall time in which no kernel ran, from a profile of one call."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -496,7 +498,7 @@ def idle_share(generate: Callable[[], None]) -> float | None:
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
-    # The prompt's own steps are longer than all others: the second half of the time holds decoding only.
+    # Steps of prompts are longer than all others: the second half of the time is decoding only.
     spans = [span for span in spans if span[0] > (spans[0][0] + spans[-1][1]) / 2]
     busy, reached = 0.0, spans[0][0]
     for start, end in spans:

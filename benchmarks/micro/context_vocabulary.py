@@ -1,4 +1,4 @@
-"""What a reduced draft vocabulary costs, and what of it a request's own tokens bring back.
+"""Measures what a reduced draft vocabulary costs, and how much of it a request's own tokens recover.
 
     python -m benchmarks.micro.context_vocabulary --target DIR --data DATA --out FILE
 
@@ -25,7 +25,7 @@ DRAFTER = "smollm2-135m-instruct"
 
 
 def one_by_one(data: FeatureSet) -> list[FeatureSet]:
-    """Each sequence by itself."""
+    """Split the data into one set per sequence."""
     spans = [slice(start, start + length) for start, length in zip(data.starts, data.lengths, strict=True)]
     return [
         FeatureSet(data.features[span], data.ids[span], data.lengths[i : i + 1], data.prompt_lengths[i : i + 1])

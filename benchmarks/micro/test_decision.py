@@ -2,8 +2,8 @@
 
     SPECPLUG_QUESTIONS=spec_bench.jsonl python -m pytest -s benchmarks/micro/test_decision.py
 
-``test_decision`` decides over chains of eight nodes, without an engine.  ``test_decision_in_the_engine`` measures in the
-engine, where other work has emptied the caches, by method and number of questions at once, beside the step's own time.
+``test_decision`` decides over chains of eight nodes, without an engine.  ``test_decision_in_the_engine`` measures in
+the engine, where other work has emptied the caches, by method and number of questions at once, beside the step's time.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""A drafter reading its context: all rows as key/value and one through its forward, against all through its forward.
+"""Times how a drafter reads its context: all rows as key/value and one through its forward, or all through its forward.
 
     python -m pytest benchmarks/micro/test_draft_context.py --benchmark-json=out.json
 
-The shipped drafter in the real engine, bf16, with as many threads as a served worker has.  The attention to the
-context, which the whole forward takes for every row, is in neither.
+The shipped drafter in the real engine, bf16, with as many threads as a served worker has.  Attention to the context,
+which the whole forward computes for every row, is excluded from both.
 """
 
 import os

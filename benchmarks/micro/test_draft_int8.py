@@ -1,9 +1,9 @@
-"""A drafter's forward and LM head in 8 bits, against the same in bfloat16.
+"""Times a draft level, forward and LM head, in 8 bits and in bfloat16.
 
     python -m pytest benchmarks/micro/test_draft_int8.py --benchmark-json=out.json
 
-The shipped drafter in the real engine, with as many threads as a served worker has; attention is in neither.  Before
-each call the caches are filled with something else, as the target's weights do between two rounds.
+The shipped drafter in the real engine, with as many threads as a served worker has; attention is excluded from both.
+Before each call the CPU caches are filled with other data, as the target's weights do between two draft phases.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""The stages of a step around the model, each against its slow pure-Python reference in the same run.
+"""Times the stages of a step around the model, each against its slow pure-Python reference in the same run.
 
     python -m pytest -s benchmarks/micro/test_stages.py --benchmark-json=out.json
 
-Stock vLLM has no counterpart of these: a chain needs none.  Read ``extra_info.reference_over_ours`` (median over
+vLLM has no counterpart of these, since a chain needs none.  Read ``extra_info.reference_over_ours`` (median over
 median, higher is better); what a stage costs a step is the benchmark's own median.  One thread: the tensors are tiny.
 """
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def compare(benchmark, ours, reference):
-    """Run both in turns; the reference's time goes to ``extra_info``."""
+    """Run both in turns; write the reference's time to ``extra_info``."""
     seconds = []
 
     def timed_reference():
@@ -57,7 +57,7 @@ def make_trees(num_reqs, num_nodes):
 
 
 def make_pool(num_reqs, num_nodes):
-    """A pool of twice the nodes, filled: values fall along its paths."""
+    """Make a filled pool of twice the nodes, whose values fall along its paths."""
     trees = make_trees(num_reqs, 2 * num_nodes)
     generator = torch.Generator().manual_seed(0)
     parents = torch.tensor([[parent - 1 for _, parent in rows[1:]] for rows in trees])
@@ -126,7 +126,7 @@ def test_walk(benchmark, num_nodes, num_reqs):
 
 
 def test_commit(benchmark, num_nodes, num_reqs):
-    """One layer's keys of SmolLM2-135M; the reference copies row by row."""
+    """Move one layer's keys of SmolLM2-135M; the reference copies row by row."""
     trees = make_trees(num_reqs, num_nodes)
     tree = to_tree(trees)
     tokens = torch.tensor([[dict((p, t) for t, p in rows).get(row, 0) for row in range(len(rows))] for rows in trees])

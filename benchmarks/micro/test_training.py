@@ -1,9 +1,9 @@
-"""A training step per alignment step: tokens per second and peak memory, against align-1 in the same run.
+"""Times a training step by alignment steps: tokens per second and peak memory, against align-1 in the same run.
 
     python -m pytest -s benchmarks/micro/test_training.py --benchmark-json=out.json
 
 A head of SmolLM2-135M's geometry with 8192 draft ids, random features, 4096 tokens a step, half of them answers.  Each
-alignment has a process of its own (memory), and takes turns with one of align-1 (speed).  Read ``extra_info``:
+alignment has its own process (for memory) and takes turns with one of align-1 (for speed).  Read ``extra_info``:
 ``time_to_align_1`` is median over median (the HASS paper: 1.66 for align-3), ``peak_mib`` what steps add to a process.
 """
 
@@ -41,7 +41,7 @@ def peak_mib() -> float:
 
 
 def serve() -> None:
-    """Make one step per line of stdin; print its seconds, and the memory that steps have added."""
+    """Make one step per line of stdin; print its seconds and the memory that the steps have added."""
     align_steps = int(sys.argv[1])
     torch.manual_seed(0)
     embedding = (torch.randn(VOCAB, HIDDEN) * 0.14).bfloat16()
@@ -74,7 +74,7 @@ class Worker:
         self.step()  # warm-up
 
     def step(self) -> tuple[float, float]:
-        """Seconds of one step, and the peak memory of all so far in MiB."""
+        """Return the seconds of one step, and the peak memory of all steps so far in MiB."""
         self.process.stdin.write("0\n")
         self.process.stdin.flush()
         seconds, peak = json.loads(self.process.stdout.readline())

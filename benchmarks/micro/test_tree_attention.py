@@ -1,10 +1,10 @@
-"""Tree attention against the host's chain attention on as many tokens.
+"""Times tree attention against vLLM's chain attention on as many tokens.
 
     python -m pytest -s benchmarks/micro/test_tree_attention.py
 
-One layer of SmolLM2-135M, batch 1, trees of random shape.  The two kernels alternate call by call, so that both see the
-same machine.  Read ``extra_info.ratio_to_chain`` (``--benchmark-json``; also printed): tree time over chain time of
-the fastest calls, lower is better.  One thread is immune to the barrier stalls of a machine that others use too.
+One layer of SmolLM2-135M, batch 1, trees of random shape.  The two kernels alternate call by call, so that both run
+under the same load.  Read ``extra_info.ratio_to_chain`` (``--benchmark-json``; also printed): tree time over chain time
+of the fastest calls, lower is better.  With one thread no barrier stalls if other work uses the machine.
 """
 
 import time

@@ -1,8 +1,8 @@
-"""The whole verification step of a tree against the stock engine's step of a chain of as many tokens.
+"""Times the whole verification step of a tree against vLLM's step of a chain of as many tokens.
 
     python -m pytest -s benchmarks/micro/test_verification_step.py --benchmark-json=out.json
 
-SmolLM2-135M-Instruct in bf16, batch 1, both engines alive, taking turns.  A step is everything but the drafting:
+SmolLM2-135M-Instruct in bf16, batch 1, both engines alive, taking turns.  A step is everything except drafting:
 inputs, forward, logits, walk and key/value commit.  Read ``extra_info.ratio_to_chain``: median over median.
 """
 

@@ -1,8 +1,8 @@
-"""EAGLE-2's ablations at this scale, offline: dynamic against static trees, value against confidence, reranking.
+"""Reproduces EAGLE-2's ablations at this scale, offline: dynamic and static trees, value and confidence, reranking.
 
-    python benchmarks/papers/reproduce_eagle2.py --target DIR --head DIR --answers dev.jsonl --features DIR --out claims.json
+    python benchmarks/papers/reproduce_eagle2.py --target DIR --head DIR --answers FILE --features DIR --out claims.json
 
-The head drafts along the target's own greedy answers (``specplug data`` makes answers and features): at temperature 0
+The head drafts along the target's own greedy answers (``specplug data`` writes answers and features).  At temperature 0
 a drafted token is accepted exactly when it is the answer's next.  Trees of one size have the same number of nodes.
 ``--serve`` runs the last policy in the real engine on the same prompts as well, to check the offline figure.
 """
@@ -25,7 +25,7 @@ from vllm_specplug.tools.bench.reproductions import Cycles, gain_text, summary, 
 
 
 class Size(NamedTuple):
-    """Trees that are compared with each other.
+    """A size of trees that are compared with each other.
 
     Attributes:
         beam: nodes fed per level, and children of each.
@@ -37,7 +37,7 @@ class Size(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Nodes to verify: as many as are fed, so that a tree without reranking has them too."""
+        """Nodes to verify: as many as are fed, so that a tree without reranking has as many."""
         return self.beam * self.depth
 
 
@@ -46,12 +46,12 @@ SIZES = (Size(4, 4), Size(10, 6))
 
 
 def best(pool: list[Drafted], key: str, count: int, first: int = 0) -> list[int]:
-    """Pool indices from ``first`` on, the highest ``key`` first."""
+    """Return pool indices from ``first`` on, the highest ``key`` first."""
     return sorted(range(first, len(pool)), key=lambda node: -getattr(pool[node], key))[:count]
 
 
 def expansion(key: str, rerank: bool, size: Size) -> TreePolicy:
-    """EAGLE-2 with another expansion score, or with the expanded nodes themselves in place of reranked ones."""
+    """Return EAGLE-2 with another expansion score, or with the expanded nodes instead of reranked ones."""
 
     def keep(pool: list[Drafted]) -> list[int]:
         if rerank:
@@ -63,7 +63,7 @@ def expansion(key: str, rerank: bool, size: Size) -> TreePolicy:
 
 
 def static(shape: frozenset[tuple[int, ...]]) -> TreePolicy:
-    """Always the same nodes, named by their child ranks from the root (EAGLE-1, Medusa)."""
+    """Return a policy of always the same nodes, given by their child ranks from the root (EAGLE-1, Medusa)."""
     inner = {ranks[:-1] for ranks in shape}
     return TreePolicy(
         lambda pool, first: [n for n in range(first, len(pool)) if pool[n].ranks in inner],
@@ -72,7 +72,7 @@ def static(shape: frozenset[tuple[int, ...]]) -> TreePolicy:
 
 
 def fit_shape(head, data, embedding, lm_head, ids, size: Size) -> frozenset[tuple[int, ...]]:
-    """The best static tree by estimated acceptance: a path's is the product of its ranks' shares at their depths.
+    """Fit the best static tree by estimated acceptance: a path's is the product of its ranks' shares at their depths.
 
     The shares are those of the drafter's arg-max passes along the answers (``EagleHead.aligned``), level by level.
     """
@@ -105,7 +105,7 @@ def fit_shape(head, data, embedding, lm_head, ids, size: Size) -> frozenset[tupl
 
 
 def served_tau(target: str, head: str, prompts: list[list[int]], lengths: list[int], size: Size) -> float:
-    """tau of whole EAGLE-2 trees of the same size in the real engine."""
+    """Measure tau of EAGLE-2 trees of the same size in the real engine."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -120,7 +120,7 @@ def served_tau(target: str, head: str, prompts: list[list[int]], lengths: list[i
     return 1 + counters["vllm:spec_decode_num_accepted_tokens"] / counters["vllm:spec_decode_num_drafts"]
 
 
-#: Policies by their names in the tables, the paper's last.
+#: Policies by their names in the tables; the last one is the paper's.
 STATIC, EAGLE2 = "static, fitted on these answers", "value, reranked (EAGLE-2)"
 ABLATIONS = {
     "confidence, no reranking": ("confidence", False),
@@ -130,7 +130,7 @@ ABLATIONS = {
 
 
 def table(title: str, source: str, claim: str, found: dict[Size, dict[str, Cycles]], names: list[str]) -> dict:
-    """Every size's trees of those names, EAGLE-2's last, which is compared with each of the others."""
+    """Compare, for every size, EAGLE-2's trees (the last name) with the trees of each other name."""
     rows, verdicts = [], {}
     for size, figures in found.items():
         for name in names:
@@ -150,7 +150,7 @@ def table(title: str, source: str, claim: str, found: dict[Size, dict[str, Cycle
 
 
 def main() -> None:
-    """See the module's text."""
+    """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("target", "head", "answers", "features", "out"):
         parser.add_argument(f"--{name}", required=True, type=str if name in ("target", "head") else Path)

@@ -1,14 +1,13 @@
-"""HASS at this scale: alignment over 1, 2, 3 ... steps, and the K and w of its loss; equal data, steps and start.
+"""Reproduces HASS at this scale: alignment over 1, 2, 3 ... steps, K and w of its loss; equal data, steps and start.
 
     python benchmarks/papers/reproduce_hass.py --target DIR --data DATA --dev-data DEV --heads DIR --out claims.json \
         [--start-from HEAD] [--sweep-data DATA]
 
-``specplug data`` makes the data folders.  The common head is one given (``--start-from``), or is trained without
-alignment first (``--base-epochs``); then every head goes on from it (``--epochs``); heads that are in ``--heads``
-already are not trained again.  With
-``--sweep-data``, usually less of the same data, heads aligned over three steps go on from the common head with each K
-and w.  tau is that of EAGLE-2 trees along the target's own greedy answers: at temperature 0 a drafted token is accepted
-exactly when it is the answer's next.
+``specplug data`` writes the data folders.  The common head is given (``--start-from``) or trained first without
+alignment (``--base-epochs``); then training of every head continues from it (``--epochs``).  Heads that are in
+``--heads`` already are not trained again.  With ``--sweep-data``, usually less of the same data, heads aligned over
+three steps continue from the common head with each K and w.  tau is that of EAGLE-2 trees along the
+target's own greedy answers: at temperature 0 a drafted token is accepted exactly when it is the answer's next.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SWEEP = {
 
 
 def train(args: argparse.Namespace, data: Path, out: Path, *options: str) -> Path:
-    """The head in ``out``, trained if it is not there."""
+    """Return the head in ``out``; train it if it is not there."""
     if not (out / "model.safetensors").is_file():
         command = [sys.executable, "-m", "vllm_specplug.tools.cli", "train", "hass", "--target", args.target]
         command += ["--data", str(data), "--out", str(out), *options]
@@ -56,20 +55,20 @@ def train(args: argparse.Namespace, data: Path, out: Path, *options: str) -> Pat
 
 
 def start(args: argparse.Namespace) -> Path:
-    """The head that all others go on from."""
+    """Return the head from which all others continue."""
     if args.start_from:
         return args.start_from
     return train(args, args.data, args.heads / "base", *aligned_over(1), "--epochs", str(args.base_epochs), *rate(1e-3))
 
 
 def aligned(args: argparse.Namespace) -> dict[int, Path]:
-    """The heads by alignment."""
+    """Return the heads by alignment."""
     more = ["--init-from", str(start(args)), "--epochs", str(args.epochs), *rate(args.lr), "--seed", "1"]
     return {k: train(args, args.data, args.heads / f"align-{k}", *aligned_over(k), *more) for k in args.align}
 
 
 def swept(args: argparse.Namespace) -> dict[tuple[int, float], Path]:
-    """The heads by K and w, on the data of the sweep, in small batches."""
+    """Return the heads by K and w, trained on the data of the sweep in small batches."""
     more = ["--init-from", str(start(args)), "--epochs", "1", "--batch-tokens", "1024", *rate(args.lr / 2)]
     more += [*aligned_over(3), "--seed", "1"]
     return {
@@ -114,18 +113,18 @@ class Judge:
         )
 
     def chain(self, folder: Path) -> evaluate.Acceptance:
-        """Acceptance of chains."""
+        """Measure the acceptance of chains."""
         return evaluate.chain_acceptance(*self._load(folder), depth=DEPTH)
 
     def tree(self, folder: Path, nodes: int = NODES, depth: int = DEPTH, beam: int = BEAM) -> Cycles:
-        """What EAGLE-2 trees take."""
+        """Count tokens and cycles of EAGLE-2 trees."""
         found = evaluate.tree_tau(*self._load(folder), nodes=nodes, depth=depth, beam=beam)
         print(f"{folder.name}: tau {tau(found):.3f}", file=sys.stderr, flush=True)
         return found
 
 
 def facts_of(folder: Path, start: Path) -> str:
-    """What a head was trained on."""
+    """Describe what a head was trained on."""
     facts, common = (json.loads((f / "config.json").read_text())["specplug"] for f in (folder, start))
     return (
         f"{facts['steps']} steps on {facts['answer_tokens']} answer tokens after a common start: "
@@ -135,7 +134,7 @@ def facts_of(folder: Path, start: Path) -> str:
 
 
 def alignment_table(judge: Judge, heads: dict[int, Path]) -> dict:
-    """The paper's table 4 and figure 5."""
+    """Reproduce table 4 and figure 5 of the paper."""
     chains = {k: judge.chain(folder) for k, folder in heads.items()}
     trees = {k: judge.tree(folder) for k, folder in heads.items()}
     verdicts = [f"align-{k} over align-1: {verdict_on(trees[k], trees[1])}" for k in heads if k > 1]
@@ -174,7 +173,7 @@ def alignment_table(judge: Judge, heads: dict[int, Path]) -> dict:
 
 
 def sweep_table(judge: Judge, heads: dict[tuple[int, float], Path]) -> dict:
-    """The paper's table 7 and figure 4."""
+    """Reproduce table 7 and figure 4 of the paper."""
     trees = {key: judge.tree(folder, SWEEP_NODES, SWEEP_DEPTH, SWEEP_BEAM) for key, folder in heads.items()}
     none = trees[10, 0.0]
     best = max(trees, key=lambda key: tau(trees[key]))
@@ -205,7 +204,7 @@ def sweep_table(judge: Judge, heads: dict[tuple[int, float], Path]) -> dict:
 
 
 def parse_sweep(text: str) -> list[tuple[int, float]]:
-    """``10:0,10:1`` -> pairs of K and w that the paper has, w = 0 among them."""
+    """Parse ``10:0,10:1`` to pairs of K and w that the paper has, w = 0 included."""
     pairs = [(int(k), float(w)) for k, _, w in (entry.partition(":") for entry in text.split(","))]
     if (10, 0.0) not in pairs or not set(pairs) <= set(SWEEP):
         raise argparse.ArgumentTypeError(f"choose pairs K:w of the paper's table 7, 10:0 among them, not {text!r}")
@@ -213,7 +212,7 @@ def parse_sweep(text: str) -> list[tuple[int, float]]:
 
 
 def main() -> None:
-    """See the module's text."""
+    """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", required=True)
     for name in ("data", "dev-data", "heads", "out"):

@@ -1,12 +1,12 @@
-"""Medusa's trees at this scale: sparse against dense ones of equal size, and the best size.
+"""Reproduces Medusa's trees at this scale: sparse against dense ones of equal size, and the best size.
 
     python benchmarks/papers/reproduce_medusa.py --target DIR --model HEADS --answers FILE --features DIR \
         --steps steps.json --out claims.json
 
-The heads rank the tokens of the target's own greedy answers (``specplug data`` makes answers and features); at
-temperature 0 a path of ranks is accepted exactly where each head ranks the true token so.  One half of the answers
-grows the trees, the other half measures them.  ``--steps`` is a file of ``specplug steps``; ``--serve 3,16`` runs
-sparse trees of those sizes in the real engine on prompts of the second half as well.
+The heads rank the tokens of the target's own greedy answers (``specplug data`` writes answers and features).  At
+temperature 0 a path of ranks is accepted exactly where each head gives the true token that rank.  One half of the
+answers grows the trees, the other half measures them.  ``--steps`` is a file of ``specplug steps``; ``--serve 3,16``
+runs sparse trees of those sizes in the real engine on prompts of the second half as well.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vllm_specplug.proposers.training.features import extract, load_features, ta
 from vllm_specplug.tools.bench.reproductions import write
 
 SOURCE = "Medusa (arXiv 2401.10774, {})"
-#: Largest sizes of dense trees, and how many shapes of each are drawn by chance.
+#: Largest sizes of dense trees, and how many random shapes of each are drawn.
 DENSE, DRAWS = (8, 16, 32, 64, 128, 255), 20
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
 PRIOR = 30.0  # as in ``specplug calibrate medusa``
 
 
 def random_widths(num_heads: int, most: int, draw: random.Random) -> tuple[int, ...]:
-    """A dense tree by chance, as in the paper's figure: widths by level, at least half of ``most`` nodes."""
+    """Draw a random dense tree, as in the paper's figure: widths by level, at least half of ``most`` nodes."""
     while True:
         widths = tuple(draw.randint(1, MAX_RANKS) for _ in range(draw.randint(1, num_heads)))
         if math.prod(widths) <= most and most / 2 <= len(dense_paths(widths)) <= most:
@@ -47,7 +47,7 @@ def random_widths(num_heads: int, most: int, draw: random.Random) -> tuple[int, 
 
 
 def dense_row(growing: list[torch.Tensor], held_out: list[torch.Tensor], sparse: Paths, most: int) -> list:
-    """Of dense trees of at most ``most`` nodes: the best one, the ones by chance, and a sparse one of equal size."""
+    """Compare dense trees of at most ``most`` nodes (the best, and random ones) with a sparse one of equal size."""
     best = best_dense(growing, held_out, most)
     draw = random.Random(most)
     shapes = {random_widths(growing[0].shape[1], most, draw) for _ in range(DRAWS)}
@@ -63,7 +63,7 @@ def dense_row(growing: list[torch.Tensor], held_out: list[torch.Tensor], sparse:
 
 
 def served_tau(target: str, model: str, tree: Paths, prompts: list[list[int]], lengths: list[int]) -> float:
-    """tau of a static tree in the real engine."""
+    """Measure tau of a static tree in the real engine."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
@@ -87,7 +87,7 @@ def served_tau(target: str, model: str, tree: Paths, prompts: list[list[int]], l
 
 
 def sparse_against_dense(growing: list[torch.Tensor], held_out: list[torch.Tensor], sparse: Paths) -> dict:
-    """The paper's figure 4 (left)."""
+    """Reproduce figure 4 (left) of the paper."""
     rows = [dense_row(growing, held_out, sparse, most) for most in DENSE]
     sparse_64 = simulate_tau(held_out, sparse[:64])
     ahead = [row[1] > row[2] for row in rows]
@@ -108,7 +108,7 @@ def sparse_against_dense(growing: list[torch.Tensor], held_out: list[torch.Tenso
 
 
 def budget_sweep(sparse: Paths, values: list[float], taus: dict[int, float], steps: dict | None) -> dict:
-    """The paper's figures 4 (right) and 21; speeds where the step of that size was measured."""
+    """Reproduce figures 4 (right) and 21 of the paper; speeds where the step of that size was measured."""
     speeds, overheads = {}, {}
     if steps:
         batch = min(steps["step_ms"])
@@ -141,7 +141,7 @@ def budget_sweep(sparse: Paths, values: list[float], taus: dict[int, float], ste
 
 
 def main() -> None:
-    """See the module's text."""
+    """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("target", "model", "answers", "features", "out"):
         parser.add_argument(f"--{name}", required=True, type=str if name in ("target", "model") else Path)

@@ -1,10 +1,10 @@
-"""SWIFT's ablation at this scale: layer search, early stop, dynamic verification, and how many layers can be skipped.
+"""Reproduces SWIFT's ablation at this scale: layer search, early stop, dynamic verification, number of skipped layers.
 
     python -m benchmarks.papers.reproduce_swift --questions spec_bench_dev.jsonl --out claims.json
 
 SmolLM2-135M-Instruct drafts for itself in the real engine.  A layer set is searched for each skip ratio on the first
-questions, or taken from a file of ``benchmarks/end_to_end/swift.py`` (``--searched``), and everything is measured on the last
-ones, which the search has not seen; nothing is timed.
+questions, or taken from a file of ``benchmarks/end_to_end/swift.py`` (``--searched``).  Everything is measured on the
+last questions, which the search has not seen; nothing is timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCE = "SWIFT (arXiv 2410.06916, {})"
 
 @dataclass(frozen=True)
 class Drafts:
-    """What became of drafts, question by question.
+    """Outcomes of drafts, question by question.
 
     Attributes:
         rounds, steps, accepted: drafts verified, forwards of their chains, tokens accepted.
@@ -74,7 +74,7 @@ HEADERS = ["forwards per draft", "alpha", "M (tau)", "expected speedup"]
 
 @contextmanager
 def no_siblings() -> Iterator[None]:
-    """Drafts are chains: no position contributes more than its best token."""
+    """Make drafts chains: no position contributes more than its best token."""
     bands, drafting.BANDS = drafting.BANDS, ()
     try:
         yield
@@ -83,7 +83,7 @@ def no_siblings() -> Iterator[None]:
 
 
 def measure(engine: Engine, texts: Sequence[str], layer_set: LayerSet, ratio: float, min_confidence: float) -> Drafts:
-    """Answer every question with that layer set; nothing is searched meanwhile."""
+    """Answer every question with that layer set, without searching."""
     engine.drafter.options = replace(engine.drafter.options, min_confidence=min_confidence, skip_ratio=ratio)
     engine.restart(SearchOptions(layer_set.num_layers, ratio), share=0.0).best = layer_set
     found, counts = Drafts([], [], []), engine.drafter.state.acceptance[""]
@@ -97,7 +97,7 @@ def measure(engine: Engine, texts: Sequence[str], layer_set: LayerSet, ratio: fl
 
 
 def search(engine: Engine, texts: Sequence[str], layers: int, ratio: float, steps: int) -> LayerSearch:
-    """The search alone, on plain answers."""
+    """Run the search alone, on plain answers."""
     options = SearchOptions(layers, ratio, max_steps=steps, patience=steps, goal=1.0)
     engine.drafter.options = replace(engine.drafter.options, skip_ratio=ratio)
     found = engine.restart(options)
@@ -112,7 +112,7 @@ def search(engine: Engine, texts: Sequence[str], layers: int, ratio: float, step
 
 
 def ablation(found: dict[str, Drafts], ratio: float) -> dict:
-    """The paper's table 8."""
+    """Reproduce table 8 of the paper."""
     whole = found["SWIFT"]
     early, _, _ = gain(whole.per_forward, found["no early stop"].per_forward)
     tree, _, _ = gain(whole.cycles, found["no dynamic verification"].cycles)
@@ -140,7 +140,7 @@ def ablation(found: dict[str, Drafts], ratio: float) -> dict:
 
 
 def by_ratio(found: dict[float, dict[str, Drafts]], matchness: dict[float, float]) -> dict:
-    """How much of this target can be left out."""
+    """Measure how much of this target can be skipped."""
     speedups = {
         (ratio, name): expected_speedup(drafts.length, drafts.alpha, ratio)
         for ratio, sets in found.items()
@@ -164,14 +164,12 @@ def by_ratio(found: dict[float, dict[str, Drafts]], matchness: dict[float, float
 
 
 def main() -> None:
-    """See the module's text."""
+    """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--questions", required=True, type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.45], help="the last: the ablation")
-    parser.add_argument(
-        "--searched", type=Path, help="take the sets from such a file of benchmarks/end_to_end/swift.py"
-    )
+    parser.add_argument("--searched", type=Path, help="take the sets from this file of benchmarks/end_to_end/swift.py")
     parser.add_argument("--steps", type=int, default=300, help="candidates of each search")
     parser.add_argument("--count", type=int, default=15, help="questions to measure on")
     parser.add_argument("--max-tokens", type=int, default=96)
