@@ -114,7 +114,7 @@ def attempt(call: Callable[[], Any]) -> Any:
 
 def attention_path(name: str, head_size: int, on_gpu: bool) -> Any:
     """Return the attention of a path, or why it cannot run; without a GPU the reference replaces FlashAttention."""
-    from vllm_specplug.kernels.context_attention import ReferenceContext
+    from tests.doubles.attention_reference import ReferenceContext
     from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
     from vllm_specplug.kernels.triton_tree_attention import tree_attention
     from vllm_specplug.kernels.xformers_context import XformersContext
@@ -208,6 +208,7 @@ def time_lookup(question: Row) -> Iterator[Row]:
     """Time what ``name`` says: ``search``, ``trees`` from the matches, or their ``union`` with others."""
     import torch
 
+    from tests.doubles.contexts import make_match_inputs
     from vllm_specplug.kernels.triton_lookup import match_keys
     from vllm_specplug.proposers.lookup import device as lookup
     from vllm_specplug.proposers.lookup.options import LookupOptions
@@ -218,7 +219,7 @@ def time_lookup(question: Row) -> Iterator[Row]:
     for nodes, context, batch in itertools.product(question["nodes"], question["contexts"], question["batches"]):
         row: Row = {"nodes": nodes, "context": context, "batch": batch}
         # So many different tokens that about as much matches as in text.
-        inputs = lookup.make_inputs([context] * batch, context + room, vocab_size=100)
+        inputs = make_match_inputs([context] * batch, context + room, vocab_size=100)
         known = {key: values.to(place) for key, values in inputs.items()}
         options = LookupOptions(num_speculative_tokens=nodes, traffic_tokens=0)
         if name == "search":

@@ -1,6 +1,6 @@
 """Reproduces EAGLE-2's ablations at this scale, offline: dynamic and static trees, value and confidence, reranking.
 
-    python benchmarks/papers/reproduce_eagle2.py --target DIR --head DIR --answers FILE --features DIR --out claims.json
+    python -m benchmarks.papers.reproduce_eagle2 --target DIR --head DIR --answers FILE --features DIR --out claims.json
 
 The head drafts along the target's own greedy answers (``specplug data`` writes answers and features).  At temperature 0
 a drafted token is accepted exactly when it is the answer's next.  Trees of one size have the same number of nodes.
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.papers.offline_trees import Drafted, TreePolicy, eagle2_policy, tree_tau
+from benchmarks.papers.reproductions import Cycles, gain_text, summary, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
-from vllm_specplug.proposers.training.evaluate import Drafted, TreePolicy, eagle2_policy
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
-from vllm_specplug.tools.bench.reproductions import Cycles, gain_text, summary, tau, verdict_on, write
 
 
 class Size(NamedTuple):
@@ -172,7 +172,7 @@ def main() -> None:
         policies[EAGLE2] = eagle2_policy(size.nodes, size.beam)
         found[size] = {}
         for name, policy in policies.items():
-            found[size][name] = evaluate.tree_tau(head, data, *rows, depth=size.depth, beam=size.beam, policy=policy)
+            found[size][name] = tree_tau(head, data, *rows, depth=size.depth, beam=size.beam, policy=policy)
             print(f"{size.nodes} nodes, {name}: tau {tau(found[size][name]):.3f}", file=sys.stderr, flush=True)
 
     note = f"offline, {len(data)} answers; " + ", ".join(

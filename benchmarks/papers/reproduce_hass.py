@@ -1,6 +1,6 @@
 """Reproduces HASS at this scale: alignment over 1, 2, 3 ... steps, K and w of its loss; equal data, steps and start.
 
-    python benchmarks/papers/reproduce_hass.py --target DIR --data DATA --dev-data DEV --heads DIR --out claims.json \
+    python -m benchmarks.papers.reproduce_hass --target DIR --data DATA --dev-data DEV --heads DIR --out claims.json \
         [--start-from HEAD] [--sweep-data DATA]
 
 ``specplug data`` writes the data folders.  The common head is given (``--start-from``) or trained first without
@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.papers.offline_trees import tree_tau
+from benchmarks.papers.reproductions import Cycles, gain_text, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.data import ANSWERS_NAME, FEATURES_NAME
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
-from vllm_specplug.tools.bench.reproductions import Cycles, gain_text, tau, verdict_on, write
 
 NODES, DEPTH, BEAM = 60, 6, 10
 SWEEP_NODES, SWEEP_DEPTH, SWEEP_BEAM = 16, 4, 4
@@ -118,7 +119,7 @@ class Judge:
 
     def tree(self, folder: Path, nodes: int = NODES, depth: int = DEPTH, beam: int = BEAM) -> Cycles:
         """Count tokens and cycles of EAGLE-2 trees."""
-        found = evaluate.tree_tau(*self._load(folder), nodes=nodes, depth=depth, beam=beam)
+        found = tree_tau(*self._load(folder), nodes=nodes, depth=depth, beam=beam)
         print(f"{folder.name}: tau {tau(found):.3f}", file=sys.stderr, flush=True)
         return found
 

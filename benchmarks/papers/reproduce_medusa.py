@@ -1,6 +1,6 @@
 """Reproduces Medusa's trees at this scale: sparse against dense ones of equal size, and the best size.
 
-    python benchmarks/papers/reproduce_medusa.py --target DIR --model HEADS --answers FILE --features DIR \
+    python -m benchmarks.papers.reproduce_medusa --target DIR --model HEADS --answers FILE --features DIR \
         --steps steps.json --out claims.json
 
 The heads rank the tokens of the target's own greedy answers (``specplug data`` writes answers and features).  At
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.papers.reproductions import write
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import best_dense
 from vllm_specplug.proposers.medusa.ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_tau
@@ -29,7 +30,6 @@ from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, dense_p
 from vllm_specplug.proposers.medusa.steps import read_steps
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
-from vllm_specplug.tools.bench.reproductions import write
 
 SOURCE = "Medusa (arXiv 2401.10774, {})"
 #: Largest sizes of dense trees, and how many random shapes of each are drawn.

@@ -7,7 +7,7 @@ Traffic and learning are left out, because both need data on the CPU: ``START_WE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import logsigmoid, pad
@@ -49,19 +49,6 @@ def match_keys(
         matches = matches & (positions >= back) & (tokens.roll(back, 1) == wanted)
         lengths += matches
     return (lengths * max_len + positions).masked_fill(lengths < min_match, 0)
-
-
-def make_inputs(lens: Sequence[int], max_len: int, vocab_size: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Make random ``token_ids``, ``slots`` and ``lens`` of ``match_keys``, for tests and timing.
-
-    There are few different tokens, so that many positions match; the last of several slots has one token only.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    token_ids = torch.randint(0, vocab_size, (len(lens), max_len), dtype=torch.int32, generator=generator)
-    if len(lens) > 1:
-        token_ids[-1] = 1
-    slots = torch.randperm(len(lens), generator=generator)
-    return {"token_ids": token_ids, "slots": slots, "lens": torch.tensor(lens, dtype=torch.int32)}
 
 
 def draft_matches(

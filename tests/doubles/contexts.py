@@ -1,4 +1,6 @@
-"""Draft contexts for unit tests."""
+"""Inputs of model-free proposers for tests."""
+
+from collections.abc import Sequence
 
 import torch
 
@@ -19,3 +21,16 @@ def context(sequences, ids=None, wanted=None, max_len=64, vocab_size=100, draft_
         vocab_size=vocab_size,
         draft_by_model=draft_by_model,
     )
+
+
+def make_match_inputs(lens: Sequence[int], max_len: int, vocab_size: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Make random ``token_ids``, ``slots`` and ``lens`` of ``match_keys``, for tests and timing.
+
+    There are few different tokens, so that many positions match; the last of several slots has one token only.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, vocab_size, (len(lens), max_len), dtype=torch.int32, generator=generator)
+    if len(lens) > 1:
+        token_ids[-1] = 1
+    slots = torch.randperm(len(lens), generator=generator)
+    return {"token_ids": token_ids, "slots": slots, "lens": torch.tensor(lens, dtype=torch.int32)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.kernels.reference import partial_attention
+from tests.doubles.attention_reference import partial_attention
 
 
 def attend_pages(query, key, value, block_table, lens, num_rows, scale, nothing):

@@ -15,9 +15,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_reference import ReferenceContext
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.kernels import triton_tiles, triton_tree_attention
-from vllm_specplug.kernels.context_attention import ReferenceContext
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys

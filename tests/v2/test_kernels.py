@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.contexts import make_match_inputs as make_keys_inputs
 from tests.doubles.reference_step import move_rows as reference_moves
 from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
@@ -15,7 +16,6 @@ from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
-from vllm_specplug.proposers.lookup.device import make_inputs as make_keys_inputs
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 from vllm_specplug.types import PADDING, Walk
 

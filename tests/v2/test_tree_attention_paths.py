@@ -9,6 +9,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_reference import ReferenceContext
 from tests.doubles.stand_ins import install_flash, install_xformers
 from tests.hosts.conftest import runner_of
 from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
@@ -24,7 +25,7 @@ from vllm_specplug.hosts.compat.check import VllmReport, check_symbols
 from vllm_specplug.hosts.compat.features import Setting, check_tree_attention
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
-from vllm_specplug.kernels.context_attention import ContextAttention, ReferenceContext
+from vllm_specplug.kernels.context_attention import ContextAttention
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.xformers_context import XformersContext

@@ -9,9 +9,6 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from vllm_specplug.kernels.reference import partial_attention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, unpack_pages
-
 
 class ContextAttention(ABC):
     """Attention of rows to the whole context of their request, over vLLM's pages."""
@@ -59,18 +56,3 @@ class ContextAttention(ABC):
             ``[num_reqs, num_rows, num_heads]``.  For rows that see nothing it is +inf or -inf, and the output is
             ignored.
         """
-
-
-class ReferenceContext(ContextAttention):
-    """Context attention in plain torch, on any device."""
-
-    def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
-        num_pages = -(-max_context_len // kv_cache.shape[2])
-        pages = kv_cache[block_table[:, :num_pages].long().clamp(min=0)]
-        key, value = (
-            torch.stack(part).transpose(1, 2)
-            for part in zip(*(unpack_pages(own, TOKEN_LAYOUT) for own in pages.unbind()), strict=True)
-        )
-        visible = torch.arange(key.shape[1], device=query.device) < context_lens.unsqueeze(1)
-        value = value.where(visible[:, :, None, None], 0)  # never-written slots may hold NaN
-        return partial_attention(query, key, value, visible.unsqueeze(1).expand(-1, query.shape[1], -1), scale)

@@ -2,8 +2,8 @@
 
 A softmax over the context is a running softmax whose maximum is the log-sum-exp, whose sum is 1 and whose weighted
 values are the output.  The kernel here continues it with the tree's keys as the next tiles.  The result is
-``reference.merge_attention`` of both parts, without an extra launch or buffer.  (vLLM's ``merge_attn_states`` cannot be
-used: it writes all rows of a batch, this kernel only those of trees.)
+``merge_attention`` of ``tests/doubles/attention_reference``, without an extra launch or buffer.  (vLLM's
+``merge_attn_states`` cannot be used: it writes all rows of a batch, this kernel only those of trees.)
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.doubles import oracle, reference_step
+from tests.doubles.attention_reference import tree_attention
 from tests.doubles.oracle_tensors import to_rows, to_tree
 from tests.doubles.reference_step import ReferenceRunner
 from vllm_specplug.core.layout import lay_out
-from vllm_specplug.kernels.reference import tree_attention
 from vllm_specplug.types import TreeLayout
 
 VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 11, 4, 2, 6, 2

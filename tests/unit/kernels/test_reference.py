@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_specplug.kernels.reference import merge_attention, partial_attention, tree_attention
+from tests.doubles.attention_reference import merge_attention, partial_attention, tree_attention
 
 REQS, ROWS, HEADS, KV_HEADS, DIM = 3, 7, 4, 2, 8
 SCALE = 0.4

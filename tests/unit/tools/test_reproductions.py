@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.papers import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift
+from benchmarks.papers import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift, reproductions
+from benchmarks.papers.offline_trees import Drafted
 from tests.unit.tools.test_report import CLAIM, Page
 from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
 from vllm_specplug.proposers.swift import drafting
-from vllm_specplug.proposers.training.evaluate import Drafted
 from vllm_specplug.tools import report
-from vllm_specplug.tools.bench import reproductions
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 #: Files of the page, and the scripts that wrote them.

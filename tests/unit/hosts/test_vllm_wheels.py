@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_specplug.hosts.compat import wheels
+from tests import vllm_wheels as wheels
+from tests.vllm_wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
 from vllm_specplug.hosts.compat.check import REFERENCE_VERSION
 from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, VllmSymbol
-from vllm_specplug.hosts.compat.wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
 
 FILES = {
     "pkg/__init__.py": "from pkg.inner import Child as Renamed\nLIMIT: int = 3\n",

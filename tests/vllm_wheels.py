@@ -1,6 +1,6 @@
 """Compare vLLM wheels with the manifest; they are read, never imported.
 
-python -m vllm_specplug.hosts.compat.wheels WHEEL...       # prints the compatibility table of the README
+python -m tests.vllm_wheels WHEEL...       # prints the compatibility table of the README
 """
 
 from __future__ import annotations

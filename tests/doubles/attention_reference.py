@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specplug.kernels.context_attention import ContextAttention
+from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, unpack_pages
+
 
 def tree_attention(
     query: torch.Tensor,
@@ -89,3 +92,18 @@ def merge_attention(
     weights = (sums - sums.amax(dim=0).nan_to_num(neginf=0.0)).exp()
     shares = (weights / weights.sum(dim=0)).unsqueeze(-1)
     return (parts * shares).where(shown.unsqueeze(-1), 0).sum(dim=0), torch.logaddexp(log_sum_exp, other_log_sum_exp)
+
+
+class ReferenceContext(ContextAttention):
+    """Context attention in plain torch, on any device."""
+
+    def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
+        num_pages = -(-max_context_len // kv_cache.shape[2])
+        pages = kv_cache[block_table[:, :num_pages].long().clamp(min=0)]
+        key, value = (
+            torch.stack(part).transpose(1, 2)
+            for part in zip(*(unpack_pages(own, TOKEN_LAYOUT) for own in pages.unbind()), strict=True)
+        )
+        visible = torch.arange(key.shape[1], device=query.device) < context_lens.unsqueeze(1)
+        value = value.where(visible[:, :, None, None], 0)  # never-written slots may hold NaN
+        return partial_attention(query, key, value, visible.unsqueeze(1).expand(-1, query.shape[1], -1), scale)

@@ -1,6 +1,6 @@
 """Claims of the papers beside our measurements: the files of ``benchmarks/papers/reproduce_*.py`` and their Markdown.
 
-    python -m vllm_specplug.tools.bench.reproductions FILE... [--into PAGE]
+    python -m benchmarks.papers.reproductions FILE... [--into PAGE]
 
 prints the tables, or writes those of ``NAME.json`` between ``<!-- NAME -->`` and ``<!-- /NAME -->`` of the page.
 """
