@@ -84,3 +84,24 @@ class ReferenceRunner:
         self.drafter.reseed(hidden.flatten(0, 1)[self.reread], walk)
         self.context_lens = self.context_lens + walk.num_emitted
         return walk, plan
+
+
+def walk_tokens(
+    tree: TokenTree,
+    row_token_ids: torch.Tensor,
+    active: torch.Tensor | None = None,
+    static_depth: int | None = None,
+    max_emitted: int | None = None,
+) -> Walk:
+    """Walk trees for which a token was already sampled at every row (greedy verification on a device).
+
+    Args:
+        tree: the verified trees.
+        row_token_ids: int ``[num_reqs, num_rows]``; token sampled from each row's logits.
+        active, static_depth, max_emitted: as in ``walk_exact``.
+    """
+
+    def look_up(rows: torch.Tensor, active: torch.Tensor, depth: int) -> torch.Tensor:
+        return row_token_ids.gather(1, rows.unsqueeze(1)).squeeze(1)
+
+    return walk_exact(tree, look_up, active, static_depth, max_emitted)

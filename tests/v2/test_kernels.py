@@ -6,12 +6,12 @@ import torch
 from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.contexts import make_match_inputs as make_keys_inputs
 from tests.doubles.reference_step import move_rows as reference_moves
+from tests.doubles.reference_step import walk_tokens
 from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
 from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
-from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows

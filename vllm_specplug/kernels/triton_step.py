@@ -5,7 +5,7 @@ Each replaces many launches of the named torch functions by one; these functions
 ================= =========================================================================
 ``store_trees``   ``tree.depths_from_parents``, ``layout.ancestor_mask``, ``ancestor_bits``
 ``stage_rows``    ``layout.lay_out``
-``walk_rows``     ``walk.walk_tokens``
+``walk_rows``     ``walk_tokens`` of ``tests/doubles/reference_step``
 ``move_rows``     ``move_rows`` of ``tests/doubles/reference_step``
 ================= =========================================================================
 

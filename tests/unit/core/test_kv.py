@@ -7,11 +7,10 @@ import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_tree
-from tests.doubles.reference_step import move_rows
+from tests.doubles.reference_step import move_rows, walk_tokens
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
-from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.types import PADDING
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree
+from tests.doubles.reference_step import walk_tokens
 from vllm_specplug.core.draft_sampling import Children, likeliest
 from vllm_specplug.core.growth import grow_level
 from vllm_specplug.core.layout import lay_out
@@ -21,7 +22,6 @@ from vllm_specplug.core.pool import DraftPool, new_pool
 from vllm_specplug.core.pruning import prune, rerank_draft
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat, valid_rows
-from vllm_specplug.core.walk import walk_tokens
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft, TokenTree
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_rows, to_tree
+from tests.doubles.reference_step import walk_tokens
 from vllm_specplug.core.growth import deeper_nodes_can_enter, expand, next_beam
 from vllm_specplug.core.layout import ancestor_bits, lay_out
 from vllm_specplug.core.pool import new_pool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import chain_tree, from_flat, valid_rows
-from vllm_specplug.core.walk import walk_tokens
 
 quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 

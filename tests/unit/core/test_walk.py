@@ -7,6 +7,7 @@ import torch
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_tree
+from tests.doubles.reference_step import walk_tokens
 from vllm_specplug.core import walk as K
 from vllm_specplug.core.tree import chain_tree
 
@@ -35,7 +36,7 @@ def test_walks_equal_the_oracle_on_2000_trees(batch, max_emitted, static):
     choose_for, tokens = samplers(row_tokens)
     tree = to_tree(trees)
     depth = int(tree.depths.max()) if static else None
-    walk = K.walk_tokens(tree, tokens, static_depth=depth, max_emitted=max_emitted)
+    walk = walk_tokens(tree, tokens, static_depth=depth, max_emitted=max_emitted)
     assert walk.output_token_ids.dtype == torch.int32
     assert walk.path_rows.shape == (2000, max_emitted or tree.token_ids.shape[1])
     lengths = set()
@@ -56,7 +57,7 @@ def test_every_walk_over_every_small_tree():
     ]
     cases = [(rows, list(sampled)) for rows in trees for sampled in itertools.product(range(2), repeat=4)]
     choose_for, tokens = samplers([sampled for _, sampled in cases])
-    walk = K.walk_tokens(to_tree([rows for rows, _ in cases]), tokens)
+    walk = walk_tokens(to_tree([rows for rows, _ in cases]), tokens)
     assert len(cases) == 16 * (1 + 2 + 2 * 4 + 6 * 8)
     for request, (rows, _) in enumerate(cases):
         assert emitted(walk, request) == oracle.walk(rows, choose_for(request))
@@ -99,7 +100,7 @@ def test_excluded_requests_emit_nothing_and_never_draw():
         draws = draws + active
         return tokens.gather(1, rows.unsqueeze(1)).squeeze(1)
 
-    walk, everyone = K.walk_exact(tree, sample, active=active), K.walk_tokens(tree, tokens)
+    walk, everyone = K.walk_exact(tree, sample, active=active), walk_tokens(tree, tokens)
     assert torch.equal(walk.num_emitted, draws)
     assert torch.equal(walk.num_emitted, everyone.num_emitted * active)
     for request in range(100):
@@ -139,13 +140,13 @@ def test_the_walk_stepwise():
 
 def test_the_first_of_equal_siblings_is_taken():
     tree = to_tree([[(5, -1), (6, 0), (6, 0), (7, 2), (8, 1)]])
-    assert emitted(K.walk_tokens(tree, torch.tensor([[6, 7, 7, 0, 0]])), 0) == ([6, 7], [0, 1])
+    assert emitted(walk_tokens(tree, torch.tensor([[6, 7, 7, 0, 0]])), 0) == ([6, 7], [0, 1])
 
 
 def test_placeholder_drafts_match_nothing():
     tree = chain_tree(torch.tensor([3]), torch.tensor([[-1, -1]]), torch.tensor([2]))
-    assert emitted(K.walk_tokens(tree, torch.full((1, 3), -1)), 0)[1] == [0]
-    assert emitted(K.walk_tokens(tree, torch.tensor([[4, 4, 4]])), 0) == ([4], [0])
+    assert emitted(walk_tokens(tree, torch.full((1, 3), -1)), 0)[1] == [0]
+    assert emitted(walk_tokens(tree, torch.tensor([[4, 4, 4]])), 0) == ([4], [0])
 
 
 def test_max_emitted_must_be_positive():
