@@ -78,7 +78,7 @@ def test_trees_are_those_of_the_host(llm, repeating, monkeypatch):
     drafted = trees_of(llm, monkeypatch)
     found, _ = answers(llm, repeating)
     texts = [prompt["prompt_token_ids"] + answer[0] for prompt, answer in zip(repeating, found, strict=True)]
-    options = runner_of(llm).speculator._lookup
+    options = runner_of(llm).speculator._proposer._options
     assert len(drafted) > 10 and max(len(rows) for _, rows in drafted) == 13
     for known, rows in drafted:
         # A last step may emit more than was asked for.

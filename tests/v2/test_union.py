@@ -10,10 +10,10 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_ke
 from tests.hosts.conftest import acceptance_length, runner_of
 from tests.unit.proposers.test_union import check_device
 from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_preemption, same, watch_rounds
-from vllm_specplug.hosts.drafters import base_v2 as v2_drafter
 from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
 from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
+from vllm_specplug.proposers.union import device_proposer
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 MEDUSA = {"method": "medusa", "tree": [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]}
@@ -49,8 +49,8 @@ def start(engine, checkpoints, heads):
 )
 def test_greedy(start, mixed, expected, drafter, kind, drafted_by, monkeypatch):
     """And no value is read back; what was merged is checked behind it."""
-    merged, honest = [], v2_drafter.merge_drafts
-    monkeypatch.setattr(v2_drafter, "merge_drafts", lambda *args: merged.append(args) or honest(*args))
+    merged, honest = [], device_proposer.merge_drafts
+    monkeypatch.setattr(device_proposer, "merge_drafts", lambda *args: merged.append(args) or honest(*args))
     llm = start(drafter)
     assert isinstance(runner_of(llm).speculator, kind)
     assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
