@@ -183,7 +183,7 @@ def test_mixed_batch(start, plain_outputs, tokens_per_tree, method):
 def test_speculation_off_for_one_request(start, plain_outputs, tokens_per_tree, monkeypatch, method):
     """Every other request is decoded plainly, the rest with trees; the answers stay."""
     plainly = []
-    honest = TreeCPUModelRunner._remember
+    honest = TreeCPUModelRunner._keep
 
     def remembered(self, draft):
         flat = honest(self, draft)
@@ -191,7 +191,7 @@ def test_speculation_off_for_one_request(start, plain_outputs, tokens_per_tree, 
         plainly.extend((p.extra_args is not None, bool(one)) for p, one in zip(params, flat, strict=True))
         return flat
 
-    monkeypatch.setattr(TreeCPUModelRunner, "_remember", remembered)
+    monkeypatch.setattr(TreeCPUModelRunner, "_keep", remembered)
     prompts = make_prompts(8, seed=3)
     params = [parameters({"extra_args": {"speculation": False}} if i % 2 else {}, i, 0.0) for i in range(8)]
     check_same(start(method).generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params, method))
