@@ -1,7 +1,7 @@
-"""The paged attention, and the V1 runner for devices, on a CPU under Triton's interpreter.
+"""The paged attention and the runners for devices on a CPU, under Triton's interpreter.
 
 vLLM's own part is plain torch here: its kernels require a CUDA device, or take seconds in the interpreter.  Importing
-this module makes ``device_tree_backends`` select it on CPUs.
+this module makes ``device_tree_backends`` and the V2 runner select them on CPUs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.hosts.attention.paged import BACKENDS, TreeImpl, TreeTritonBackend
+from vllm_specplug.hosts.compat.speculative_config import WORKERS
 from vllm_specplug.hosts.v1.gpu_runner import TreeDeviceModelRunner
 from vllm_specplug.hosts.v1.gpu_worker import DeviceWorkerV1
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden
+from vllm_specplug.hosts.v2.runner import TreeRunner
+from vllm_specplug.hosts.v2.worker import TreeWorkerV2
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 
 
@@ -74,3 +78,17 @@ class InterpretedWorkerV1(DeviceWorkerV1, CPUWorker):
         with custom_processors_hidden(self.model_config):
             super().init_device()
         self.model_runner = InterpretedModelRunnerV1(self.vllm_config, self.device)
+
+
+class InterpretedModelRunnerV2(TreeRunner, CPUModelRunnerV2):
+    pass
+
+
+class InterpretedWorkerV2(TreeWorkerV2, CPUWorker):
+    def init_device(self) -> None:
+        super().init_device()
+        # vLLM builds its own runner inside init_device; its buffers are freed here.
+        self.model_runner = InterpretedModelRunnerV2(self.vllm_config, self.device)
+
+
+WORKERS[True, True] = f"{__name__}.InterpretedWorkerV2"

@@ -12,7 +12,8 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids, unlucky_drafter
-from vllm_specplug.hosts.compat.features import REFUSED, WORKS, feature_table
+from tests.vllm_features import WORKS, feature_table
+from vllm_specplug.hosts.compat.features import REFUSED
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,7 @@ def test_what_works_has_its_test(support):
 def test_the_page_has_the_table():
     page = (ROOT / "docs" / "support.md").read_text()
     written = page.split("<!-- features -->\n")[1].split("\n<!-- /features -->")[0]
-    assert written == feature_table(), "run: python -m vllm_specplug.hosts.compat.features"
+    assert written == feature_table(), "run: python -m tests.vllm_features"
 
 
 def test_priority_scheduling(engine):

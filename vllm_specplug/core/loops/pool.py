@@ -234,7 +234,8 @@ def _next_level(token_ids, log_values, level_start, size, top_k, ancestors):
 
 
 @compiled
-def _grow(token_ids, parents, log_values, depths, start, level, beam, ancestors, new_token_ids, log_probs, num_nodes):
+def _grow(arrays, start, level, beam, ancestors, new_token_ids, log_probs, num_nodes):
+    token_ids, parents, log_values, depths = arrays
     _append_level(token_ids, parents, log_values, depths, start, level, beam, new_token_ids, log_probs)
     size, top_k = start + len(new_token_ids) // len(token_ids) * new_token_ids.shape[1], new_token_ids.shape[1]
     grows = size < token_ids.shape[1] and _deeper_nodes_can_enter(log_values, start, size, num_nodes)
@@ -245,10 +246,7 @@ def grow_level(pool: DraftPool, beam: Beam | None, token_ids: Tensor, log_probs:
     """``growth.grow_level`` as a loop."""
     num_reqs = len(pool.token_ids)
     grows, arrays = _grow(
-        pool.token_ids.numpy(),
-        pool.parents.numpy(),
-        pool.log_values.numpy(),
-        pool.depths.numpy(),
+        tuple([tensor.numpy() for tensor in (pool.token_ids, pool.parents, pool.log_values, pool.depths)]),
         pool.size,
         pool.num_levels + 1,
         np.empty((num_reqs, 0), np.int64) if beam is None else as_array(beam.nodes, np.int64),

@@ -1,7 +1,4 @@
-"""Features of vLLM beside our methods, as data: which are refused at start, and which test shows that the others work.
-
-The checks at start, the tests and the table of docs/support.md read this list.
-"""
+"""Features of vLLM that are refused at start, as data; ``tests/vllm_features.py`` lists those that work."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from vllm_specplug.hosts.compat.check import check_symbols
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
-from vllm_specplug.utils.tables import format_table
 
 #: Targets whose hidden states and KV layout the tests cover.
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -50,41 +46,6 @@ class Refusal:
     used: Callable[[Setting], bool]
     example: dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Support:
-    """A feature that works.
-
-    Attributes:
-        feature: its name.
-        test: the test that shows it, ``file::name``.
-        note: a remark for the table.
-    """
-
-    feature: str
-    test: str
-    note: str = ""
-
-
-WORKS = (
-    Support("continuous batching", "tests/hosts/test_identity.py::test_batch_of_8"),
-    Support("prefix caching", "tests/hosts/test_identity.py::test_prefix_cache_hits_on_blocks_written_by_trees"),
-    Support("chunked prefill", "tests/hosts/test_identity.py::test_block_size_32_and_chunked_prefill"),
-    Support("preemption", "tests/hosts/test_identity.py::test_forced_preemption"),
-    Support("priority scheduling", "tests/hosts/test_features.py::test_priority_scheduling"),
-    Support("torch.compile", "tests/hosts/test_identity.py::test_torch_compile", "and eager mode"),
-    Support("every sampling parameter", "tests/hosts/test_sampling.py::test_same_as_plain", "min_p and logit_bias too"),
-    Support("logprobs, prompt logprobs", "tests/hosts/test_sampling.py::test_logprobs_modes", "in all modes"),
-    Support("custom logits processors", "tests/hosts/test_sampling.py::test_same_as_plain"),
-    Support(
-        "structured output", "tests/hosts/test_structured.py::test_same_as_plain", "every node masked along its path"
-    ),
-    Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
-    Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
-    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
-    Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
-    Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
-)
 
 REFUSED = (
     Refusal(
@@ -308,14 +269,3 @@ def check_tree_attention(options: TreeOptions, setting: Setting) -> None:
         problem = xformers_context.problem(head_size)
     if problem is not None:
         raise ConfigError(f"tree_attention={name!r} cannot be used: {problem}")
-
-
-def feature_table() -> str:
-    """Return the feature table of docs/support.md, in Markdown."""
-    rows = [[support.feature, "works", support.note] for support in WORKS]
-    rows += [[refusal.feature, "refused", f"use {refusal.fix}"] for refusal in REFUSED]
-    return format_table(["vLLM feature", "with our methods", "note"], rows, markdown=True)
-
-
-if __name__ == "__main__":
-    print(feature_table())

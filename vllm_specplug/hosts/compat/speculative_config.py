@@ -31,7 +31,6 @@ logger = logging.getLogger("vllm_specplug")
 #: By (whether on a CPU, whether on the V2 runner).
 WORKERS = {
     (True, False): "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker",
-    (True, True): "vllm_specplug.hosts.v2.worker.TreeCPUWorkerV2",
     (False, False): "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1",
     (False, True): "vllm_specplug.hosts.v2.worker.TreeGPUWorker",
 }
@@ -143,6 +142,8 @@ def build(
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     model_runner = "V2" if v2 else "V1"
+    if (on_cpu, v2) not in WORKERS:
+        raise ConfigError("trees run on vLLM's V2 model runner on CUDA only: set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU")
     report = check_runner(model_runner, on_cpu)
     if not report.supported:
         raise ConfigError(f"method {options.method!r} cannot run on this vLLM: " + "; ".join(report.problems))

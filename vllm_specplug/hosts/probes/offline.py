@@ -14,8 +14,6 @@ def start_engine(
     max_tokens: int,
     max_prompt_tokens: int,
     temperature: float = 0.0,
-    max_num_seqs: int = 96,
-    dtype: str = "bfloat16",
 ) -> Generate:
     """Load the target into vLLM; the returned function answers prompts of up to `max_prompt_tokens` ids."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
@@ -25,9 +23,9 @@ def start_engine(
 
     llm = LLM(
         str(target),
-        dtype=dtype,
+        dtype="bfloat16",
         max_model_len=max_prompt_tokens + max_tokens,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=96,
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
@@ -49,10 +47,6 @@ def answer_prompts(
     out_path: str | os.PathLike,
     max_tokens: int = 320,
     max_prompt_tokens: int = 1600,
-    max_num_seqs: int = 96,
-    rows_per_batch: int = 384,
-    dtype: str = "bfloat16",
-    progress: bool = True,
     temperature: float = 0.0,
     chat_template: str | None = None,
 ) -> int:
@@ -69,5 +63,5 @@ def answer_prompts(
     if resume_at(Path(out_path)) >= len(rows):
         return 0
     tokenizer = load_tokenizer(target, chat_template)
-    generate = start_engine(target, max_tokens, max_prompt_tokens, temperature, max_num_seqs, dtype)
-    return answer_conversations(rows, tokenizer, generate, out_path, max_prompt_tokens, rows_per_batch, progress)
+    generate = start_engine(target, max_tokens, max_prompt_tokens, temperature)
+    return answer_conversations(rows, tokenizer, generate, out_path, max_prompt_tokens)

@@ -16,7 +16,6 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError, model_drafter
@@ -181,8 +180,4 @@ class TreeRunner:
 
 
 class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
-    pass
-
-
-class TreeCPUModelRunnerV2(TreeRunner, CPUModelRunner):
-    """Under Triton's interpreter: for tests."""
+    """vLLM's V2 runner on CUDA with draft trees."""

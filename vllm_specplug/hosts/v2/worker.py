@@ -1,4 +1,4 @@
-"""vLLM's workers with our V2 runner."""
+"""vLLM's CUDA worker with our V2 runner."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends, use_tree_attention
-from vllm_specplug.hosts.v2.runner import TreeCPUModelRunnerV2, TreeGPUModelRunner, install_v2
+from vllm_specplug.hosts.v2.runner import TreeGPUModelRunner, install_v2
 
 
-class _TreeWorker:
-    """Shared by both workers."""
+class TreeWorkerV2:
+    """Mixed into a worker of vLLM."""
 
     def init_device(self) -> None:
         if not self.use_v2_model_runner:
@@ -35,17 +34,8 @@ class _TreeWorker:
             use_tree_attention(layers, self.vllm_config.speculative_config.specplug.tree_attention)
 
 
-class TreeGPUWorker(_TreeWorker, Worker):
+class TreeGPUWorker(TreeWorkerV2, Worker):
     """Selected through ``worker_cls`` on CUDA."""
 
     def _make_model_runner(self) -> TreeGPUModelRunner:
         return TreeGPUModelRunner(self.vllm_config, self.device)
-
-
-class TreeCPUWorkerV2(_TreeWorker, CPUWorker):
-    """Selected through ``worker_cls`` on a CPU with Triton's interpreter."""
-
-    def init_device(self) -> None:
-        super().init_device()
-        # vLLM builds its own runner inside init_device; its buffers are freed here.
-        self.model_runner = TreeCPUModelRunnerV2(self.vllm_config, self.device)
