@@ -16,8 +16,7 @@ LOGIT_LIMIT = float(np.log((1 - FLOOR) / FLOOR))
 #: Outcomes are collected until there are so many: a fit costs little per outcome, but much per call.  A Newton step
 #: runs over at most so many, since one over all of a large batch would be too long.  Chosen by hand; not swept.
 BATCH = 64
-#: Largest absolute value of a request's record, as log odds: one request cannot overrule the calibration.  Chosen by
-#: hand; not swept.
+#: Largest record of a request, in log odds: it cannot overrule the calibration.  Chosen by hand; not swept.
 RECORD_LIMIT = 2.0
 
 

@@ -36,8 +36,7 @@ USUAL = 16
 #: A part that was not seen for so many steps does not run at present.  As many as lie between two plain steps among
 #: steps that draft (``planner.PLAIN_EVERY``).
 SELDOM = 100
-#: Of times that are averaged, those above so many times the median are left out: something else ran.  Chosen by hand;
-#: not swept.
+#: Times above so many medians are left out of a mean: something else ran.  Chosen by hand; not swept.
 DISTURBED = 2.0
 
 
@@ -72,8 +71,7 @@ class CostTable:
     #: Of so many first observations of a guessed part the smallest counts: disturbances, and what is done for the first
     #: time, only add.  Chosen by hand; not swept.
     FIRST_TIMES = 4
-    #: An observation counts as at most so many standard deviations from the estimate: a disturbed one does little.
-    #: Chosen by hand; not swept.
+    #: Largest deviation of an observation that counts, in standard deviations.  Chosen by hand; not swept.
     MOST_DEVIATIONS = 2.0
     #: Smallest factor of a knot, so that seconds stay positive.  Chosen by hand; not swept.
     LEAST_FACTOR = 0.02

@@ -16,13 +16,11 @@ from vllm_specplug.budget.regimes import FIRST_TIMES, Regime
 STEPWISE_REQUESTS = 1
 #: Edges of the classes, in expected tokens of the other drafts.  Chosen by hand; not swept.
 CLASS_EDGES = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
-#: Each class starts with so many tokens gained per request, as if so many requests had been seen.  Chosen by hand; not
-#: swept.
+#: First tokens gained per request of a class, and the requests that this counts as.  Chosen by hand; not swept.
 FIRST_GAIN, FIRST_REQUESTS = 0.6, 8.0
 #: Requests after which an old gain counts 1/e.  Chosen by hand; not swept.
 GAIN_MEMORY = 1000.0
-#: Weight of the last decision in the share of steps with the model drafter: a memory of 50 steps.  Chosen by hand; not
-#: swept.
+#: Weight of the last decision in the share of steps with the model drafter.  Chosen by hand; not swept.
 SHARE_RATE = 0.02
 
 

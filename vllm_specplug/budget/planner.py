@@ -24,8 +24,7 @@ PLAIN_EVERY = 100
 #: So many steps draft, whatever is expected of them, before the plain arm may be chosen: the first drafts take up to
 #: ten times as long as later ones (measured, commit 28e4019) and would stop drafting.  The number is chosen by hand.
 FIRST_DRAFTS = 16
-#: Factor by which another drafting arm must be expected to be faster to be chosen, so that noise does not change arms.
-#: Chosen by hand; not swept.
+#: Factor by which another drafting arm must be faster, so that noise does not change arms.  Chosen by hand; not swept.
 MARGIN = 1.02
 #: Steps over which the cost of catching up is spread when an arm with a paused drafter is chosen: it is assumed to run
 #: at least so long.  Chosen by hand; not swept.
