@@ -229,7 +229,7 @@ class CostModel:
     def gather(self, part: str, count: float, seconds: float, now: int, kind: Any, **terms: float) -> None:
         """Collect the times of a part, and observe their mean once there are ``USUAL`` of one kind.
 
-        The mean tells more than one time in 16, and learning from it costs as much.  A kind that is seldom seen is
+        A mean says more than one time in 16, and learning from it costs as much.  A kind that is seldom seen is
         observed at once.
 
         Args:

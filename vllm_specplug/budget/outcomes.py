@@ -22,7 +22,7 @@ RECORD_DECAY = 0.9
 #: every fourth.  So the decision takes a third of the time that it took without (commit 07cdc05); the goal is 1% of a
 #: step at 32 requests (docs/measurements.md, *What the decision takes*).
 LEARN_REQUESTS, LEARN_SELDOM = 8, 4
-#: Most requests with a record: vLLM tells which requests have ended, and this bounds the memory if it does not.
+#: Most requests with a record: vLLM reports requests that have ended; this bounds the memory if it does not.
 MAX_RECORDS = 4096
 
 

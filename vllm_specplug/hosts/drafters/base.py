@@ -65,6 +65,9 @@ class DraftHooks:
     def after_draft(self, step_began: float) -> None:
         """Do work behind the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
 
+    def run_forward(self, num_rows: int, is_first: bool) -> None:
+        """Run a forward over rows of one request, to time it: the first one of a draft phase, or a further level."""
+
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
 

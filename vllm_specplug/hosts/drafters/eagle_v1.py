@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
@@ -154,7 +155,6 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         Slots stay those of the flat prefix, to which the accepted key/value was moved.
         """
         metadata, token_indices = super().prepare_inputs(common_attn_metadata, sampled_token_ids, num_draft_tokens)
-        assert self.path_index is not None
         return metadata, self.path_index[token_indices]
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any):
@@ -234,6 +234,21 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             "target_hidden_states": hidden_states[last],
             "common_attn_metadata": one_row_each,
         }
+
+    def run_forward(self, num_rows: int, is_first: bool) -> None:
+        if is_first and self.writes(num_rows, 1):
+            rows = slice(num_rows)
+            self.context.key_value(self.input_ids[rows], self.positions[rows], self.hidden_states[rows])
+            num_rows = 1
+        with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
+            hidden, _ = self.model(
+                input_ids=self.input_ids[:num_rows],
+                positions=self.positions[:num_rows],
+                hidden_states=self.hidden_states[:num_rows],
+                inputs_embeds=None,
+            )
+        if not is_first:
+            self._score(hidden[:num_rows], self.options.draft_top_k)
 
     def _score(
         self,

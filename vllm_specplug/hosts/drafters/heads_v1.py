@@ -47,7 +47,6 @@ class HeadsDrafter(V1Drafter):
         """Draft one tree per request."""
         requests = np.arange(len(sampled_token_ids))
         last = np.maximum(num_tokens_no_spec[requests] - 1, 0)
-        assert self._hidden is not None
         roots = torch.from_numpy(token_ids_cpu[requests, last]).long().to(self._hidden.device)
         sampling = self.runner.draft_noise.sampling(self.heads.num_levels, 1)
         return self.heads.draft(roots, self._hidden, sampling, getattr(self.options, "node_floor", 0.0))

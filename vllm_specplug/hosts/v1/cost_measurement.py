@@ -67,14 +67,14 @@ class CostMeasurement:
         for rows in range(1, min(self.limits["rows"], WARM_ROWS) + 1):
             self._run_target(rows)
             if self._runner.drafter.grows_by_level:
-                self._run_drafter(rows, score=True)
+                self._runner.drafter.run_forward(rows, is_first=False)
 
     def measure(self) -> dict[str, dict[int, float]]:
         """Return the seconds by count of the parts that can be timed without requests."""
         measured = {"verify": self._time_rows(self._run_target)}
         if self._runner.drafter.grows_by_level:
-            measured["first_pass"] = self._time_rows(lambda rows: self._run_drafter(rows, score=False))
-            measured["level"] = self._time_rows(lambda rows: self._run_drafter(rows, score=True))
+            measured["first_pass"] = self._time_rows(lambda rows: self._runner.drafter.run_forward(rows, is_first=True))
+            measured["level"] = self._time_rows(lambda rows: self._runner.drafter.run_forward(rows, is_first=False))
         make = find_method(self._options.method).make
         if make is not None:
             proposer = make(self._options)
@@ -107,19 +107,3 @@ class CostMeasurement:
                 inputs_embeds=None,
             )
         runner.model.compute_logits((hidden[0] if isinstance(hidden, tuple) else hidden)[:rows])
-
-    def _run_drafter(self, rows: int, score: bool) -> None:
-        """Run a drafter forward over ``rows`` of one request: a further level, or without ``score`` the first one."""
-        drafter = self._runner.drafter
-        if not score and drafter.writes(rows, 1):
-            drafter.context.key_value(drafter.input_ids[:rows], drafter.positions[:rows], drafter.hidden_states[:rows])
-            rows = 1
-        with set_forward_context(None, drafter.vllm_config, num_tokens=rows):
-            hidden, _ = drafter.model(
-                input_ids=drafter.input_ids[:rows],
-                positions=drafter.positions[:rows],
-                hidden_states=drafter.hidden_states[:rows],
-                inputs_embeds=None,
-            )
-        if score:
-            drafter._score(hidden[:rows], drafter.options.draft_top_k)

@@ -233,7 +233,7 @@ class TreeModelRunner(DraftPhase, ABC):
                 self._counters.add("logprobs of the whole vocabulary", int((step.tree.num_rows > 1).sum()))
 
     def _sample_plainly(self, logits: torch.Tensor) -> Any:
-        """One token per request; those whose token is thrown away (in their prefill) do not draw."""
+        """Sample one token per request; a request in the middle of its prefill does not draw noise."""
         if is_argmax(self.input_batch.sampling_metadata) and greedy_walk.is_available(logits):
             return SamplerOutput(greedy_walk.greedy_tokens(logits), None)
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
