@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -60,10 +61,8 @@ class RunSettings:
     team: Team = field(default_factory=Team)
 
 
-class Task:
+class Task(ABC):
     """A method's part of a training run; the tensors that a step reads are on `device` after `prepare`.
-
-    Subclasses implement `new_head`, `prepare`, `losses`, `measure` and `export`.
 
     Args:
         draft_ids: int64 [draft_vocab], the target ids that the head can propose, ascending.
@@ -89,29 +88,29 @@ class Task:
         self.in_draft[draft_ids.to(self.device)] = True
         self.head = self.new_head()
 
+    @abstractmethod
     def new_head(self) -> torch.nn.Module:
         """The module to train; `prepare` sets its weights."""
-        raise NotImplementedError
 
     def parameter_groups(self) -> list[dict]:
         """The optimizer's parameter groups; a group's learning rate is the schedule's times its `lr_scale`."""
         return [{"params": self.head.parameters()}]
 
+    @abstractmethod
     def prepare(self, data: FeatureSet, fresh: bool) -> None:
         """Set what is derived from the data and, if `fresh`, the initial weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Named scalars whose sum is minimised, at optimizer step `step` of `steps`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, dev: FeatureSet) -> Acceptance:
         """Acceptance on answers that are not trained on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def export(self, out_dir: str, facts: dict) -> None:
         """Write the checkpoint."""
-        raise NotImplementedError
 
 
 def train(task: Task, data: FeatureSet, out_dir: str, settings: RunSettings | None = None) -> torch.nn.Module:

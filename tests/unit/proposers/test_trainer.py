@@ -26,12 +26,6 @@ def train(target, data, out, options=SMALL, **settings):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> str:
-    pytest.importorskip("transformers")
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def feature_files(target, tmp_path_factory):
     return features.extract(target, make_answers(), tmp_path_factory.mktemp("features"), progress=False)
 
