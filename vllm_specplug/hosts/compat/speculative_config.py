@@ -22,8 +22,9 @@ from vllm_specplug.hosts.compat.features import (
     check_tree_attention,
     uses_v2_runner,
 )
+from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
-from vllm_specplug.proposer import DrafterConfig, TargetInfo, find_method
+from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.metrics import publish
 
 logger = logging.getLogger("vllm_specplug")
@@ -170,10 +171,7 @@ def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | Non
     given = model_drafter(options)
     if given is None:
         return None
-    info = TargetInfo(
-        target.get_hidden_size(), target.get_vocab_size(), target.hf_text_config.num_hidden_layers, target.dtype
-    )
-    return find_method(given.method).model.configure(given, info)
+    return find_method(given.method).model.configure(given, target_info(target))
 
 
 def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) -> TreeOptions:

@@ -11,7 +11,7 @@ import torch
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
-from vllm_specplug.proposer import find_method
+from vllm_specplug.proposer import TargetInfo, find_method
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 
@@ -90,6 +90,12 @@ class V1Drafter(DraftHooks):
     def propose(self, *_: Any, **__: Any) -> Draft | None:
         """Draft one tree per request; the arguments are vLLM's for ``custom_class`` drafters."""
         return None
+
+
+def target_info(model_config: Any) -> TargetInfo:
+    """Read what a method may know of the target from vLLM's model config."""
+    num_layers = model_config.hf_text_config.num_hidden_layers
+    return TargetInfo(model_config.get_hidden_size(), model_config.get_vocab_size(), num_layers, model_config.dtype)
 
 
 def make_v1_drafter(vllm_config: Any, device: torch.device, runner: Any) -> DraftHooks:

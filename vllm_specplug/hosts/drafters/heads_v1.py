@@ -8,19 +8,16 @@ import numpy as np
 import torch
 
 from vllm_specplug.config import model_drafter
-from vllm_specplug.hosts.drafters.base import V1Drafter
-from vllm_specplug.proposer import Heads, TargetInfo, find_method
+from vllm_specplug.hosts.drafters.base import V1Drafter, target_info
+from vllm_specplug.proposer import Heads, find_method
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 
 
 def make_heads(vllm_config: Any) -> Heads:
     """Make the heads that the configured method names; their weights are not loaded yet."""
-    options, target = model_drafter(vllm_config.speculative_config.specplug), vllm_config.model_config
-    info = TargetInfo(
-        target.get_hidden_size(), target.get_vocab_size(), target.hf_text_config.num_hidden_layers, target.dtype
-    )
-    return load(find_method(options.method).model.heads)(options, info)
+    options = model_drafter(vllm_config.speculative_config.specplug)
+    return load(find_method(options.method).model.heads)(options, target_info(vllm_config.model_config))
 
 
 class HeadsDrafter(V1Drafter):
