@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 
 from tests.doubles import knowing, tiny
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, runner_of, token_ids
@@ -99,7 +100,14 @@ def known(monkeypatch):
 
 
 @pytest.fixture
-def serve(engine, known):
+def expert_group(monkeypatch):
+    """A dense engine of this process has made no group for experts; one of a single rank is like any other."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
+
+
+@pytest.fixture
+def serve(engine, known, expert_group):
     """``serve(target, prompts, **options)``: plain vLLM's answers, and an engine that is told them."""
 
     def start(target: Path, prompts: list[dict[str, list[int]]], **options: Any) -> tuple[Any, Any]:
@@ -164,11 +172,10 @@ def test_layers_that_share_keys_and_values(targets, serve, monkeypatch):
 
 
 def test_float16(engine):
-    """Steps over more rows round differently, as in bfloat16: most answers are the same, and none comes from garbage."""
+    """A step over more rows may round differently, so that a few answers may differ from plain vLLM's."""
     prompts = make_prompts(32)
-    plain = token_ids(engine(dtype="float16").generate(prompts, GREEDY, use_tqdm=False))
+    expected = token_ids(engine(dtype="float16").generate(prompts, GREEDY, use_tqdm=False))
     llm = engine("eagle", dtype="float16")
-    same = [ours == theirs for ours, theirs in zip(token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)), plain)]
+    found = token_ids(llm.generate(prompts, GREEDY, use_tqdm=False))
     assert acceptance_length(llm) > 1.3
-    print("same", sum(same))
-    assert sum(same) > 24
+    assert sum(ours == theirs for ours, theirs in zip(found, expected, strict=True)) > 28
