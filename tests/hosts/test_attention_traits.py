@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from vllm import LLM, SamplingParams
-from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import Attention
 
 from tests.doubles import knowing, tiny
@@ -97,13 +96,6 @@ def known(monkeypatch):
     proposer.find_method.cache_clear()
     yield knowing.ANSWERS
     proposer.find_method.cache_clear()
-
-
-@pytest.fixture
-def expert_group(monkeypatch):
-    """A dense engine of this process has made no group for experts; one of a single rank is like any other."""
-    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
-        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
 
 
 @pytest.fixture
