@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 from vllm import SamplingParams
 
 from tests.doubles import images
-from tests.hosts.conftest import acceptance_length, make_prompts, runner_of, token_ids
-from vllm_specplug.budget.arms import PLAIN
-from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
+from tests.hosts.conftest import acceptance_length, drafts_after_pauses, make_prompts, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = [SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)]
@@ -63,34 +58,8 @@ def test_lookup(start, prompts, plain):
 def test_a_pause_in_drafting(start, prompts, plain, monkeypatch):
     """Rows that were missed, of images too, are read at the target's positions: the drafts are the same as without."""
     llm = start("eagle", {"budget": "measured"}, enable_prefix_caching=False)
-    budget, steps = runner_of(llm).serving_budget.budget, itertools.count()
-    monkeypatch.setattr(budget, "wants_model_drafter", lambda *_: True)
-    monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
-    monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
-    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
-    always = recorded(monkeypatch, llm)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
-    sometimes = recorded(monkeypatch, llm)
-    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1] if next(steps) % 8 > 4 else PLAIN)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
-    both = [(always[context], sometimes[context]) for context in always.keys() & sometimes.keys()]
-    assert len(both) > 40 and np.mean([before == after for before, after in both]) > 0.98
-
-
-def recorded(monkeypatch, llm):
-    """Every draft from now on, by the tokens before it."""
-    found, batch = {}, runner_of(llm).input_batch
-    honest = TreeEagleProposer.propose
-
-    def propose(self, **kwargs):
-        draft = honest(self, **kwargs)
-        for place, token_ids_of_draft in enumerate(draft.tree.token_ids.tolist()):
-            count = batch.num_tokens_no_spec[place]
-            found[tuple(batch.token_ids_cpu[place, :count].tolist())] = token_ids_of_draft
-        return draft
-
-    monkeypatch.setattr(TreeEagleProposer, "propose", propose)
-    return found
+    answers, share = drafts_after_pauses(monkeypatch, llm, prompts, GREEDY)
+    assert answers == plain and share > 0.98
 
 
 def test_same_seed_same_tokens(start, prompts):
