@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.doubles import tiny
+from tests.hosts import test_attention_traits
 from tests.hosts.conftest import (
     acceptance_length,
     counters,
@@ -18,6 +19,7 @@ from tests.hosts.conftest import (
     runner_of,
     token_ids,
 )
+from tests.hosts.test_attention_traits import expert_group, known, serve  # noqa: F401
 
 #: Long enough for blocks of 32 tokens to be freed behind the window.
 GREEDY = SamplingParams(temperature=0, max_tokens=72, ignore_eos=True)
@@ -93,3 +95,55 @@ def test_control_with_a_commit_into_another_group(start, prompts, plain, monkeyp
     moved = [replace(alike, group=(alike.group + 1) % count) for alike in runner.alike_layers]
     monkeypatch.setattr(runner, "alike_layers", moved)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
+
+
+@pytest.fixture(scope="module")
+def odd_target(checkpoints, tmp_path_factory):
+    """Windows in every second layer, of other KV heads and sizes than the full layers; tied, scaled embeddings."""
+    path = tmp_path_factory.mktemp("shapes") / "target"
+    full_layers = {f"{layer:02}": {"head_dim": 64, "num_key_value_heads": 4} for layer in (1, 3)}
+    windows = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    fields = {**windows, "per_layer_config": full_layers, "hidden_size_per_layer_input": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(test_attention_traits.TARGETS, "odd", ("Gemma4TextConfig", fields))
+        checkpoints["odd"] = test_attention_traits.write_target(path, "odd")
+    return path
+
+
+@pytest.fixture(scope="module")
+def learned_target(checkpoints, tmp_path_factory):
+    """GPT-2: learned positions, and an embedding under another name that is the LM head too."""
+    path = tmp_path_factory.mktemp("learned") / "target"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(test_attention_traits.TARGETS, "learned", ("GPT2Config", {"num_attention_heads": 2}))
+        checkpoints["learned"] = test_attention_traits.write_target(path, "learned")
+    return path
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["groups", "one group"])
+def test_layers_of_different_shapes(odd_target, serve, prompts, hybrid):  # noqa: F811
+    expected, llm = serve(odd_target, prompts[:8], disable_hybrid_kv_cache_manager=not hybrid, **OWN)
+    runner = runner_of(llm)
+    shapes = {(alike.group, *alike.caches[0].shape[1:]) for alike in runner.alike_layers}
+    assert len({heads for _, heads, _, _ in shapes}) == 2
+    assert len({block_size for _, _, block_size, _ in shapes}) == (2 if hybrid else 1)
+    assert len(runner.kv_cache_config.kv_cache_groups) == (2 if hybrid else 1)
+    assert token_ids(llm.generate(prompts[:8], test_attention_traits.GREEDY, use_tqdm=False)) == expected
+    assert acceptance_length(llm) > 2.5
+
+
+@pytest.mark.parametrize("name", ["odd", "learned"])
+def test_a_drafter_finds_embedding_and_head(engine, odd_target, learned_target, prompts, name):
+    expected = token_ids(engine(target=name, **OWN).generate(prompts[:8], GREEDY, use_tqdm=False))
+    llm = engine("eagle", target=name, **OWN)
+    drafter, target = runner_of(llm).drafter.model, runner_of(llm).model
+    embedding = target.model.embed_tokens if name == "odd" else target.transformer.wte
+    assert drafter.model.embed_tokens is embedding and drafter.lm_head.weight.data_ptr() == embedding.weight.data_ptr()
+    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == expected
+    assert counters(llm)["draft_tokens"] > 100
+
+
+def test_learned_positions(learned_target, serve, prompts):  # noqa: F811
+    expected, llm = serve(learned_target, prompts[:8], **OWN)
+    assert token_ids(llm.generate(prompts[:8], test_attention_traits.GREEDY, use_tqdm=False)) == expected
+    assert acceptance_length(llm) > 2.5
