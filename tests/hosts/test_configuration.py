@@ -163,7 +163,7 @@ register(); register()
 from vllm.engine.arg_utils import EngineArgs
 assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("not active, vLLM is left unchanged") == 1
     assert "is too old: " in result.stderr and "install 99.0.0 or newer" in result.stderr
@@ -188,21 +188,22 @@ def test_a_version_that_no_test_has_seen_is_accepted_by_its_symbols(args, checkp
     assert "vllm.config:Gone is missing" in doctor._vllm().blocks[0]
 
 
-def test_our_log_lines_go_where_those_of_vllm_go():
+def test_our_log_lines_go_where_those_of_vllm_go(checkpoints):
     """In a process of its own, with logging as vLLM sets it up; from 0.32 on it does so with its configuration."""
     code = """
-import logging
+import logging, sys
 from vllm_specplug.plugin import register
 register(); register()
 from vllm.engine.arg_utils import EngineArgs
 create_logging_config = getattr(EngineArgs, "create_logging_config", None)
 if create_logging_config is not None:
     from vllm.logger import configure_logging_if_needed
-    configure_logging_if_needed(create_logging_config(EngineArgs()))
+    configure_logging_if_needed(create_logging_config(EngineArgs(sys.argv[1])))
 logging.getLogger("vllm_specplug").info("seen")
 """
     environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    command = [sys.executable, "-c", code, str(checkpoints["target"])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in (result.stdout + result.stderr).splitlines() if "seen" in line)
     assert line.startswith("INFO ")
