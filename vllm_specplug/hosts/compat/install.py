@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -65,4 +66,14 @@ PATCHES = (
 
 def install() -> list[str]:
     """Apply the patches if this version of vLLM is accepted; return the problems otherwise."""
-    return check_version().problems or apply_all(PATCHES)
+    problems = check_version().problems or apply_all(PATCHES)
+    if not problems:
+        _log_with_vllm()
+    return problems
+
+
+def _log_with_vllm() -> None:
+    """Make our log lines a part of vLLM's: same place, format and level, also when vLLM sets these up later."""
+    ours = logging.getLogger("vllm_specplug")
+    ours.parent = logging.getLogger("vllm")
+    ours.setLevel(logging.NOTSET)  # forgets which levels were enabled under the former parent

@@ -12,7 +12,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, model_drafter, parse_options, parts_of, with_drafter
-from vllm_specplug.hosts.compat.check import UNCHECKED, check_runner, was_checked
+from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, describe_tests
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
     V2,
@@ -146,13 +146,13 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     if (on_cpu, v2) not in WORKERS:
         raise ConfigError("trees run on vLLM's V2 model runner on CUDA only: set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU")
     report = check_runner(model_runner, on_cpu)
+    found = f"{report.distribution} {report.version}"
     if not report.supported:
-        raise ConfigError(f"method {options.method!r} cannot run on this vLLM: " + "; ".join(report.problems))
-    if not was_checked(report, model_runner, on_cpu):
-        logger.warning(
-            "%s is set: the tests of the %s runner have not passed on %s %s, so compare its answers with plain vLLM's",
-            *(UNCHECKED, model_runner, report.distribution, report.version),
+        raise ConfigError(
+            f"method {options.method!r} cannot run on {found}, {model_runner} runner: {'; '.join(report.problems)}. "
+            f"Install {report.distribution} {REFERENCE_VERSION} or a vllm-specplug for this version"
         )
+    logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
 
 
 def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_parallel_size: int) -> None:
