@@ -1,0 +1,195 @@
+"""The proof at start on a model runner: read, decode through trees, decode without the mask, decode plainly.
+
+All steps see the same text.  The tokens that a step emits are given, so that rounding cannot lead two runs apart.
+The plain steps come last and over the same slots of the KV cache: what a commit has left out is not there yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from vllm_specplug.core.proof import Evidence, ProofTree, Row, grow_proof_tree
+from vllm_specplug.hosts.proof.driver import Driver, Part
+from vllm_specplug.hosts.proof.pages import Pages, Places, choose_places
+
+#: Most depths of the three trees: the proof's first and second, and the control's.
+DEPTHS = (4, 2, 4)
+_NAMES = ("the first tree", "the second tree", "the control")
+
+
+class CannotProve(Exception):
+    """The engine is too small for the proof; the message says why."""
+
+
+class Proof:
+    """One run of the proof.
+
+    Args:
+        driver: of the worker's runner.
+        seed: of the text.
+
+    Raises:
+        CannotProve: a request or the KV cache is too short.
+    """
+
+    def __init__(self, driver: Driver, seed: int = 0):
+        self._driver, runner = driver, driver.runner
+        vocab_size = runner.model_config.get_vocab_size()
+        rng = random.Random(seed)
+        first, last = min(vocab_size // 16, 1000), vocab_size // 2
+        # Even tokens are the text, odd ones what is wrong.
+        self._wrong = (rng.randrange(first, last) | 1 for _ in itertools.count())
+        depth = min(DEPTHS[0], driver.max_depth, max(1, driver.num_nodes // 2))
+        self._branch_depth = max(1, depth - 1)
+        room = sum(DEPTHS) + len(DEPTHS) + driver.num_nodes + 1
+        page = math.lcm(*(group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups))
+        places = choose_places(page, self._windows(), self._branch_depth, room, runner.max_model_len)
+        if places is None:
+            raise CannotProve(f"max_model_len={runner.max_model_len} is too short")
+        self._places: Places = places
+        self._text = [rng.randrange(first, last) & ~1 for _ in range(places.root + room)]
+        try:
+            pages = Pages(runner.kv_cache_config, places)
+            self._own = pages.table(len(self._text))
+            self._branch, self._beside = pages.table(places.boundary + 2), pages.own(2)
+        except ValueError as error:
+            raise CannotProve(str(error)) from None
+        self._evidence = Evidence(runner.model_config.dtype, runner.model_config.hf_text_config.num_hidden_layers)
+        #: By name of a row and position: what trees have computed.
+        self._seen: list[tuple[str, int, torch.Tensor]] = []
+        self._control: list[tuple[str, int, torch.Tensor]] = []
+        self._branch_seen: tuple[ProofTree, torch.Tensor | None] | None = None
+
+    def _windows(self) -> list[int]:
+        layers = get_layers_from_vllm_config(self._driver.runner.vllm_config, AttentionLayerBase).values()
+        return sorted({layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)})
+
+    @torch.inference_mode()
+    def run(self) -> Evidence | None:
+        """Run it.
+
+        Returns:
+            What was computed; None on a rank that has no logits.
+
+        Raises:
+            ProofFailed: a step emitted other tokens than it was given.
+        """
+        with self._driver.quiet():
+            read = self._read()
+            self._verify()
+            plain = self._decode_plainly()
+        if not plain:
+            return None
+        root = self._places.root
+        evidence = self._evidence
+        evidence.plain.append(Row("the prompt's last row", read[root - 1], plain[root - 1]))
+        evidence.trees += [Row(name, logits, plain[position]) for name, position, logits in self._seen]
+        evidence.control = [Row(name, logits, plain[position]) for name, position, logits in self._control]
+        return evidence
+
+    # ---- the prompt
+
+    def _read(self) -> dict[int, torch.Tensor]:
+        """Read the context; return the logits of its last token, by position."""
+        *others, (start, root) = self._places.reads
+        parts = [
+            Part(f"specplug-read-{i}", self._text[:last], first, self._own, [0])
+            for i, (first, last) in enumerate(others)
+        ]
+        if parts:
+            self._in_batches(parts)
+        self._tree = self._grow(0, root)
+        part = Part("specplug-text", self._text[:root], start, self._own, [self._text[root]], upcoming=self._tree)
+        logits = self._driver.run([part])
+        return {root - 1: logits[part.request_id][0]} if logits else {}
+
+    def _in_batches(self, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
+        """Run parts of requests that end with them, as many at once as the runner may have."""
+        found: dict[str, torch.Tensor] = {}
+        most = self._driver.runner.max_num_reqs
+        for first in range(0, len(parts), most):
+            some = parts[first : first + most]
+            found |= self._driver.run(some)
+            self._driver.finish([part.request_id for part in some])
+        return found
+
+    # ---- trees
+
+    def _grow(self, index: int, root: int) -> ProofTree:
+        driver = self._driver
+        depth = min(DEPTHS[index], driver.max_depth)
+        nodes = min(driver.num_nodes, 2 * depth)
+        text = self._text[root + 1 :]
+        return grow_proof_tree(text, self._wrong, nodes, depth, self._branch_depth, driver.width)
+
+    def _verify(self) -> None:
+        """Verify the proof's trees one behind the other, and the control behind them."""
+        driver, root = self._driver, self._places.root
+        for index, name in enumerate(_NAMES):
+            tree, stop = self._tree, root + len(self._tree.path_rows)
+            is_control = index == len(_NAMES) - 1
+            upcoming = None if is_control else self._grow(index + 1, stop)
+            text = self._text[: root + 1]
+            emitted = self._text[root + 1 : stop + 1]
+            part = Part("specplug-text", text, root, self._own, emitted, tree, upcoming, num_prompt=self._places.root)
+            parts = [part]
+            if index == 1 and driver.runner.max_num_reqs > 1:  # beside rows of a prompt
+                parts.append(Part("specplug-beside", self._text[:2], 0, self._beside, [0]))
+            if is_control:
+                with driver.mask_off():
+                    logits = driver.run(parts)
+            else:
+                logits = driver.run(parts)
+            if index == 0 and tree.branch_rows and self._places.boundary:
+                self._branch_seen = tree, logits[part.request_id][tree.branch_rows[1]] if logits else None
+            if logits:
+                self._keep(name, is_control, root, tree, logits[part.request_id])
+            self._tree, self._last, root = upcoming, stop - 1, stop
+        driver.finish(["specplug-text", "specplug-beside"])
+
+    def _keep(self, name: str, is_control: bool, root: int, tree: ProofTree, logits: torch.Tensor) -> None:
+        for depth, row in enumerate(tree.path_rows):
+            position = root + depth
+            behind = ", behind the page's end" if 0 < self._places.boundary <= position else ""
+            where = f"the row at depth {depth} of {name}{behind}"
+            # The control's root sees the context alone: it shows what the tree before it has committed.
+            if not (is_control and depth):
+                self._seen.append((where, position, logits[row]))
+            elif self._driver.num_nodes > 1:
+                self._control.append((where, position, logits[row]))
+
+    # ---- plainly
+
+    def _decode_plainly(self) -> dict[int, torch.Tensor]:
+        """Return plain logits by position; the differences of two plain runs go to the evidence."""
+        positions = range(self._places.root - 1, self._last + 1)
+        ones = [self._plain(f"specplug-one-{position}", position, 1) for position in positions]
+        twos = [self._plain(f"specplug-two-{position}", position, 2) for position in positions[2::2]]
+        if self._branch_seen:
+            tree = self._branch_seen[0]
+            text = [*self._text[: self._places.boundary], *(tree.token_ids[row - 1] for row in tree.branch_rows)]
+            ones.append(Part("specplug-branch", text, self._places.boundary, self._branch, [0]))
+        found, again = self._in_batches(ones), self._in_batches(twos)
+        alone = self._in_batches([self._plain("specplug-alone", self._last, 1)])
+        if not found:
+            return {}
+        plain = {position: found[f"specplug-one-{position}"][0] for position in positions}
+        self._evidence.plain.append(Row("a row alone", alone["specplug-alone"][0], plain[self._last]))
+        for part in twos:
+            logits = again[part.request_id][0]
+            self._evidence.plain.append(Row("the second row of two", logits, plain[len(part.text) - 1]))
+        if self._branch_seen:
+            name = "the row behind a wrong token of the first tree"
+            self._evidence.trees.append(Row(name, self._branch_seen[1], found["specplug-branch"][0]))
+        return plain
+
+    def _plain(self, name: str, position: int, rows: int) -> Part:
+        """Compute a position, and so many rows with it as to have ``rows``."""
+        return Part(name, self._text[: position + 1], position + 1 - rows, self._own, [0])
