@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -21,6 +22,8 @@ from vllm_specplug.hosts.proof.pages import Pages, Places, choose_places
 
 #: Most depths of the three trees: the proof's first and second, and the control's.
 DEPTHS = (4, 2, 4)
+#: What stands for a position of other text.
+_BRANCH = -1
 _NAMES = ("the first tree", "the second tree", "the control")
 
 
@@ -61,11 +64,11 @@ class Proof:
             self._branch, self._beside = pages.table(places.boundary + 2), pages.own(2)
         except ValueError as error:
             raise CannotProve(str(error)) from None
-        self._evidence = Evidence(runner.model_config.dtype, runner.model_config.hf_text_config.num_hidden_layers)
-        #: By name of a row and position: what trees have computed.
-        self._seen: list[tuple[str, int, torch.Tensor]] = []
+        #: Rows of trees: name, position and logits.  The row of other text has the position ``_BRANCH``.
+        self._trees: list[tuple[str, int, torch.Tensor]] = []
         self._control: list[tuple[str, int, torch.Tensor]] = []
-        self._branch_seen: tuple[ProofTree, torch.Tensor | None] | None = None
+        #: The tokens of the other text behind the boundary; empty: there is none.
+        self._other_text: list[int] = []
 
     def _windows(self) -> list[int]:
         layers = get_layers_from_vllm_config(self._driver.runner.vllm_config, AttentionLayerBase).values()
@@ -85,19 +88,20 @@ class Proof:
             read = self._read()
             self._verify()
             plain = self._decode_plainly()
+            again = [*read, *self._decode_in_other_shapes()]
         if not plain:
             return None
-        root = self._places.root
-        evidence = self._evidence
-        evidence.plain.append(Row("the prompt's last row", read[root - 1], plain[root - 1]))
-        evidence.trees += [Row(name, logits, plain[position]) for name, position, logits in self._seen]
-        evidence.control = [Row(name, logits, plain[position]) for name, position, logits in self._control]
-        return evidence
+        config = self._driver.runner.model_config
+        rows = [
+            [Row(name, logits, plain[position]) for name, position, logits in found]
+            for found in (again, self._trees, self._control)
+        ]
+        return Evidence(config.dtype, config.hf_text_config.num_hidden_layers, *rows)
 
     # ---- the prompt
 
-    def _read(self) -> dict[int, torch.Tensor]:
-        """Read the context; return the logits of its last token, by position."""
+    def _read(self) -> list[tuple[str, int, torch.Tensor]]:
+        """Read the context; return its last row."""
         *others, (start, root) = self._places.reads
         parts = [
             Part(f"specplug-read-{i}", self._text[:last], first, self._own, [0])
@@ -108,7 +112,7 @@ class Proof:
         self._tree = self._grow(0, root)
         part = Part("specplug-text", self._text[:root], start, self._own, [self._text[root]], upcoming=self._tree)
         logits = self._driver.run([part])
-        return {root - 1: logits[part.request_id][0]} if logits else {}
+        return [("the prompt's last row", root - 1, logits[part.request_id][0])] if logits else []
 
     def _in_batches(self, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
         """Run parts of requests that end with them, as many at once as the runner may have."""
@@ -142,16 +146,16 @@ class Proof:
             parts = [part]
             if index == 1 and driver.runner.max_num_reqs > 1:  # beside rows of a prompt
                 parts.append(Part("specplug-beside", self._text[:2], 0, self._beside, [0]))
-            if is_control:
-                with driver.mask_off():
-                    logits = driver.run(parts)
-            else:
+            with driver.mask_off() if is_control else nullcontext():
                 logits = driver.run(parts)
-            if index == 0 and tree.branch_rows and self._places.boundary:
-                self._branch_seen = tree, logits[part.request_id][tree.branch_rows[1]] if logits else None
             if logits:
                 self._keep(name, is_control, root, tree, logits[part.request_id])
             self._tree, self._last, root = upcoming, stop - 1, stop
+            if index == 0 and tree.branch_rows and self._places.boundary:
+                self._other_text = [tree.token_ids[row - 1] for row in tree.branch_rows]
+                if logits:
+                    row = logits[part.request_id][tree.branch_rows[1]]
+                    self._trees.append(("the row behind a wrong token of the first tree", _BRANCH, row))
         driver.finish(["specplug-text", "specplug-beside"])
 
     def _keep(self, name: str, is_control: bool, root: int, tree: ProofTree, logits: torch.Tensor) -> None:
@@ -161,35 +165,32 @@ class Proof:
             where = f"the row at depth {depth} of {name}{behind}"
             # The control's root sees the context alone: it shows what the tree before it has committed.
             if not (is_control and depth):
-                self._seen.append((where, position, logits[row]))
+                self._trees.append((where, position, logits[row]))
             elif self._driver.num_nodes > 1:
                 self._control.append((where, position, logits[row]))
 
     # ---- plainly
 
     def _decode_plainly(self) -> dict[int, torch.Tensor]:
-        """Return plain logits by position; the differences of two plain runs go to the evidence."""
-        positions = range(self._places.root - 1, self._last + 1)
-        ones = [self._plain(f"specplug-one-{position}", position, 1) for position in positions]
-        twos = [self._plain(f"specplug-two-{position}", position, 2) for position in positions[2::2]]
-        if self._branch_seen:
-            tree = self._branch_seen[0]
-            text = [*self._text[: self._places.boundary], *(tree.token_ids[row - 1] for row in tree.branch_rows)]
-            ones.append(Part("specplug-branch", text, self._places.boundary, self._branch, [0]))
-        found, again = self._in_batches(ones), self._in_batches(twos)
-        alone = self._in_batches([self._plain("specplug-alone", self._last, 1)])
-        if not found:
-            return {}
-        plain = {position: found[f"specplug-one-{position}"][0] for position in positions}
-        self._evidence.plain.append(Row("a row alone", alone["specplug-alone"][0], plain[self._last]))
-        for part in twos:
-            logits = again[part.request_id][0]
-            self._evidence.plain.append(Row("the second row of two", logits, plain[len(part.text) - 1]))
-        if self._branch_seen:
-            name = "the row behind a wrong token of the first tree"
-            self._evidence.trees.append(Row(name, self._branch_seen[1], found["specplug-branch"][0]))
-        return plain
+        """Return plain logits by position: each position is the last row of a request, on the same pages."""
+        parts = {position: self._plain(position, 1) for position in range(self._places.root - 1, self._last + 1)}
+        if self._other_text:
+            boundary = self._places.boundary
+            text = [*self._text[:boundary], *self._other_text]
+            parts[_BRANCH] = Part("specplug-branch", text, boundary, self._branch, [0])
+        found = self._in_batches(list(parts.values()))
+        return {position: found[part.request_id][0] for position, part in parts.items()} if found else {}
 
-    def _plain(self, name: str, position: int, rows: int) -> Part:
-        """Compute a position, and so many rows with it as to have ``rows``."""
-        return Part(name, self._text[: position + 1], position + 1 - rows, self._own, [0])
+    def _decode_in_other_shapes(self) -> list[tuple[str, int, torch.Tensor]]:
+        """Compute some positions again: behind another row of their request, and one as the only row of a step."""
+        twos = [self._plain(position, 2) for position in range(self._places.root + 1, self._last + 1, 2)]
+        alone = self._plain(self._last, 1)
+        found = self._in_batches(twos)
+        rows = [("a second row", len(part.text) - 1, found[part.request_id][0]) for part in twos if found]
+        found = self._in_batches([alone])
+        return [("a row alone", self._last, found[alone.request_id][0]), *rows] if found else []
+
+    def _plain(self, position: int, rows: int) -> Part:
+        """Compute a position, and the rows before it up to so many."""
+        start = position + 1 - rows
+        return Part(f"specplug-{start}-{position}", self._text[: position + 1], start, self._own, [0])
