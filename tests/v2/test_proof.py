@@ -1,4 +1,4 @@
-"""The proof at start on the V2 model runner: it passes, catches planted faults, or leaves a server that decodes plainly."""
+"""The proof at start on the V2 model runner: it passes, or catches a planted fault and leaves plain decoding."""
 
 from __future__ import annotations
 

@@ -274,6 +274,11 @@ class DriverV2(Driver):
     def _order(self) -> Sequence[str]:
         return self._batch.req_ids
 
+    def _schedule(self, parts: Sequence[Part]) -> SchedulerOutput:
+        output = super()._schedule(parts)
+        output.num_spec_tokens_to_schedule = self.width  # else vLLM makes placeholders of the drafts
+        return output
+
     def _propose(self, input_batch: Any, *_: Any, **__: Any) -> torch.Tensor:
         trees = self.speculator.trees
         parents = torch.full((input_batch.num_reqs, trees.width), PADDING, dtype=torch.int64)
