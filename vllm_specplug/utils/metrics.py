@@ -32,7 +32,6 @@ class Counter:
 
 
 _FALLBACKS = ("specplug:fallbacks", "Drafts that were left out or shortened, by reason, per request and step.")
-_PLAINLY = ("specplug:servers", "Servers in a state other than the usual one, since their start.")
 COUNTERS = (
     Counter("specplug:draft_seconds", "Time spent drafting."),
     Counter("specplug:verify_seconds", "Time of verification: inputs, forward and walk."),
@@ -41,7 +40,7 @@ COUNTERS = (
     Counter(*_FALLBACKS, "turned off by the request"),
     Counter(*_FALLBACKS, "logprobs of the whole vocabulary"),
     Counter(*_FALLBACKS, "not read by the drafter"),
-    Counter(*_PLAINLY, "decodes plainly"),
+    Counter("specplug:proof_failures", "Failed proofs at start: engines that decode plainly."),
 )
 _INDEX = {counter.reason or counter.name.removeprefix("specplug:"): index for index, counter in enumerate(COUNTERS)}
 _SIZE = 8 * len(COUNTERS)

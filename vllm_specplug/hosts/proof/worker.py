@@ -78,7 +78,7 @@ def prove(driver: Driver) -> None:
             '"on_failure": "plain", which decodes plainly where trees are not proven'
         )
     logger.error("vllm-specplug: the proof at start failed, and the server decodes plainly: %s", fault)
-    Counters(config.metrics_file).add("decodes plainly")
+    Counters(config.metrics_file).add("proof_failures")
     serve_plainly(driver)
 
 
