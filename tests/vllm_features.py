@@ -43,6 +43,15 @@ WORKS = (
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
     Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
     Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
+    Support("float16", "tests/hosts/test_attention_traits.py::test_float16", "and bfloat16, float32"),
+    Support("sliding windows", "tests/hosts/test_attention_traits.py::test_same_as_plain", "of some layers or of all"),
+    Support("logit soft caps", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
+    Support("attention sinks", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
+    Support("ALiBi", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
+    Support(
+        "KV sharing between layers",
+        "tests/hosts/test_attention_traits.py::test_layers_that_share_keys_and_values",
+    ),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
 

@@ -1,9 +1,9 @@
 // Tree attention on a CPU: attention over the cached context, with an arbitrary mask on the tree_len keys after it.
 //
-// The context is read from vLLM's packed pages, in place for float32.  bfloat16 pages are unpacked chunk by chunk into
-// a scratch that stays in the L1/L2 cache: keys as words of two bfloat16, values as float32.  All arithmetic is
-// float32.  tree_attention.py documents the arguments; tree_attention_reference defines the result.  write_rows writes
-// into the pages.
+// The context is read from vLLM's packed pages, in place for float32.  Other pages are unpacked chunk by chunk into a
+// scratch that stays in the L1/L2 cache: keys as words of two bfloat16 or, from float16, as float32; values as float32.
+// All arithmetic is float32.  tree_attention.py documents the arguments; tree_attention_reference defines the result.
+// write_rows writes into the pages.
 //
 // Names: a *row* is a pair of query token and query head of the KV head's group; a *unit* is (request, KV head, tile of
 // rows), the work item of a thread; a *chunk* is up to kChunk keys, in *segments* whose keys are in one page.
@@ -11,9 +11,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <torch/library.h>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -22,6 +23,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -32,7 +34,10 @@ constexpr int kLanes = 16;
 constexpr int kChunk = 128;      // keys per step of the online softmax
 constexpr int kRows = 6;         // rows of the register tile: 6 x 4 vectors = 24 accumulators
 constexpr int kMaxTileRows = 96; // most rows per unit
-constexpr int kInPlaceRows = 12; // units with more rows read bfloat16 values from a float32 copy
+constexpr int kInPlaceRows = 12; // units with more rows read values of 16 bits from a float32 copy
+constexpr float kLog2E = 1.4426950408889634f;
+
+using Half = c10::Half; // float16; bfloat16 is uint16_t here
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t VecInt __attribute__((vector_size(64)));
@@ -55,6 +60,15 @@ inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
 inline Vec widen(const float* p) { return load<Vec>(p); }
+#ifdef __AVX512F__
+inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps((__m256i)load<VecHalf>(p)); }
+#else
+inline Vec widen(const Half* p) {
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = p[i];
+  return v;
+}
+#endif
 inline VecUint widen(const uint32_t* p) { return load<VecUint>(p); }
 inline VecUint splat(uint32_t x) { return VecUint{} + x; }
 inline Vec accumulate(Vec sum, Vec x, Vec y) { return sum + x * y; }
@@ -108,6 +122,24 @@ inline Vec exp2(Vec x) {
   p = p * f + 6.931472028550421e-1f;
   p = p * f + 1.0f;
   return p * (Vec)exponent;
+}
+
+// Computes tanh(x), relative error about 2e-7: a rational minimax on [-7.9, 7.9] (Eigen's), where it reaches 1 - 2^-24.
+inline Vec tanh(Vec x) {
+  x = max(splat(-7.90531110763549805f), -max(splat(-7.90531110763549805f), -x));
+  const Vec square = x * x;
+  Vec p = splat(-2.76076847742355e-16f);
+  p = p * square + 2.00018790482477e-13f;
+  p = p * square - 8.60467152213735e-11f;
+  p = p * square + 5.12229709037114e-08f;
+  p = p * square + 1.48572235717979e-05f;
+  p = p * square + 6.37261928875436e-04f;
+  p = p * square + 4.89352455891786e-03f;
+  Vec q = splat(1.19825839466702e-06f);
+  q = q * square + 1.18534705686654e-04f;
+  q = q * square + 2.26843463243900e-03f;
+  q = q * square + 4.89352518554385e-03f;
+  return x * p / q;
 }
 
 // Computes c[ROWS][16 * VECS] = (c * row_scale) + a[ROWS][k] @ b[k][16 * VECS]; without row_scale c is overwritten.
@@ -201,7 +233,15 @@ struct Problem {
   const int32_t *block_table, *context_lens, *query_start, *query_lens, *tree_start, *tree_lens;
   const uint8_t* mask;
   int64_t table_stride, mask_request_stride, mask_row_stride;
-  float scale;
+  float scale, soft_cap;       // soft_cap, window: 0 for none
+  int window;
+  const float *sinks, *slopes; // by query head; null for none
+
+  // Whether keys are treated by their distance, see attention_traits.py.
+  bool uses_distance() const { return window || slopes; }
+  // What softmax_row multiplies scores by: capped and biased scores are scaled already.
+  float softmax_scale() const { return soft_cap || slopes ? kLog2E : scale * kLog2E; }
+  int query_head(int kv_head, int row) const { return kv_head * group + row % group; }
 };
 
 struct Unit {
@@ -210,7 +250,11 @@ struct Unit {
 
 // The type that scores are computed from: float32, or words of two bfloat16 (see accumulate).
 template <typename T>
-using KeyElement = std::conditional_t<std::is_same_v<T, float>, float, uint32_t>;
+using KeyElement = std::conditional_t<std::is_same_v<T, uint16_t>, uint32_t, float>;
+
+// Elements of a row per KeyElement.
+template <typename T>
+constexpr int kPerWord = std::is_same_v<T, uint16_t> ? 2 : 1;
 
 // Keys [head_size or words][columns]; values [columns][head_size], either as stored (T) or as float32 in the scratch.
 template <typename T>
@@ -232,6 +276,10 @@ struct Scratch {
   int shown[kMaxTileRows]; // columns of the chunk up to the last visible one in mask[i]
   float maxima[kMaxTileRows];
   Vec totals[kMaxTileRows];
+  // By query token of the unit: its visible tree keys, and those in the chunks before; filled if uses_distance().
+  int visible[kMaxTileRows], seen[kMaxTileRows];
+  int all_visible_from; // first context key that every query of the unit sees
+  float distance[kMaxTileRows][kChunk]; // of the chunk's keys; filled if there are slopes
 
   void resize(int size) {
     if (head_size == size) return;
@@ -256,6 +304,17 @@ void unpack_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uin
       const VecUint upper = __builtin_convertvector(load<VecHalf>(even + p.block_size), VecUint) << 16;
       store(key + d / 2 * kChunk + j, __builtin_convertvector(load<VecHalf>(even), VecUint) | upper);
     }
+  if (value)
+    for (int i = 0; i < columns * p.head_size; i += kLanes)
+      store(value + i, widen(page_value + offset * p.head_size + i));
+}
+
+// unpack_page for float16: key[head_size][kChunk].
+void unpack_page(const Problem<Half>& p, const Half* page_key, const Half* page_value, int offset, int columns,
+                 float* key, float* value) {
+  for (int d = 0; d < p.head_size; ++d)
+    for (int j = 0; j < columns; j += kLanes)
+      store(key + d * kChunk + j, widen(page_key + d * p.block_size + offset + j));
   if (value)
     for (int i = 0; i < columns * p.head_size; i += kLanes)
       store(value + i, widen(page_value + offset * p.head_size + i));
@@ -297,10 +356,14 @@ int context_chunk(const Problem<T>& p, const Unit& unit, int position, int conte
     if constexpr (std::is_same_v<T, float>) {
       segments[num_segments++] = {page_key + offset, p.block_size, value, nullptr, p.head_size, columns};
     } else {
-      uint32_t* key = reinterpret_cast<uint32_t*>(scratch.key) + filled;
+      auto* key = reinterpret_cast<KeyElement<T>*>(scratch.key) + filled;
       float* wide_value = value_in_place ? nullptr : scratch.value + filled * p.head_size;
-      const auto unpack = p.layout == Layout::amx ? unpack_amx_page : unpack_page;
-      unpack(p, page_key, page_value, offset, columns, key, wide_value);
+      if (p.layout == Layout::columns) {
+        unpack_page(p, page_key, page_value, offset, columns, key, wide_value);
+      } else {
+        if constexpr (std::is_same_v<T, uint16_t>)
+          unpack_amx_page(p, page_key, page_value, offset, columns, key, wide_value);
+      }
       segments[num_segments++] = {key, kChunk, value, wide_value, p.head_size, columns};
     }
     filled += columns;
@@ -309,27 +372,109 @@ int context_chunk(const Problem<T>& p, const Unit& unit, int position, int conte
   return filled;
 }
 
-// Returns the segment of `columns` tree keys, starting at `position`; copies their mask to the scratch.
+inline int num_queries(const Unit& unit, int group) {
+  return (unit.first_row + unit.num_rows - 1) / group - unit.first_row / group + 1;
+}
+
+template <typename T>
+const uint8_t* mask_of(const Problem<T>& p, const Unit& unit) {
+  return p.mask + unit.request * p.mask_request_stride + unit.first_row / p.group * p.mask_row_stride;
+}
+
+// Counts each query's visible tree keys; returns the first context key that one of them sees, rounded down to kLanes.
+template <typename T>
+int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_len, Scratch& scratch) {
+  const uint8_t* mask = mask_of(p, unit);
+  int first = context;
+  scratch.all_visible_from = 0;
+  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i, mask += p.mask_row_stride) {
+    int visible = 0;
+    for (int j = 0; j < tree_len; ++j) visible += mask[j];
+    scratch.visible[i] = visible;
+    scratch.seen[i] = 0;
+    const int shown_from = p.window ? context + visible - p.window : 0;
+    first = std::min(first, shown_from);
+    scratch.all_visible_from = std::max(scratch.all_visible_from, shown_from);
+  }
+  return std::max(first, 0) / kLanes * kLanes;
+}
+
+// Fills in mask and distances of a chunk of context keys; returns whether the window hides one from a query.
+template <typename T>
+bool context_distances(const Problem<T>& p, const Unit& unit, int position, int columns, int context,
+                       Scratch& scratch) {
+  const bool masked = position < scratch.all_visible_from;
+  if (!masked && !p.slopes) return false;
+  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
+    const int end = context + scratch.visible[i]; // the query's own position is end - 1
+    const int hidden = p.window ? std::clamp(end - p.window - position, 0, columns) : 0;
+    std::memset(scratch.mask[i], 0, hidden);
+    std::memset(scratch.mask[i] + hidden, 1, columns - hidden);
+    std::memset(scratch.mask[i] + columns, 0, round_up(columns, kLanes) - columns);
+    scratch.shown[i] = hidden == columns ? 0 : columns;
+    if (p.slopes)
+      for (int j = 0; j < columns; ++j) scratch.distance[i][j] = end - 1 - position - j;
+  }
+  return masked;
+}
+
+// Fills in query i's distances to a chunk of tree keys, and hides those behind the window.
+template <typename T>
+void tree_distances(const Problem<T>& p, int i, int columns, Scratch& scratch) {
+  for (int j = 0; j < columns; ++j) {
+    if (!scratch.mask[i][j]) continue;
+    const int distance = scratch.visible[i] - ++scratch.seen[i];
+    scratch.distance[i][j] = distance;
+    if (p.window && distance >= p.window) scratch.mask[i][j] = 0;
+  }
+}
+
+// Copies `columns` tree keys, [columns][head_size], to key[head_size or words][kChunk].
+template <typename T>
+void transpose_keys(const T* rows, int64_t stride, int columns, int head_size, KeyElement<T>* key) {
+  const int words = head_size / kPerWord<T>;
+  for (int j = 0; j < columns; j += kLanes)
+    for (int word = 0; word < words; word += kLanes) {
+      const T* in = rows + j * stride + word * kPerWord<T>;
+      const int tile_rows = std::min(kLanes, columns - j);
+      if constexpr (std::is_same_v<T, Half>) {
+        float tile[kLanes][kLanes];
+        for (int i = 0; i < tile_rows; ++i) store(tile[i], widen(in + i * stride));
+        transpose_tile(tile, sizeof(tile[0]), tile_rows, kLanes, key + word * kChunk + j, kChunk);
+      } else {
+        transpose_tile(in, stride * sizeof(T), tile_rows, words - word, key + word * kChunk + j, kChunk);
+      }
+    }
+}
+
+// Returns the segment of `columns` tree keys, starting at `position`; fills in their mask and distances.
 template <typename T>
 Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int columns, Scratch& scratch) {
-  const int first_query = unit.first_row / p.group, last_query = (unit.first_row + unit.num_rows - 1) / p.group;
-  const uint8_t* mask = p.mask + unit.request * p.mask_request_stride + first_query * p.mask_row_stride + position;
-  for (int i = 0; i <= last_query - first_query; ++i) {
+  const uint8_t* mask = mask_of(p, unit) + position;
+  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
     std::memcpy(scratch.mask[i], mask + i * p.mask_row_stride, columns);
     std::memset(scratch.mask[i] + columns, 0, round_up(columns, kLanes) - columns);
-    int& shown = scratch.shown[i];
-    for (shown = columns; shown > 0 && !scratch.mask[i][shown - 1];) --shown;
+    if (p.slopes || (p.window && scratch.visible[i] > p.window)) tree_distances(p, i, columns, scratch);
+    int shown = columns;
+    while (shown > 0 && !scratch.mask[i][shown - 1]) --shown;
+    scratch.shown[i] = shown;
   }
   const int64_t row = p.tree_start[unit.request] + position;
   const T* key = p.tree_key + row * p.key_stride + unit.kv_head * p.key_head_stride;
   const T* value = p.tree_value + row * p.value_stride + unit.kv_head * p.value_head_stride;
-  const int words = p.head_size * sizeof(T) / sizeof(uint32_t);
   auto* scratch_key = reinterpret_cast<KeyElement<T>*>(scratch.key);
-  for (int j = 0; j < columns; j += kLanes)
-    for (int word = 0; word < words; word += kLanes)
-      transpose_tile(key + j * p.key_stride + word * (sizeof(uint32_t) / sizeof(T)), p.key_stride * sizeof(T),
-                     std::min(kLanes, columns - j), words - word, scratch_key + word * kChunk + j, kChunk);
+  transpose_keys(key, p.key_stride, columns, p.head_size, scratch_key);
   return {scratch_key, kChunk, value, nullptr, p.value_stride, columns};
+}
+
+// Scales scores, caps them and adds the biases of their distances; slope 0 for none.
+inline void adjust_scores(float* scores, int columns, float scale, float soft_cap, float slope, const float* distance) {
+  for (int j = 0; j < columns; j += kLanes) {
+    Vec s = load<Vec>(scores + j) * scale;
+    if (soft_cap) s = tanh(s / soft_cap) * soft_cap;
+    if (slope) s -= load<Vec>(distance + j) * slope;
+    store(scores + j, s);
+  }
 }
 
 // Turns a row of scores into weights 2^(scale * (score - maximum)); returns the factor for the row's earlier sums.
@@ -371,7 +516,7 @@ template <typename T>
 void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segments, int num_segments,
                   int chunk_columns, bool masked, Scratch& scratch) {
   const int head_size = p.head_size, first_query = unit.first_row / p.group;
-  const float scale = p.scale * 1.4426950408889634f;
+  const float scale = p.softmax_scale();
   for (int row = 0; row < unit.num_rows; row += kRows) {
     const int rows = std::min(kRows, unit.num_rows - row);
     const auto query_row = [&](int r) { return (unit.first_row + row + r) / p.group - first_query; };
@@ -380,13 +525,19 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
       columns = *std::max_element(scratch.shown + query_row(0), scratch.shown + query_row(rows - 1) + 1);
       if (columns == 0) continue;
     }
-    const int words = head_size * sizeof(T) / sizeof(uint32_t);
+    const int words = head_size / kPerWord<T>;
     const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + row * words;
     for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
       const int width = round_up(std::min(segments[s].columns, columns), kLanes);
       multiply(rows, query, words, segments[s].key, segments[s].key_stride, words, width, scratch.scores + column, kChunk,
                nullptr);
     }
+    if (p.soft_cap || p.slopes)
+      for (int r = 0; r < rows; ++r) {
+        const float slope = p.slopes ? p.slopes[p.query_head(unit.kv_head, unit.first_row + row + r)] : 0.0f;
+        adjust_scores(scratch.scores + r * kChunk, columns, p.scale, p.soft_cap, slope,
+                      scratch.distance[query_row(r)]);
+      }
     float row_scale[kRows];
     for (int r = 0; r < rows; ++r)
       row_scale[r] = softmax_row(scratch.scores + r * kChunk, columns, masked ? scratch.mask[query_row(r)] : nullptr,
@@ -410,6 +561,9 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
 inline void store_output(float* out, const float* in, float factor, int n) {
   for (int i = 0; i < n; ++i) out[i] = in[i] * factor;
 }
+inline void store_output(Half* out, const float* in, float factor, int n) {
+  for (int i = 0; i < n; ++i) out[i] = in[i] * factor;
+}
 inline void store_output(uint16_t* out, const float* in, float factor, int n) {
   for (int i = 0; i < n; ++i) out[i] = c10::detail::round_to_nearest_even(in[i] * factor);
 }
@@ -418,10 +572,13 @@ template <typename T>
 void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   const int head_size = p.head_size;
   const auto token = [&](int row) { return p.query_start[unit.request] + (int64_t)(unit.first_row + row) / p.group; };
-  const auto head = [&](int row) { return (int64_t)unit.kv_head * p.group + (unit.first_row + row) % p.group; };
+  const auto head = [&](int row) { return (int64_t)p.query_head(unit.kv_head, unit.first_row + row); };
   for (int row = 0; row < unit.num_rows; ++row) {
     const T* source = p.query + token(row) * p.query_stride + head(row) * p.query_head_stride;
-    std::memcpy(reinterpret_cast<T*>(scratch.query) + row * head_size, source, head_size * sizeof(T));
+    if constexpr (std::is_same_v<T, Half>)
+      for (int d = 0; d < head_size; d += kLanes) store(scratch.query + row * head_size + d, widen(source + d));
+    else
+      std::memcpy(reinterpret_cast<T*>(scratch.query) + row * head_size, source, head_size * sizeof(T));
     scratch.maxima[row] = -1e30f; // finite, so that a chunk without visible keys does not change the row
     scratch.totals[row] = Vec{};
   }
@@ -430,9 +587,12 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   const int context = p.context_lens[unit.request], tree_len = p.tree_lens[unit.request];
   Segment<T> segments[kChunk / kLanes];
   int num_segments;
-  for (int position = 0; position < context; position += kChunk) {
+  const bool by_distance = p.uses_distance();
+  const int first = by_distance ? count_visible(p, unit, context, tree_len, scratch) : 0;
+  for (int position = first; position < context; position += kChunk) {
     const int columns = context_chunk(p, unit, position, context, scratch, segments, num_segments);
-    attend_chunk(p, unit, segments, num_segments, columns, false, scratch);
+    const bool masked = by_distance && context_distances(p, unit, position, columns, context, scratch);
+    attend_chunk(p, unit, segments, num_segments, columns, masked, scratch);
   }
   for (int position = 0; position < tree_len; position += kChunk) {
     const int columns = std::min(kChunk, tree_len - position);
@@ -441,7 +601,9 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   }
 
   for (int row = 0; row < unit.num_rows; ++row) {
-    const float total = sum_lanes(scratch.totals[row])[0];
+    float total = sum_lanes(scratch.totals[row])[0];
+    if (p.sinks && total > 0.0f)
+      total += std::exp2(p.sinks[head(row)] * kLog2E - scratch.maxima[row] * p.softmax_scale());
     store_output(p.output + token(row) * p.output_stride + head(row) * p.output_head_stride,
                  scratch.accumulator + row * head_size, total == 0.0f ? 0.0f : 1.0f / total, head_size);
   }
@@ -492,7 +654,8 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
               const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
               const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
               const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
-              const std::optional<at::Tensor>& kept) {
+              const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
+              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
   const auto data = [](const at::Tensor& t) { return static_cast<T*>(t.data_ptr()); };
   const auto ints = [](const at::Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
   Problem<T> p{};
@@ -510,7 +673,10 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   p.tree_start = ints(tree_start), p.tree_lens = ints(tree_lens);
   p.mask = static_cast<const uint8_t*>(mask.data_ptr());
   p.mask_request_stride = mask.stride(0), p.mask_row_stride = mask.stride(1);
-  p.scale = scale;
+  p.scale = scale, p.soft_cap = soft_cap;
+  p.window = std::min<int64_t>(window, std::numeric_limits<int>::max());
+  p.sinks = sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr;
+  p.slopes = slopes ? static_cast<const float*>(slopes->data_ptr()) : nullptr;
 
   const int num_reqs = context_lens.size(0);
   const int64_t num_blocks = kv_cache.size(0), table_width = block_table.size(1);
@@ -542,7 +708,8 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
                     const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
-                    const std::optional<at::Tensor>& kept) {
+                    const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
+                    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
   const auto dtype = query.scalar_type();
   const int64_t head_size = query.size(-1);
   for (const at::Tensor& t : {query, output, tree_key, tree_value})
@@ -571,15 +738,25 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
                         kept->size(1) == tree_value.size(0) && kept->size(2) == tree_key.size(1) &&
                         kept->size(3) == head_size),
               "tree_attention: kept must be [2, num_tree_rows, num_kv_heads, head_size], query's dtype");
-  if (dtype == at::kFloat) {
-    TORCH_CHECK(!amx, "tree_attention: the amx layout is bfloat16");
-    dispatch<float>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
-                    tree_value, tree_start, tree_lens, mask, scale, kept);
-  } else {
-    TORCH_CHECK(dtype == at::kBFloat16, "tree_attention: dtype must be float32 or bfloat16");
-    dispatch<uint16_t>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
-                       tree_value, tree_start, tree_lens, mask, scale, kept);
-  }
+  for (const auto& t : {sinks, slopes})
+    TORCH_CHECK(!t || (t->dim() == 1 && t->scalar_type() == at::kFloat && t->is_contiguous() &&
+                       t->size(0) == query.size(1)),
+                "tree_attention: sinks and slopes must be float32 [num_heads]");
+  TORCH_CHECK(window >= 0 && soft_cap >= 0, "tree_attention: window and soft cap must not be negative");
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+              "tree_attention: dtype must be float32, bfloat16 or float16");
+  TORCH_CHECK(!amx || dtype == at::kBFloat16, "tree_attention: the amx layout is bfloat16");
+  const auto run_as = [&](auto element) {
+    dispatch<decltype(element)>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens,
+                                tree_key, tree_value, tree_start, tree_lens, mask, scale, kept, window, soft_cap, sinks,
+                                slopes);
+  };
+  if (dtype == at::kFloat)
+    run_as(float{});
+  else if (dtype == at::kHalf)
+    run_as(Half{});
+  else
+    run_as(uint16_t{});
 }
 
 // Writes rows[i] of one layer's keys and values, each [num_rows][num_kv_heads][head_size], to slot slots[i].
@@ -626,8 +803,8 @@ void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, cons
   const auto dtype = kept.scalar_type();
   TORCH_CHECK(kept.dim() == 5 && kept.is_contiguous() && kept.size(0) == (int64_t)kv_caches.size() && kept.size(1) == 2,
               "write_rows: kept must be [num_layers, 2, num_rows, num_kv_heads, head_size]");
-  TORCH_CHECK(dtype == at::kBFloat16 || (dtype == at::kFloat && !amx),
-              "write_rows: dtype must be float32 or bfloat16, with the amx layout bfloat16");
+  TORCH_CHECK(dtype == at::kBFloat16 || ((dtype == at::kFloat || dtype == at::kHalf) && !amx),
+              "write_rows: dtype must be float32, bfloat16 or float16, with the amx layout bfloat16");
   for (const at::Tensor& t : {rows, slots})
     TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == rows.numel(),
                 "write_rows: rows and slots must be int64, one each");
@@ -655,7 +832,8 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def(
       "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
-      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept) -> ()");
+      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
+      "Tensor? sinks, Tensor? slopes) -> ()");
   m.impl("tree_attention", c10::DispatchKey::CPU, &tree_attention);
   m.def(
       "write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");

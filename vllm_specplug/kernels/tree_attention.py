@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.cpu_ops import operators
 
 #: Layouts of the CPU op.
@@ -45,13 +46,14 @@ def tree_attention(
     mask: torch.Tensor,
     scale: float,
     kept: torch.Tensor | None = None,
+    traits: AttentionTraits = NO_TRAITS,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
     A row without visible keys gets zeros.  Head size and block size are multiples of 16.
 
     Args:
-        query: float32 or bfloat16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
+        query: float32, bfloat16 or float16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
         output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
         kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS`` (vLLM's ``layer.isa``).
@@ -67,6 +69,8 @@ def tree_attention(
         scale: factor of the scores.
         kept: receives copies of ``tree_key`` and ``tree_value``: ``[2, num_tree_rows, num_kv_heads, head_size]``,
             contiguous.
+        traits: what the layer adds to plain softmax.  Distances are counted along a row's visible keys: its context,
+            then the tree rows that its mask shows, in order.
     """
     _implementation()(
         query,
@@ -84,6 +88,7 @@ def tree_attention(
         mask,
         scale,
         kept,
+        traits,
     )
 
 
@@ -93,7 +98,8 @@ def write_rows(
     """Write rows of every layer's keys and values into slots of vLLM's pages.
 
     Args:
-        kept: float32 or bfloat16 ``[num_layers, 2, num_rows, num_kv_heads, head_size]``, contiguous; keys, then values.
+        kept: float32, bfloat16 or float16 ``[num_layers, 2, num_rows, num_kv_heads, head_size]``, contiguous; keys,
+            then values.
         kv_caches: one per layer, as ``kv_cache`` of ``tree_attention``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS``.
         rows: int64 ``[num_written]``; the rows of ``kept`` to write.
@@ -117,8 +123,10 @@ def _implementation() -> Callable[..., None]:
         return tree_attention_reference
     op = ops.tree_attention.default
 
-    def call(query, output, kv_cache, kv_layout, *rest):
-        op(query, output, kv_cache, _is_amx(kv_layout), *rest)
+    def call(query, output, kv_cache, kv_layout, *rest_and_traits):
+        *rest, traits = rest_and_traits
+        extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
+        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras)
 
     return call
 
@@ -145,6 +153,7 @@ def tree_attention_reference(
     mask: torch.Tensor,
     scale: float,
     kept: torch.Tensor | None = None,
+    traits: AttentionTraits = NO_TRAITS,
 ) -> None:
     """Compute ``tree_attention`` in plain torch, request by request, in float32 (float64 for float64 tensors)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -161,12 +170,30 @@ def tree_attention_reference(
         # [num_kv_heads, group, rows, head_size] against [num_kv_heads, 1, context + nodes, head_size]
         grouped = query[q0 : q0 + rows].to(dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         scores = grouped @ key.unsqueeze(1).transpose(2, 3) * scale
-        scores[..., context:].masked_fill_(~mask[r, :rows, :nodes], float("-inf"))
-        weights = scores.softmax(dim=-1).nan_to_num(0.0)  # NaN: a row without visible keys
+        visible = torch.cat([mask.new_ones(rows, context), mask[r, :rows, :nodes]], dim=1)
+        weights = _softmax(scores, visible, traits)
         result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
         output[q0 : q0 + rows] = result.to(output.dtype)
     if kept is not None:
         kept[0], kept[1] = tree_key, tree_value
+
+
+def _softmax(scores: torch.Tensor, visible: torch.Tensor, traits: AttentionTraits) -> torch.Tensor:
+    """Turn scores ``[num_kv_heads, group, rows, keys]`` into weights; ``visible`` is bool ``[rows, keys]``."""
+    distance = visible.flip(1).cumsum(1).flip(1) - 1  # of visible keys
+    if traits.soft_cap:
+        scores = traits.soft_cap * (scores / traits.soft_cap).tanh()
+    if traits.alibi_slopes is not None:
+        slopes = traits.alibi_slopes.to(scores.dtype).view(*scores.shape[:2], 1, 1)
+        scores = scores - slopes * distance
+    if traits.window:
+        visible = visible & (distance < traits.window)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if traits.sinks is not None:
+        sinks = traits.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    weights = scores.softmax(dim=3)[..., : visible.shape[1]]
+    return weights.where(visible.any(dim=1, keepdim=True), 0)  # a row without visible keys: NaN
 
 
 def write_rows_reference(

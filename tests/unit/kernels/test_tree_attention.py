@@ -1,16 +1,20 @@
 """The tree attention op against its reference in float64, vLLM's page layouts and vLLM's chain attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.doubles.attention_by_position import attention_by_position
 from tests.doubles.attention_inputs import make_inputs
 from vllm_specplug.kernels import cpu_ops
 from vllm_specplug.kernels import tree_attention as kernels
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.tree_attention import pack_pages, tree_attention, unpack_pages
 
-#: Largest deviation allowed, relative to the largest output.  bfloat16 outputs are rounded once, to 2^-9.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.bfloat16)]
+#: Largest deviation allowed, relative to the largest output.  Outputs of 16 bits are rounded once, to 2^-9 or 2^-12.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.bfloat16), ("vec", torch.float16)]
 BACKENDS = {"cpp": tree_attention, "torch": kernels.tree_attention_reference}
 
 
@@ -30,22 +34,25 @@ def backend(request):
     return BACKENDS[request.param]
 
 
-def exact(inputs):
+def exact(inputs, traits=NO_TRAITS):
     """The reference's output in float64 arithmetic."""
     wide = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     wide["output"] = torch.full_like(wide["output"], float("nan"))
-    kernels.tree_attention_reference(**wide)
+    kernels.tree_attention_reference(**wide, traits=traits)
     return wide["output"]
 
 
-def assert_matches(inputs, backend):
-    backend(**inputs)
-    output, expected = inputs["output"].double(), exact(inputs)
+def deviation(output, expected):
+    """The largest, relative to the largest output."""
     written = ~expected.isnan()
     assert written.any()
     assert torch.equal(written, ~output.isnan()), "rows named by no request were written, or garbage leaked"
-    deviation = (output - expected)[written].abs().max() / expected[written].abs().max()
-    assert deviation <= TOLERANCE[inputs["query"].dtype]
+    return (output.double() - expected)[written].abs().max() / expected[written].abs().max()
+
+
+def assert_matches(inputs, backend, traits=NO_TRAITS):
+    backend(**inputs, traits=traits)
+    assert deviation(inputs["output"], exact(inputs, traits)) <= TOLERANCE[inputs["query"].dtype]
 
 
 @pytest.mark.parametrize("context", [0, 1, 31, 32, 100, 1000])
@@ -57,7 +64,7 @@ def test_context_lengths(backend, kv_layout, dtype, block_size, context):
     assert_matches(inputs, backend)
 
 
-@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 112, 128, 160, 256, 512])
 @pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
 def test_head_sizes(backend, kv_layout, dtype, head_size):
     assert_matches(make_inputs((150,), (10,), head_size=head_size, dtype=dtype, kv_layout=kv_layout), backend)
@@ -115,6 +122,91 @@ def test_large_scores_do_not_overflow(backend):
     torch.testing.assert_close(inputs["output"].double()[written], expected[written], rtol=0, atol=5e-3)
 
 
+#: For 9 heads.
+HEADS = torch.linspace(-1.0, 3.0, 9)
+TRAITS = {
+    "window of one key": AttentionTraits(window=1),
+    "window within the tree": AttentionTraits(window=3),
+    "window of some context": AttentionTraits(window=40),
+    "window of more than a page": AttentionTraits(window=170),
+    "window of more than all": AttentionTraits(window=10_000),
+    "soft cap": AttentionTraits(soft_cap=0.7),
+    "sinks": AttentionTraits(sinks=HEADS),
+    "ALiBi": AttentionTraits(alibi_slopes=0.5 ** (HEADS + 2)),
+    "window and sinks": AttentionTraits(window=40, sinks=HEADS),
+    "all": AttentionTraits(window=130, soft_cap=2.0, sinks=HEADS, alibi_slopes=0.5 ** (HEADS + 5)),
+}
+
+
+def tree_inputs(**changes):
+    """Requests of many page places; the trees are deeper than the small windows."""
+    return make_inputs((5, 300, 0, 129, 200), (17, 3, 8, 40, 12), **changes)
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_the_reference_is_attention_by_position(name):
+    inputs = tree_inputs()
+    assert max(inputs["mask"].sum(2).flatten()) > 5
+    expected = attention_by_position(inputs, TRAITS[name])
+    assert deviation(exact(inputs, TRAITS[name]), expected) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("window of one key", {"window": 2}),
+        ("window within the tree", {"window": 4}),
+        ("window of some context", {"window": 39}),
+        ("window of more than a page", {"window": 171}),
+        ("soft cap", {"soft_cap": 0.0}),
+        ("sinks", {"sinks": None}),
+        ("sinks", {"sinks": HEADS.flip(0)}),
+        ("ALiBi", {"alibi_slopes": None}),
+    ],
+)
+def test_a_wrong_trait_shows(backend, name, change):
+    inputs = tree_inputs()
+    backend(**inputs, traits=replace(TRAITS[name], **change))
+    assert deviation(inputs["output"], exact(inputs, TRAITS[name])) > 1e3 * TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_traits(backend, kv_layout, dtype, name, block_size):
+    assert_matches(tree_inputs(block_size=block_size, dtype=dtype, kv_layout=kv_layout), backend, TRAITS[name])
+
+
+@pytest.mark.parametrize("num_kv_heads", [9, 3, 1])
+@pytest.mark.parametrize("name", TRAITS)
+def test_traits_of_grouped_heads_and_wide_trees(backend, name, num_kv_heads):
+    """Trees wider than a chunk of keys, and requests split into several units of rows."""
+    inputs = make_inputs((250, 31), (150, 200), num_kv_heads=num_kv_heads, head_size=16)
+    assert_matches(inputs, backend, TRAITS[name])
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_traits_at_draft_levels(backend, name):
+    """A level's rows see ancestors among the rows of earlier levels; a padding row sees the context only."""
+    inputs = make_inputs((140, 7), (8, 2), tree_lens=(60, 9))
+    inputs["mask"][0, 6:] = False
+    assert_matches(inputs, backend, TRAITS[name])
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+@pytest.mark.parametrize("context", [30, 500, 1000, 1020])
+def test_pages_before_the_window_are_not_read(context, block_size):
+    """vLLM frees them, and may give them to other requests."""
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    inputs, traits = make_inputs((context,), (17,), block_size=block_size), AttentionTraits(window=100)
+    expected = exact(inputs, traits)
+    freed = max(0, context + 1 - 100) // block_size  # whole pages before the root's window
+    inputs["kv_cache"][inputs["block_table"][0, :freed].long()] = float("nan")
+    tree_attention(**inputs, traits=traits)
+    assert deviation(inputs["output"], expected) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("backend_name", ["cpp", "torch"])
 def test_unknown_layout_is_refused(backend_name):
     inputs = make_inputs()
@@ -132,6 +224,9 @@ def test_unknown_layout_is_refused(backend_name):
         ("tree_start", torch.tensor([1000], dtype=torch.int32)),
         ("context_lens", torch.tensor([100])),
         ("tree_key", torch.zeros(18, 3, 64, dtype=torch.bfloat16)),
+        ("traits", AttentionTraits(sinks=HEADS[:3])),
+        ("traits", AttentionTraits(alibi_slopes=HEADS.bfloat16())),
+        ("traits", AttentionTraits(window=-1)),
     ],
 )
 def test_wrong_arguments_are_refused(name, value):
@@ -243,7 +338,7 @@ def vllm_write(ops, cache, key, value, slots, isa):
     return key_cache, value_cache
 
 
-def vllm_chain_attention(ops, inputs, isa):
+def vllm_chain_attention(ops, inputs, isa, traits=NO_TRAITS):
     """vLLM's causal attention of one request, with the tree rows cached after the context as a chain.
 
     Returns:
@@ -274,7 +369,7 @@ def vllm_chain_attention(ops, inputs, isa):
         num_kv_heads=num_kv_heads,
         head_dim=width // 2,
         dtype=query.dtype,
-        sliding_window_size=-1,
+        sliding_window_size=traits.window or -1,
         isa=isa,
         enable_kv_split=True,
         **shared,
@@ -287,12 +382,12 @@ def vllm_chain_attention(ops, inputs, isa):
             value_cache=value_cache,
             output=output,
             scale=inputs["scale"],
-            alibi_slopes=None,
-            sliding_window=-1,
+            alibi_slopes=traits.alibi_slopes,
+            sliding_window=traits.window or -1,
             block_table=table,
-            softcap=0.0,
+            softcap=traits.soft_cap,
             scheduler_metadata=metadata,
-            s_aux=None,
+            s_aux=traits.sinks,
             **shared,
         )
         return output
@@ -301,7 +396,7 @@ def vllm_chain_attention(ops, inputs, isa):
 
 
 @pytest.mark.parametrize("block_size, head_size", [(32, 128), (128, 64), (64, 96)])
-@pytest.mark.parametrize("isa, dtype", [*LAYOUTS, ("vec16", torch.float32), ("vec16", torch.bfloat16)])
+@pytest.mark.parametrize("isa, dtype", [*LAYOUTS, *(("vec16", dtype) for dtype in TOLERANCE)])
 def test_vllm_writes_this_page_layout(vllm_ops, isa, dtype, block_size, head_size):
     key, value = torch.randn(2, 2 * block_size, 3, head_size).to(dtype)
     cache = torch.zeros(3, 3, block_size, 2 * head_size, dtype=dtype)
@@ -312,10 +407,21 @@ def test_vllm_writes_this_page_layout(vllm_ops, isa, dtype, block_size, head_siz
 
 
 @pytest.mark.parametrize("rows, context", [(1, 100), (17, 0), (17, 100), (61, 1000), (33, 127)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_chain_mask_gives_the_output_of_vllm(backend, vllm_ops, dtype, rows, context):
     inputs = make_inputs((context,), (rows,), dtype=dtype, causal=True)
-    backend(**inputs)
-    output = inputs["output"][int(inputs["query_start"][0]) :][:rows]
-    expected = vllm_chain_attention(vllm_ops, inputs, "vec")()
-    assert (output - expected).abs().max() / expected.abs().max() <= 2 * TOLERANCE[dtype]
+    assert chain_deviation(vllm_ops, inputs, backend) <= 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_traits_mean_what_they_mean_in_vllm(backend, vllm_ops, dtype, name):
+    inputs = make_inputs((200,), (17,), dtype=dtype, causal=True)
+    assert chain_deviation(vllm_ops, inputs, backend, TRAITS[name]) <= 2 * TOLERANCE[dtype]
+
+
+def chain_deviation(ops, inputs, backend, traits=NO_TRAITS):
+    backend(**inputs, traits=traits)
+    output = inputs["output"][int(inputs["query_start"][0]) :][: int(inputs["query_lens"][0])]
+    expected = vllm_chain_attention(ops, inputs, "vec", traits)()
+    return (output - expected).abs().max() / expected.abs().max()

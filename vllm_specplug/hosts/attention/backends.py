@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_specplug.config import ConfigError
@@ -42,31 +45,48 @@ class TreeBuilder:
         return self.metadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
 
 
-def check_attention(layers: Mapping[str, object], implementation: type, fix: str) -> None:
-    """Refuse attention layers that tree attention cannot serve.
+def check_attention(layers: Mapping[str, Any], implementation: type, fix: str) -> None:
+    """Refuse a layer unless it is causal self-attention over a paged KV cache, in a backend with tree attention.
 
     Args:
-        layers: by name.
+        layers: all layers that keep something per token or attend (vLLM's ``AttentionLayerBase``), by name.
         implementation: the tree attention that every layer must have.
         fix: what the user can do about a layer that has another one.
 
     Raises:
-        ConfigError: naming the first layer and feature.
+        ConfigError: naming the first layer and the reason.
     """
     for name, layer in layers.items():
-        impl = getattr(layer, "impl", None)
-        if not isinstance(impl, implementation):
+        reason = _other_mechanism(layer)
+        if reason is not None:
             raise ConfigError(
-                f"tree speculation does not support the attention of {name} ({type(impl).__name__}): {fix}"
+                f"tree speculation needs layers of causal self-attention: {name} ({type(layer).__name__}) {reason}; "
+                "serve this model without speculation"
             )
-        features = (
-            (impl.sliding_window not in (-1, (-1, -1)), "a sliding window"),  # an int on CPUs
-            (impl.alibi_slopes is not None, "ALiBi"),
-            (getattr(impl, "sinks", None) is not None, "attention sinks"),
-            (bool(impl.logits_soft_cap), "a logit soft cap"),
-            (impl.kv_cache_dtype.startswith(("fp8", "int", "nvfp4")), "a quantised KV cache"),
-            (impl.kv_sharing_target_layer_name is not None, "KV sharing between layers"),
-        )
-        for used, feature in features:
-            if used:
-                raise ConfigError(f"tree speculation does not support {feature} (layer {name}): use another method")
+        if not isinstance(layer.impl, implementation):
+            kind = type(layer.impl).__name__
+            raise ConfigError(f"tree speculation does not support the attention of {name} ({kind}): {fix}")
+        if layer.impl.kv_cache_dtype.startswith(("fp8", "int", "nvfp4")):
+            raise ConfigError(
+                f"tree speculation does not support a quantised KV cache (layer {name}): use --kv-cache-dtype auto"
+            )
+
+
+def _other_mechanism(layer: Any) -> str | None:
+    """Return why a tree mask over keys and values cannot express what the layer does, or None."""
+    if isinstance(layer, MambaBase):
+        return "has a recurrent state, which cannot be rolled back to the accepted tokens"
+    if not isinstance(layer, Attention):
+        return "does not keep one key and one value per KV head and token"
+    if layer.attn_type == AttentionType.ENCODER_DECODER:
+        return "attends to the output of an encoder"
+    if layer.attn_type != AttentionType.DECODER:
+        return "attends to later tokens too"
+    # vLLM describes every other rule of what a token sees, or of what is kept, as a KV cache of another kind.
+    if type(layer).get_kv_cache_spec is not Attention.get_kv_cache_spec:
+        return "does not show a token all tokens before it, or the last ones only"
+    if layer.head_size_v != layer.head_size:
+        return f"has keys of size {layer.head_size} and values of size {layer.head_size_v}"
+    if layer.use_alibi_sqrt:
+        return "has position biases that grow with the square root of the distance"
+    return None

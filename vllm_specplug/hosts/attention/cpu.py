@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.hosts.attention.backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.hosts.attention.rows import CpuTreeRows
+from vllm_specplug.kernels.attention_traits import AttentionTraits
 from vllm_specplug.kernels.tree_attention import tree_attention
 
 
@@ -66,6 +68,20 @@ class TreeAttentionMetadataBuilder(TreeBuilder, CPUAttentionMetadataBuilder):
 
 
 class TreeAttentionImpl(CPUAttentionBackendImpl):
+    @functools.cached_property
+    def traits(self) -> AttentionTraits:
+        """What this layer adds to plain softmax; read from the loaded weights, on first use."""
+        return AttentionTraits(
+            window=max(self.sliding_window, 0),
+            soft_cap=float(self.logits_soft_cap),
+            sinks=None if self.sinks is None else self.sinks.detach().float(),
+            alibi_slopes=self.alibi_slopes,
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        self.__dict__.pop("traits", None)  # weights may be loaded again
+
     def forward(
         self,
         layer,
@@ -79,15 +95,18 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         output_block_scale=None,
     ) -> torch.Tensor:
         tree = None if attn_metadata is None else attn_metadata.tree
+        source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if tree is None or not tree.all_rows:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
-            if slots is not None:
+            if slots is not None and source is None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if tree is None:
             return output
-        kept = None
-        if tree.scratch is not None:
+        tree_start, kept = tree.tree_start, None
+        if source is not None:
+            key, value, tree_start = tree.rows_of(source)
+        elif tree.scratch is not None:
             key, value = tree.scratch[layer.layer_name].write(key, value)
         elif tree.commit_rows is not None:
             # They are copied, because compiled graphs reuse the buffers of key and value.
@@ -106,11 +125,12 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             tree.query_lens,
             key,
             value,
-            tree.tree_start,
+            tree_start,
             tree.tree_lens,
             tree.mask,
             self.scale,
             kept,
+            self.traits,
         )
         return output
 

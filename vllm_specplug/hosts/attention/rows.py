@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,21 @@ class CpuTreeRows(TreeRows):
     commit_rows: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     kept_of: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def rows_of(self, layer_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the tree keys and values of a layer that ran before in this forward.
+
+        Returns:
+            Key and value, ``[num_rows, num_kv_heads, head_size]``; int32 ``[num_trees]``, each tree's first row there.
+        """
+        if self.scratch is not None:
+            return self.scratch[layer_name].key, self.scratch[layer_name].value, self.tree_start
+        return *self.kept_of[layer_name].unbind(0), self._kept_start
+
+    @functools.cached_property
+    def _kept_start(self) -> torch.Tensor:
+        assert self.commit_rows is not None
+        return torch.searchsorted(self.commit_rows, self.tree_start.long(), out_int32=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,12 +113,6 @@ REFUSED = (
         {"model.quantization": "awq"},
     ),
     Refusal(
-        "dtypes other than float32 and bfloat16",
-        "--dtype bfloat16 or float32",
-        lambda s: s.model_config.dtype not in (torch.float32, torch.bfloat16),
-        {"dtype": "float16"},
-    ),
-    Refusal(
         "multi-modal targets",
         "a text-only target",
         lambda s: s.model_config.is_multimodal_model,
@@ -135,18 +129,6 @@ REFUSED = (
         "a target with plain rotary positions",
         lambda s: s.model_config.uses_mrope,
         {"model.uses_mrope": True},
-    ),
-    Refusal(
-        "sliding-window attention",
-        "a target with full attention",
-        lambda s: s.model_config.get_sliding_window() is not None,
-        {"model.get_sliding_window": lambda: 128},
-    ),
-    Refusal(
-        "attention logit soft caps",
-        "a target without them",
-        lambda s: getattr(s.model_config.hf_text_config, "attn_logit_softcapping", None) is not None,
-        {"hf_overrides": {"attn_logit_softcapping": 30.0}},
     ),
 )
 

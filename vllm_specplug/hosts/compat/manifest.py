@@ -65,8 +65,16 @@ _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
+#: What tells a target's layers apart, on every runner.
+_LAYERS = (
+    VllmSymbol("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ("self", "vllm_config")),
+    VllmSymbol("vllm.model_executor.layers.mamba.abstract:MambaBase"),
+    VllmSymbol("vllm.v1.attention.backend:AttentionType"),
+)
+
 #: The V1 runner on any device.
 _V1 = (
+    *_LAYERS,
     VllmSymbol(f"{_RUNNER}.execute_model", ("self", "scheduler_output")),
     VllmSymbol(f"{_RUNNER}.sample_tokens", ("self", "grammar_output")),
     VllmSymbol(f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")),
@@ -154,6 +162,7 @@ MANIFEST = (
         f"{_CPU_ATTENTION}:CPUAttentionBackendImpl.do_kv_cache_update",
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
+    VllmSymbol(f"{_CPU_ATTENTION}:CPUAttentionBackendImpl.process_weights_after_loading", ("self", "act_dtype")),
     VllmSymbol(
         "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", ("self", "logits", "generators", "k", "p")
     ),
@@ -214,6 +223,7 @@ MANIFEST_V1_CUDA = (
 
 #: The V2 runner; compared when one of our methods is configured and vLLM will choose this runner.
 MANIFEST_V2 = (
+    *_LAYERS,
     *_CUDA,
     VllmSymbol("vllm.config.scheduler:SchedulerConfig.get_scheduler_cls", ("self",)),
     VllmSymbol(

@@ -262,7 +262,11 @@ class TreeModelRunner(DraftPhase, ABC):
     def _target_layers(self) -> dict[str, Any]:
         if self._layers is None:
             layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-            self._layers = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
+            self._layers = {
+                name: layer
+                for name, layer in layers.items()
+                if name not in self.drafter.draft_layers and layer.impl.kv_sharing_target_layer_name is None
+            }
         return self._layers
 
     def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,29 @@
+"""What a layer's attention does besides the plain softmax, the same for every tree attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTraits:
+    """Additions of one layer to plain softmax attention; the defaults add nothing.
+
+    The distance of a visible key is how many visible keys of the row are behind it, up to the row's own: 0 for itself.
+
+    Attributes:
+        window: a row sees the keys at distances below it, itself included; 0 for all visible keys.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``, after the scale; 0 for no cap.
+        sinks: float32 ``[num_heads]``; one more score per head in the softmax's denominator, without a value.
+        alibi_slopes: float32 ``[num_heads]``; slope times distance is subtracted from a capped score.
+    """
+
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
+NO_TRAITS = AttentionTraits()
