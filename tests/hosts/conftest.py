@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 from collections import Counter
@@ -24,6 +25,7 @@ from vllm import SamplingParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
+from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 
 needs_vnni = pytest.mark.skipif(not can_quantise(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
@@ -112,6 +114,49 @@ def broken_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         return step.StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
 
     monkeypatch.setattr(step, "plan_step", flat)
+
+
+def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """Drafts of an EAGLE drafter from now on, by the tokens in front of them."""
+    from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
+
+    found: dict[tuple[int, ...], list[int]] = {}
+    honest = TreeEagleProposer.propose
+
+    def propose(self, **kwargs):
+        draft = honest(self, **kwargs)
+        batch = self.runner.input_batch
+        for place in range(batch.num_reqs):
+            if not self.runner.discard_request_mask.np[place]:
+                context = tuple(batch.token_ids_cpu[place, : batch.num_tokens_no_spec[place]].tolist())
+                found[context] = draft.tree.token_ids[place, : draft.tree.num_rows[place]].tolist()
+        return draft
+
+    monkeypatch.setattr(TreeEagleProposer, "propose", propose)
+    return found
+
+
+def drafts_after_pauses(
+    monkeypatch: pytest.MonkeyPatch, llm: Any, prompts: list[Any], params: SamplingParams
+) -> tuple[list[list[list[int]]], float]:
+    """Answers of an engine with a measured budget that pauses drafting for five of eight steps.
+
+    Returns:
+        The answers, and the share of the drafts that are the same as without pauses.
+    """
+    budget, steps = runner_of(llm).serving_budget.budget, itertools.count()
+    monkeypatch.setattr(budget, "wants_model_drafter", lambda *_: True)
+    monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
+    monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
+    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
+    always = record_drafts(monkeypatch)
+    llm.generate(prompts, params, use_tqdm=False)
+    sometimes = record_drafts(monkeypatch)
+    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1] if next(steps) % 8 > 4 else PLAIN)
+    answers = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    both = [(always[context], sometimes[context]) for context in always.keys() & sometimes.keys()]
+    assert len(both) > 30
+    return answers, sum(before == after for before, after in both) / len(both)
 
 
 def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:

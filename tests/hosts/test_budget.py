@@ -10,11 +10,10 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, counters, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import ENGINE, counters, make_prompts, record_drafts, runner_of, token_ids
 from vllm_specplug.budget import cost_files
 from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
-from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 from vllm_specplug.hosts.v1 import budgeting
 from vllm_specplug.hosts.v1 import runner as v1_runner
 from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
@@ -164,34 +163,16 @@ def test_preemption_while_paused(engine, start, checkpoints, prompts, toggled):
 # ---- the drafter catches up
 
 
-def record(monkeypatch, llm):
-    """Drafts by the tokens in front of them."""
-    found = {}
-    honest = TreeEagleProposer.propose
-
-    def propose(self, **kwargs):
-        draft = honest(self, **kwargs)
-        batch = self.runner.input_batch
-        for place in range(batch.num_reqs):
-            if not self.runner.discard_request_mask.np[place]:
-                context = tuple(batch.token_ids_cpu[place, : batch.num_tokens_no_spec[place]].tolist())
-                found[context] = draft.tree.token_ids[place, : draft.tree.num_rows[place]].tolist()
-        return draft
-
-    monkeypatch.setattr(TreeEagleProposer, "propose", propose)
-    return found
-
-
 def agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter="eagle", **options):
     """Return the share of the drafts after a pause that are the same as without it, and the number of empty ones."""
     llm = start(eagle(checkpoints, drafter), enable_prefix_caching=False, **options)
-    always = record(monkeypatch, llm)
+    always = record_drafts(monkeypatch)
     budget = budget_of(llm)
     toggled(budget)
     monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
     llm.generate(prompts, GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    sometimes = record(monkeypatch, llm)
+    sometimes = record_drafts(monkeypatch)
     toggled(budget)
     llm.generate(prompts, GREEDY, use_tqdm=False)
     both = [(always[context], sometimes[context]) for context in set(always) & set(sometimes)]

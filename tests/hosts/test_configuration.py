@@ -7,7 +7,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
-from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 
 
 @pytest.fixture
@@ -56,16 +53,6 @@ def test_compiled_models_are_not_shared_with_other_engines(args):
         for method, more in (("lookup", {}), ("ngram", {"prompt_lookup_max": 3}))
     )
     assert ours.compute_hash() != the_hosts.compute_hash()
-
-
-def test_layers_of_different_shapes_are_refused():
-    def layer(num_kv_heads):
-        return SimpleNamespace(impl=SimpleNamespace(num_kv_heads=num_kv_heads, head_size=16))
-
-    alike, odd = {"first": layer(2), "second": layer(2)}, {"first": layer(2), "second": layer(4)}
-    TreeCPUModelRunner.check_target(SimpleNamespace(_target_layers=lambda: alike))
-    with pytest.raises(ConfigError, match=r"second has .*\(4, 16\), others \(2, 16\); serve .* without speculation"):
-        TreeCPUModelRunner.check_target(SimpleNamespace(_target_layers=lambda: odd))
 
 
 def test_nothing_changes_without_our_method(args):

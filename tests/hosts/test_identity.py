@@ -126,7 +126,7 @@ def test_rejected_rows_never_reach_the_pages(engine, prompts):
     llm = engine("eagle", enable_prefix_caching=False)
     before = counters(llm)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    layers = runner._target_layers().values()
+    layers = [layer for alike in runner.alike_layers for layer in alike.layers.values()]
     for layer in layers:
         layer.kv_cache.fill_(7.0)
     (output,) = llm.generate(prompts[:1], GREEDY, use_tqdm=False)

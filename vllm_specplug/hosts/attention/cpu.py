@@ -47,9 +47,7 @@ def level_metadata(
         scratch: by layer name.
     """
     num_reqs, width, tree_len = mask.shape
-    tree = CpuTreeRows.of_level(
-        context_lens, None, tree_start, width, tree_len, scratch, block_table=block_table, mask=mask
-    )
+    tree = CpuTreeRows.of_level(context_lens, None, tree_start, width, tree_len, scratch, mask=mask)
     return TreeAttentionMetadata(
         num_actual_tokens=num_reqs * width,
         max_query_len=width,
@@ -119,7 +117,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             output,
             kv_cache,
             layer.isa,
-            tree.block_table,
+            attn_metadata.block_table,
             tree.context_lens,
             tree.query_start,
             tree.query_lens,

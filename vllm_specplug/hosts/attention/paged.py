@@ -27,8 +27,10 @@ from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention.backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
+from vllm_specplug.hosts.kv_groups import AlikeLayers
 from vllm_specplug.kernels.context_attention import ContextAttention
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.kernels.triton_step import cache_pointers
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 
 
@@ -205,6 +207,11 @@ def check_caches(layers: dict[str, Any], name: str) -> None:
         if layer.impl.context is not None:
             with _refused_as(name):
                 layer.impl.context.check_cache(layer.kv_cache)
+
+
+def committed_caches(alike: list[AlikeLayers]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Return what ``move_rows`` needs of each entry: its group, one cache, the addresses of all caches."""
+    return [(layers.group, layers.caches[0], cache_pointers(layers.caches)) for layers in alike]
 
 
 @contextmanager

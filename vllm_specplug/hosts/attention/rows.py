@@ -66,17 +66,15 @@ class CpuTreeRows(TreeRows):
     With ``all_rows``, nothing is written to the pages before the commit.
 
     Attributes:
-        block_table: int32 ``[num_trees, max_blocks]``.
         mask: bool ``[num_trees, max_query_len, max_tree_len]``.
         commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
-        kept: where they are kept, ``[num_layers, 2, num_rows, num_kv_heads, head_size]``; None with a scratch.
+        kept: where they are kept, for layers that are alike: ``[num_layers, 2, num_rows, num_kv_heads, head_size]``.
         kept_of: by layer name, its part of ``kept``.
     """
 
-    block_table: torch.Tensor
     mask: torch.Tensor
     commit_rows: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    kept: tuple[torch.Tensor, ...] = ()
     kept_of: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def rows_of(self, layer_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -113,22 +113,10 @@ REFUSED = (
         {"model.quantization": "awq"},
     ),
     Refusal(
-        "multi-modal targets",
-        "a text-only target",
-        lambda s: s.model_config.is_multimodal_model,
-        {"model.is_multimodal_model": True},
-    ),
-    Refusal(
         "encoder-decoder targets",
         "a decoder-only target",
         lambda s: s.model_config.is_encoder_decoder,
         {"model.is_encoder_decoder": True},
-    ),
-    Refusal(
-        "M-RoPE targets",
-        "a target with plain rotary positions",
-        lambda s: s.model_config.uses_mrope,
-        {"model.uses_mrope": True},
     ),
 )
 

@@ -82,10 +82,12 @@ class EagleLevels:
     Args:
         model: vLLM's draft model.
         scratch: where the levels keep their key/value.
-        positions: int64 ``[num_reqs]``; of each request's newest accepted row.
+        positions: int64 ``[num_reqs]`` (with M-RoPE ``[num_dims, num_reqs]``); of each request's newest accepted row.
+        context_lens: int32 ``[num_reqs]``; tokens up to that row.
         block_table: int32 ``[>= num_reqs, max_blocks]``.
         max_num_reqs: requests that the scratch must hold.
         level_metadata: ``attention.cpu.level_metadata`` or that of ``attention.paged``.
+        place: copies the positions of a level to where the model must read them; None: it reads them anywhere.
     """
 
     def __init__(
@@ -93,14 +95,16 @@ class EagleLevels:
         model: torch.nn.Module,
         scratch: LevelScratch,
         positions: torch.Tensor,
+        context_lens: torch.Tensor,
         block_table: torch.Tensor,
         max_num_reqs: int,
         level_metadata: Callable[..., Any],
+        place: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self._model, self._scratch, self._level_metadata = model, scratch, level_metadata
-        self._positions, self._block_table = positions, block_table[: len(positions)]
-        self._context_lens = (positions + 1).to(torch.int32)
-        requests = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        self._positions, self._block_table = positions, block_table[: len(context_lens)]
+        self._context_lens, self._place = context_lens, place
+        requests = torch.arange(len(context_lens), dtype=torch.int32, device=positions.device)
         self._tree_start = requests * scratch.capacity
         self._size = max_num_reqs * scratch.capacity
         self._max_position = scratch.vllm_config.model_config.max_model_len - 1
@@ -113,7 +117,9 @@ class EagleLevels:
         scratch = self._scratch.scratch.at(rows, self._size)
         metadata = self._level_metadata(self._block_table, self._context_lens, self._tree_start, mask, scratch)
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
-        positions = (self._positions + level + 1).clamp(max=self._max_position).repeat_interleave(width)
+        positions = (self._positions + level + 1).clamp(max=self._max_position).repeat_interleave(width, dim=-1)
+        if self._place is not None:
+            positions = self._place(positions)
         with set_forward_context(
             dict.fromkeys(self._scratch.layer_names, metadata),
             self._scratch.vllm_config,

@@ -18,10 +18,11 @@ from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
 from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.hosts.drafters.base import DraftHooks
+from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
+from vllm_specplug.hosts.drafters.target_parts import TargetParts
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -65,7 +66,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     # ---- loading
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        super().load_model(target_model)
+        super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
         self.model.register_forward_hook(self._keep_output)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
@@ -121,17 +122,18 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         ends = np.array(starts) + counts
         ranges = list(zip(places, starts, ends.tolist(), strict=True))
         token_ids = np.concatenate([batch.token_ids_cpu[place, start:end] for place, start, end in ranges])
-        positions = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in ranges]))
-        table = batch.block_table[0]
+        places_of_rows = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in ranges]))
+        positions = torch.cat([self._target_positions(*one) for one in ranges], dim=-1)
+        table = batch.block_table[self.kv_cache_gid]
         block_table = table.get_device_tensor(batch.num_reqs)[list(places)]
         requests = torch.from_numpy(np.repeat(np.arange(len(taken)), counts))
-        blocks = block_table[requests, positions // table.block_size].long()
-        slot_mapping = blocks * table.block_size + positions % table.block_size
+        blocks = block_table[requests, places_of_rows // table.block_size].long()
+        slot_mapping = blocks * table.block_size + places_of_rows % table.block_size
         next_token_ids = torch.from_numpy(batch.token_ids_cpu[list(places), ends])
         query_start = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
         if self.context is not None:
             shifted = rotated(torch.from_numpy(token_ids), query_start[1:] - 1, next_token_ids)
-            self.context.write(shifted, positions, torch.cat(hidden), slot_mapping)
+            self.context.write(shifted, _plain(positions), torch.cat(hidden), slot_mapping)
             return
         seq_lens = torch.from_numpy(ends.astype(np.int32))
         metadata = _metadata(query_start, seq_lens, int(counts.max()), int(ends.max()), block_table, slot_mapping)
@@ -146,6 +148,15 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             sampling_metadata=batch.sampling_metadata,
         )
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
+
+    def _target_positions(self, place: int, start: int, end: int) -> torch.Tensor:
+        """Return the target's positions of a request's tokens ``[start, end)``: ``[..., end - start]``."""
+        if not self.runner.uses_mrope:
+            return torch.arange(start, end)
+        request = self.runner.requests[self.runner.input_batch.req_ids[place]]
+        prompt = request.mrope_positions[:, start:end]
+        rest = torch.arange(start + prompt.shape[1], end) + request.mrope_position_delta
+        return torch.cat([prompt, rest.expand(len(prompt), -1)], dim=1)
 
     # ---- one draft phase
 
@@ -169,17 +180,18 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         first_pass = time.perf_counter() - begin
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
         assert self._first_pass is not None
-        num_rows = len(kwargs["target_token_ids"])
-        _, rows, metadata = self._first_pass
+        num_read = len(kwargs["target_token_ids"])
+        num_rows, rows, metadata = self._first_pass
         score, feed = self._last_output
-        positions = self.positions[rows]
         levels = EagleLevels(
             self.model,
             self._scratch,
-            positions,
+            self._get_positions(num_rows)[..., rows],
+            metadata.seq_lens[: len(rows)],
             metadata.block_table_tensor,
-            len(positions),
+            len(rows),
             self.runner.level_metadata,
+            self._level_positions if self.uses_mrope else None,
         )
         if self._vocabulary is not None:
             batch = self.runner.input_batch
@@ -203,11 +215,16 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             min_node_value=self.options.node_floor,
             may_grow=growth.may_grow,
         )
-        growth.report(first_pass, num_rows, len(rows) * self.options.draft_top_k)
+        growth.report(first_pass, num_read, len(rows) * self.options.draft_top_k)
         if unread := self.missed.unread:
             read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])
             draft = prune(draft, read[:, None].expand_as(draft.log_values))
         return draft
+
+    def _level_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """Put M-RoPE positions of a level where the compiled drafter reads them, see ``EagleLevels``."""
+        self._set_positions(positions.shape[1], positions)
+        return self._get_positions(positions.shape[1])
 
     def writes(self, num_rows: int, num_reqs: int) -> bool:
         """Return whether only the last row of each request runs, and the others are written as key/value."""
@@ -222,7 +239,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         last = metadata.query_start_loc[1:].long() - 1
         slots = metadata.slot_mapping[: len(token_ids)]
         shifted = rotated(token_ids, last, kwargs["next_token_ids"])
-        self.context.write(shifted, positions, hidden_states, slots)
+        self.context.write(shifted, _plain(positions), hidden_states, slots)
         query_start = torch.arange(metadata.num_reqs + 1, dtype=torch.int32)
         one_row_each = _metadata(
             query_start, metadata.seq_lens, 1, metadata.max_seq_len, metadata.block_table_tensor, slots[last]
@@ -230,7 +247,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         return {
             **kwargs,
             "target_token_ids": token_ids[last],
-            "target_positions": positions[last],
+            "target_positions": positions[..., last],
             "target_hidden_states": hidden_states[last],
             "common_attn_metadata": one_row_each,
         }
@@ -243,7 +260,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
             hidden, _ = self.model(
                 input_ids=self.input_ids[:num_rows],
-                positions=self.positions[:num_rows],
+                positions=self._get_positions(num_rows),
                 hidden_states=self.hidden_states[:num_rows],
                 inputs_embeds=None,
             )
@@ -271,6 +288,11 @@ def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.T
     shifted = token_ids.roll(-1)
     shifted[last.long()] = next_token_ids.to(shifted.dtype)
     return shifted
+
+
+def _plain(positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions that vLLM gives a drafter without M-RoPE: ``[num_rows]``, M-RoPE's first component."""
+    return positions if positions.dim() == 1 else positions[0]
 
 
 def _metadata(

@@ -11,8 +11,10 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core.draft_sampling import Children, likeliest
 from vllm_specplug.hosts.attention.paged import level_metadata
+from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
+from vllm_specplug.hosts.drafters.target_parts import TargetParts
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
 
@@ -37,7 +39,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
     # ---- loading
 
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
-        model = super().load_draft_model(target_model, target_attn_layer_names)
+        parts = TargetParts(target_model, target_info(self.vllm_config.model_config))
+        model = super().load_draft_model(parts, target_attn_layer_names)
         self._scorer = EagleScorer(model, model.lm_head.weight.data, in_int8=False)
         return model
 
@@ -114,7 +117,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             max_context_len=self.draft_max_seq_len,
         )
         positions = self.input_buffers.positions[:num_reqs].clone()
-        levels = EagleLevels(self.model, self._scratch, positions, *inputs, self.max_num_reqs, metadata)
+        context_lens = (positions + 1).to(torch.int32)
+        levels = EagleLevels(self.model, self._scratch, positions, context_lens, *inputs, self.max_num_reqs, metadata)
         return grow_tree(
             root_token_ids,
             DraftFeatures(self.root_scores[:num_reqs], self.hidden_states[:num_reqs]),

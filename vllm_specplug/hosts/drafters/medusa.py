@@ -7,6 +7,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
+from vllm_specplug.hosts.drafters.target_parts import lm_head_of
 from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
@@ -33,7 +34,7 @@ class MedusaHeadsDrafter:
 
     def load(self, target_model: torch.nn.Module) -> None:
         """Read the checkpoint; heads without an LM head of their own use the target's."""
-        options, lm_head = self.options, target_model.lm_head.weight.data
+        options, lm_head = self.options, lm_head_of(target_model, self._target).weight.data
         info = validate_medusa(options.model, lm_head.shape[1], self._target.vocab_size)
         state = load_medusa(options.model)
         heads = heads_from_state(state, self.num_levels, info.num_layers, self._target.dtype)

@@ -25,6 +25,7 @@ from vllm_specplug.core.request_args import stream_of
 from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
+from vllm_specplug.hosts.kv_groups import groups_by_layer
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
@@ -266,17 +267,22 @@ class SwiftProposer(V1Drafter):
         start = requests * self._capacity
         rows = (start.unsqueeze(1) + torch.arange(first, first + width)).flatten()
         positions = (context_lens.unsqueeze(1) + torch.arange(first, first + width)).flatten()
-        metadata = level_metadata(
-            batch.block_table[0].get_device_tensor(batch.num_reqs)[requests],
-            context_lens.to(torch.int32),
-            start.to(torch.int32),
-            mask,
-            self._scratch.at(rows, batch.num_reqs * self._capacity),
-        )
+        scratch = self._scratch.at(rows, batch.num_reqs * self._capacity)
+        metadata = [
+            level_metadata(
+                table.get_device_tensor(batch.num_reqs)[requests],
+                context_lens.to(torch.int32),
+                start.to(torch.int32),
+                mask,
+                scratch,
+            )
+            for table in batch.block_table.block_tables
+        ]
+        groups = groups_by_layer(self.runner.kv_cache_config)
         with (
             self._skipping.left_out(layer_set),
             set_forward_context(
-                dict.fromkeys(self._layers, metadata),
+                {name: metadata[groups[name]] for name in self._layers},
                 self.vllm_config,
                 num_tokens=count * width,
                 slot_mapping={},

@@ -99,11 +99,15 @@ class CostMeasurement:
     def _run_target(self, rows: int) -> None:
         """Run what grows with the rows of a verification, except the attention to the context."""
         runner = self._runner
+        input_ids, embeddings = runner.input_ids.gpu[:rows], None
+        if runner.supports_mm_inputs:  # vLLM gives such a target embeddings, also those of text
+            embeddings = runner.model.embed_input_ids(input_ids)
+            input_ids, _ = runner._prepare_mm_inputs(rows)
         with set_forward_context(None, runner.vllm_config, num_tokens=rows):
             hidden = runner.model(
-                input_ids=runner.input_ids.gpu[:rows],
-                positions=runner.positions[:rows],
+                input_ids=input_ids,
+                positions=runner._get_positions(rows),
                 intermediate_tensors=None,
-                inputs_embeds=None,
+                inputs_embeds=embeddings,
             )
         runner.model.compute_logits((hidden[0] if isinstance(hidden, tuple) else hidden)[:rows])

@@ -68,4 +68,3 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         with tree_backend_selected():
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
-        self.model_runner.check_target()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.hosts.attention.paged import level_metadata
+from vllm_specplug.hosts.attention.paged import committed_caches, level_metadata
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows, upload_rows
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
-from vllm_specplug.kernels.triton_step import cache_pointers, move_rows
+from vllm_specplug.kernels.triton_step import move_rows
 
 
 class TreeDeviceModelRunner(TreeModelRunner):
@@ -18,7 +17,6 @@ class TreeDeviceModelRunner(TreeModelRunner):
 
     level_metadata = staticmethod(level_metadata)
     may_couple = False  # only the noise of vLLM's CPU sampler can be computed ahead
-    _caches: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_model(self, *args, **kwargs) -> None:
         parallel = self.parallel_config
@@ -30,6 +28,10 @@ class TreeDeviceModelRunner(TreeModelRunner):
                 raise ConfigError(f"tree speculation does not support {what}: {fix}")
         super().load_model(*args, **kwargs)
 
+    def initialize_kv_cache(self, *args, **kwargs) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        self._committed = committed_caches(self.alike_layers)
+
     def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> DeviceTreeRows:
         return upload_rows(context_lens, start, lens, mask, masked, all_rows, self.device)
 
@@ -37,12 +39,9 @@ class TreeDeviceModelRunner(TreeModelRunner):
         """Move the accepted rows' key/value behind the context, in the pages."""
         if self._step.rows is None:
             return
-        if self._caches is None:
-            caches = [layer.kv_cache for layer in self._target_layers().values()]
-            self._caches = caches[0], cache_pointers(caches)
-        cache, pointers = self._caches
-        slot_mapping = self.input_batch.block_table[0].slot_mapping.gpu
-        move_rows(pointers, cache, slot_mapping, plan.source_rows.to(self.device), plan.target_rows.to(self.device))
+        sources, targets = plan.source_rows.to(self.device), plan.target_rows.to(self.device)
+        for group, cache, pointers in self._committed:
+            move_rows(pointers, cache, self.input_batch.block_table[group].slot_mapping.gpu, sources, targets)
 
 
 class TreeGPUModelRunnerV1(TreeDeviceModelRunner, GPUModelRunner):

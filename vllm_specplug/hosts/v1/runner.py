@@ -24,6 +24,7 @@ from vllm_specplug.core.loops.warm_up import compile_loops
 from vllm_specplug.core.step import StepPlan, after_forward, before_forward
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
+from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
@@ -48,6 +49,7 @@ class StagedStep:
         is_masked: bool ``[num_reqs]``; requests whose rows attend by the tree mask.
         num_tokens: flat rows of the forward.
         drafts: each request's draft if all of it is verified, else None.
+        moves: of an M-RoPE target, int64 ``[num_rows]`` each: flat rows, and their tree positions less the flat ones.
         rows: what attention needs to know of the masked requests (the device's type); None if there are none.
     """
 
@@ -57,6 +59,7 @@ class StagedStep:
     is_masked: np.ndarray
     num_tokens: int
     drafts: list[FlatDraft | None]
+    moves: tuple[torch.Tensor, torch.Tensor] | None = None
     rows: Any = None
 
 
@@ -78,13 +81,19 @@ class TreeModelRunner(DraftPhase, ABC):
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: StagedStep | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
-        self._layers: dict[str, Any] | None = None
         self._has_custom_processors = restore_processors(self)
         self._init_drafting(vllm_config, device, self._has_custom_processors)
 
     def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)
         restore_thinking_budget(self)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        target = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
+        #: The target's layers, for the commit.
+        self.alike_layers = alike_layers(self.kv_cache_config, target)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.serving_budget.begin(scheduler_output)
@@ -153,9 +162,24 @@ class TreeModelRunner(DraftPhase, ABC):
         flat_rows = torch.from_numpy((row_start[:, None] + np.arange(width))[valid])
         positions = torch.from_numpy(layout.positions.numpy()[valid])
         self.positions[flat_rows.to(self.positions.device)] = positions.to(self.positions.device)
+        if self.uses_mrope:
+            moves = torch.from_numpy((tree.depths.numpy() - np.arange(width))[valid])
+            step.moves = flat_rows.to(self.device), moves.to(self.device)
+            self._move_rope_positions(step)
         start, lens = torch.from_numpy(row_start.astype(np.int32)), torch.from_numpy(num_rows.astype(np.int32))
         all_rows = flat_rows.numel() == step.num_tokens
         return self._tree_rows(context_lens.to(torch.int32), start, lens, layout.mask, masked, flat_rows, all_rows)
+
+    def _move_rope_positions(self, step: StagedStep) -> None:
+        """Move M-RoPE positions as far as the plain ones: behind a prompt, all components advance alike."""
+        if step.moves is not None:
+            rows, moves = step.moves
+            self.mrope_positions.gpu[:, rows] += moves
+
+    def _calc_mrope_positions(self, scheduler_output: Any) -> None:
+        super()._calc_mrope_positions(scheduler_output)
+        if self._step is not None:  # vLLM computes them again after it has pruned an image
+            self._move_rope_positions(self._step)
 
     @abstractmethod
     def _tree_rows(
@@ -258,16 +282,6 @@ class TreeModelRunner(DraftPhase, ABC):
     @abstractmethod
     def commit(self, plan: StepPlan) -> None:
         """Bring the accepted rows' key/value behind the context, in all layers of the target."""
-
-    def _target_layers(self) -> dict[str, Any]:
-        if self._layers is None:
-            layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-            self._layers = {
-                name: layer
-                for name, layer in layers.items()
-                if name not in self.drafter.draft_layers and layer.impl.kv_sharing_target_layer_name is None
-            }
-        return self._layers
 
     def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM winds back the generators of requests whose sample it discards.  The walk has not drawn from them, and a

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -20,13 +19,14 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.step import StepPlan, before_forward
-from vllm_specplug.hosts.attention.paged import check_caches
+from vllm_specplug.hosts.attention.paged import check_caches, committed_caches
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
+from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
-from vllm_specplug.kernels.triton_step import cache_pointers, move_rows
+from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.lazy import load
@@ -87,6 +87,12 @@ class TreeModelState:
             name: layer if name in self._draft_layers else replace(layer, tree=rows) for name, layer in metadata.items()
         }
 
+    def prepare_inputs(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = self._inner.prepare_inputs(input_batch, *args, **kwargs)
+        if "positions" in inputs:  # M-RoPE; computed from the flat positions
+            self._trees.move_positions(input_batch, inputs["positions"])
+        return inputs
+
     def _stage(self, input_batch: Any, cudagraph_mode: CUDAGraphMode, for_capture: bool) -> DeviceTreeRows | None:
         trees, num_reqs = self._trees, input_batch.num_reqs_after_padding
         if for_capture:
@@ -144,20 +150,10 @@ class TreeRunner:
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        check_caches(
-            get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase),
-            self.speculative_config.specplug.tree_attention,
-        )
-        layers = self.compilation_config.static_forward_context
-        #: By KV cache group: slot mapping, one cache, addresses of all.
-        self._committed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
-            caches = [
-                layers[name].kv_cache for name in spec.layer_names if name not in self.speculator.draft_attn_layer_names
-            ]
-            if caches:
-                mapping = self.block_tables.slot_mappings[group]
-                self._committed.append((mapping, caches[0], cache_pointers(caches)))
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        check_caches(layers, self.speculative_config.specplug.tree_attention)
+        target = {name: layer for name, layer in layers.items() if name not in self.speculator.draft_attn_layer_names}
+        self._committed = committed_caches(alike_layers(self.kv_cache_config, target))
 
     # ---- the step, see ``core.step.StepRunner``
 
@@ -170,8 +166,8 @@ class TreeRunner:
 
     def commit(self, plan: StepPlan) -> None:
         """Move the accepted rows' key/value behind the context, in all layers of the target."""
-        for slot_mapping, cache, pointers in self._committed:
-            move_rows(pointers, cache, slot_mapping, plan.source_rows, plan.target_rows)
+        for group, cache, pointers in self._committed:
+            move_rows(pointers, cache, self.block_tables.slot_mappings[group], plan.source_rows, plan.target_rows)
 
     def follow(self, plan: StepPlan) -> None:
         """Keep the accepted rows for the speculator's next forward."""

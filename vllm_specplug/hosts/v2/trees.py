@@ -88,6 +88,12 @@ class DeviceTrees:
             all_rows and bool(np.all(num_drafts == num_drafts.max())),
         )
 
+    def move_positions(self, input_batch: Any, positions: torch.Tensor) -> None:
+        """Move M-RoPE positions, int64 ``[num_dims, >= num_tokens]``, as far as ``stage`` moved the plain ones."""
+        if self.staged:
+            rows = slice(input_batch.num_tokens)
+            positions[:, rows] += input_batch.positions[rows] - self._flat_positions[rows]
+
     def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
         """Stage full trees without a context, to record a CUDA graph of ``num_reqs`` of them."""
         self.context_lens.zero_()

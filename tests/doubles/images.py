@@ -1,0 +1,142 @@
+"""A tiny Qwen2-VL: a target with M-RoPE positions that reads images, with the files of its processor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from vllm import ModelRegistry
+
+from tests.doubles import tiny
+
+#: Ids of the special tokens, the last of the vocabulary.
+VISION_START, VISION_END, IMAGE, VIDEO = range(tiny.VOCAB - 4, tiny.VOCAB)
+NAMES = {
+    VISION_START: "<|vision_start|>",
+    VISION_END: "<|vision_end|>",
+    IMAGE: "<|image_pad|>",
+    VIDEO: "<|video_pad|>",
+}
+PATCH, MERGE = 4, 2
+
+VISION = {
+    "depth": 1,
+    "embed_dim": 32,
+    "hidden_size": tiny.HIDDEN,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
+
+
+def vllm_module() -> ModuleType:
+    """Import and register vLLM's Qwen2-VL.
+
+    It imports the video part of transformers, which needs torchvision; a CPU's environment may lack that, and images
+    do not need it.
+    """
+    names = [".".join(["torchvision", "transforms", "v2", "functional"][: i + 1]) for i in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("torchvision") is None:
+            modules = [ModuleType(name) for name in names]
+            for module, inner in zip(modules, modules[1:], strict=False):
+                setattr(module, inner.__name__.rpartition(".")[2], inner)
+            for module in modules:
+                patch.setitem(sys.modules, module.__name__, module)
+        found = import_module("vllm.model_executor.models.qwen2_vl")
+    name = "Qwen2VLForConditionalGeneration"
+    ModelRegistry.register_model(name, getattr(found, name))  # else another process would import it
+    return found
+
+
+def write_target(path: Path) -> Path:
+    """The text part of ``tiny.write_target`` with the vision part of Qwen2-VL, its embeddings as large as a text's."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    tiny.write_target(path, family="qwen2")
+    text = json.loads((path / "config.json").read_text())
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+    config = Qwen2VLConfig(
+        text_config={name: value for name, value in text.items() if name not in ("architectures", "model_type")},
+        vision_config=VISION,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        architectures=["Qwen2VLForConditionalGeneration"],
+        torch_dtype="float32",
+    )
+    config.save_pretrained(path)
+    torch.manual_seed(0)
+    vision = Qwen2VLForConditionalGeneration(config).model.visual.state_dict()
+    vision["merger.mlp.2.weight"] = torch.randn_like(vision["merger.mlp.2.weight"]) * 2
+    tensors = load_file(path / "model.safetensors") | {f"visual.{name}": one for name, one in vision.items()}
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    _write_processor(path)
+    return path
+
+
+def _write_processor(path: Path) -> None:
+    tiny.write_tokenizer(path)
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for token_id, name in NAMES.items():
+        known = tokenizer["model"]["vocab"]
+        known[name] = known.pop(f"<unused{token_id}>")
+        special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+        tokenizer["added_tokens"].append({"id": token_id, "content": name, **special})
+    file.write_text(json.dumps(tokenizer))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def image(seed: int, width: int = 32, height: int = 24) -> Image.Image:
+    """Noise; as tokens it is ``width * height / 64``."""
+    pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def prompt_with_images(token_ids: list[int], *images: Image.Image) -> dict[str, Any]:
+    """A prompt whose images stand one behind the other, in the middle of its tokens."""
+    middle = len(token_ids) // 2
+    places = [VISION_START, IMAGE, VISION_END] * len(images)
+    return {
+        "prompt_token_ids": [*token_ids[:middle], *places, *token_ids[middle:]],
+        "multi_modal_data": {"image": list(images)},
+    }
+
+
+def make_processor(path: Path) -> Any:
+    """The processor of ``write_target`` without its videos: they need torchvision, which a CPU may lack."""
+    from transformers import AutoTokenizer, Qwen2VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.processing_utils import VideosKwargs
+
+    class NoVideos:
+        valid_kwargs = VideosKwargs
+
+    class ImagesOnly(Qwen2VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None
+
+    pictures, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    return ImagesOnly(pictures, tokenizer, NoVideos())

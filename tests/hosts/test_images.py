@@ -1,0 +1,79 @@
+"""A target with M-RoPE positions that reads images: token identity with plain vLLM, for requests with and without."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+
+from tests.doubles import images
+from tests.hosts.conftest import acceptance_length, drafts_after_pauses, make_prompts, token_ids
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+SEEDED = [SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)]
+#: Prompts are read in parts that end within images.
+OPTIONS = {
+    "skip_tokenizer_init": False,
+    "limit_mm_per_prompt": {"image": 2, "video": 0},
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 4,
+    "block_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def start(engine, checkpoints, tmp_path_factory):
+    """``start(drafter=None, tree=None)``: an engine of the target."""
+    checkpoints["images"] = images.write_target(tmp_path_factory.mktemp("images") / "target")
+    processor = images.make_processor(checkpoints["images"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images.vllm_module().Qwen2VLProcessingInfo, "get_hf_processor", lambda _self, **_: processor)
+        yield lambda drafter=None, tree=None, **more: engine(drafter, tree, target="images", **{**OPTIONS, **more})
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    texts = [[token % 150 for token in prompt["prompt_token_ids"]] for prompt in make_prompts(8, longest=40)]
+    pictures = [[], [images.image(0)], [images.image(1, 48, 40)], [images.image(2), images.image(3, 40, 56)]]
+    return [images.prompt_with_images(text, *pictures[i % 4]) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def plain(start, prompts):
+    return token_ids(start().generate(prompts, GREEDY, use_tqdm=False))
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "reduced"])
+def test_same_as_plain(start, prompts, plain, drafter):
+    llm = start(drafter)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
+
+
+def test_lookup(start, prompts, plain):
+    llm = start(speculative_config={"method": "lookup", "num_speculative_tokens": 8, "budget": "fixed"})
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) > 1.05
+
+
+def test_a_pause_in_drafting(start, prompts, plain, monkeypatch):
+    """Rows that were missed, of images too, are read at the target's positions: the drafts are the same as without."""
+    llm = start("eagle", {"budget": "measured"}, enable_prefix_caching=False)
+    answers, share = drafts_after_pauses(monkeypatch, llm, prompts, GREEDY)
+    assert answers == plain and share > 0.98
+
+
+def test_same_seed_same_tokens(start, prompts):
+    # vLLM itself cannot read seeded requests in parts on a CPU.
+    whole = start(max_num_batched_tokens=512)
+    expected = token_ids(whole.generate(prompts[:4], SEEDED, use_tqdm=False))
+    assert token_ids(start("eagle").generate(prompts[:4], SEEDED, use_tqdm=False)) == expected
+
+
+def test_control_with_positions_that_are_not_moved(start, prompts, plain, monkeypatch):
+    from vllm_specplug.hosts.v1.runner import TreeModelRunner
+
+    monkeypatch.setattr(TreeModelRunner, "_move_rope_positions", lambda *_: None)
+    llm = start("eagle")
+    llm.reset_prefix_cache()
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain
+    llm.reset_prefix_cache()
