@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention import Attention
 
 from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of, token_ids
+from tests.hosts.test_attention_traits import WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed
 from vllm_specplug.hosts.proof.driver import DriverV1
@@ -121,6 +124,33 @@ def test_faults_are_caught(proven, kept_nothing, monkeypatch, fault):
     with pytest.raises(ProofFailed, match="differs by .* from plain decoding, bound"):
         prove_again(proven)
     assert proof_files.kept()[0]["fault"]
+
+
+#: Targets whose attention is more than plain softmax, and what may be wrong about it in the rows of trees only.
+LEFT_OUT = {
+    "sliding window": [{"window": WINDOW + 1}, {"window": WINDOW - 1}, {"window": 0}],
+    "alternating windows, soft caps": [{"soft_cap": 0.0}, {"window": WINDOW + 1}],
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_windows_and_soft_caps_that_are_wrong_are_caught(engine, tmp_path, monkeypatch, name):
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(proof_files, "folder", lambda: kept)
+    target = write_target(tmp_path / "target", name)
+    llm = LLM(str(target), **{**ENGINE, "max_num_seqs": 3}, speculative_config={"method": "lookup"})
+    engine.kept.append(llm)
+    assert proof_files.kept()[0]["fault"] == ""
+    shutil.rmtree(kept)
+    layers = runner_of(llm).compilation_config.static_forward_context.values()
+    impls = [layer.impl for layer in layers if isinstance(layer, Attention)]
+    for fault in LEFT_OUT[name]:
+        with monkeypatch.context() as patch:
+            for impl in impls:
+                if impl.traits.window or "window" not in fault:
+                    patch.setattr(impl, "traits", replace(impl.traits, **fault))
+            with pytest.raises(ProofFailed, match="differs by .* from plain decoding, bound"):
+                prove_again(llm)
 
 
 def test_a_control_with_its_mask_shows_that_the_proof_has_no_power(proven, kept_nothing, monkeypatch):
