@@ -105,6 +105,9 @@ class Driver(ABC):
         self.worker, self.runner = worker, worker.model_runner
         self._parts: dict[str, Part] = {}
         self._logits: dict[str, torch.Tensor] = {}
+        #: Requests that the runner has, and those of them that end with the next step.
+        self._open: set[str] = set()
+        self._ended: set[str] = set()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -121,7 +124,12 @@ class Driver(ABC):
             stack.enter_context(attributes(self.runner.model, compute_logits=compute_logits))
             stack.enter_context(attributes(kv_transfer_state, _KV_CONNECTOR_AGENT=None))
             self._enter(stack)
-            yield
+            try:
+                yield
+            except ProofFailed:
+                self._close()
+                raise
+            self._close()
 
     @abstractmethod
     def _enter(self, stack: ExitStack) -> None:
@@ -160,14 +168,21 @@ class Driver(ABC):
                     raise ProofFailed(f"a step emitted tokens {found}, and its text goes on with {part.emitted}")
         return self._logits
 
-    def finish(self, request_ids: Sequence[str]) -> None:
-        """Let the runner forget requests before the next step."""
+    def finish(self, parts: Sequence[Part]) -> None:
+        """Let the runner forget requests at the next step."""
+        self._ended |= {part.request_id for part in parts}
+
+    def _close(self) -> None:
+        """Let the runner forget all requests."""
         output = SchedulerOutput.make_empty()
-        output.finished_req_ids = set(request_ids)
+        output.finished_req_ids = set(self._open)
         self.worker.execute_model(output)
+        self._open, self._ended = set(), set()
 
     def _schedule(self, parts: Sequence[Part]) -> SchedulerOutput:
         output = self._empty()
+        output.finished_req_ids, self._ended = self._ended, set()
+        self._open = self._open - output.finished_req_ids | {part.request_id for part in parts}
         output.scheduled_new_reqs = [self._new(part) for part in parts if not part.num_prompt]
         cached = CachedRequestData.make_empty()
         for part in (part for part in parts if part.num_prompt):

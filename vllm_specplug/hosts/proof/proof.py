@@ -24,6 +24,8 @@ from vllm_specplug.hosts.proof.pages import Pages, Places, choose_places
 DEPTHS = (4, 2, 4)
 #: What stands for a position of other text.
 _BRANCH = -1
+#: The request that reads the text and verifies the trees.
+_TEXT = "specplug-text"
 _NAMES = ("the first tree", "the second tree", "the control")
 
 
@@ -87,10 +89,10 @@ class Proof:
         with self._driver.quiet():
             read = self._read()
             self._verify()
-            plain = self._decode_plainly()
-            again = [*read, *self._decode_in_other_shapes()]
-        if not plain:
+            plain, alone = self._decode_plainly()
+        if alone is None:
             return None
+        again = [*read, ("a row alone", self._last, alone)]
         config = self._driver.runner.model_config
         rows = [
             [Row(name, logits, plain[position]) for name, position, logits in found]
@@ -102,26 +104,33 @@ class Proof:
 
     def _read(self) -> list[tuple[str, int, torch.Tensor]]:
         """Read the context; return its last row."""
-        *others, (start, root) = self._places.reads
-        parts = [
-            Part(f"specplug-read-{i}", self._text[:last], first, self._own, [0])
-            for i, (first, last) in enumerate(others)
+        most, root = self._driver.runner.max_num_tokens, self._places.root
+        pieces = [
+            (first, min(first + most, stop)) for start, stop in self._places.reads for first in range(start, stop, most)
         ]
-        if parts:
-            self._in_batches(parts)
+        parts = [
+            Part(f"specplug-read-{first}", self._text[:stop], first, self._own, [0]) for first, stop in pieces[:-1]
+        ]
         self._tree = self._grow(0, root)
-        part = Part("specplug-text", self._text[:root], start, self._own, [self._text[root]], upcoming=self._tree)
-        logits = self._driver.run([part])
-        return [("the prompt's last row", root - 1, logits[part.request_id][0])] if logits else []
+        last = Part(_TEXT, self._text[:root], pieces[-1][0], self._own, [self._text[root]], upcoming=self._tree)
+        found = self._in_batches([*parts, last])
+        return [("the prompt's last row", root - 1, found[_TEXT][0])] if found else []
 
     def _in_batches(self, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
-        """Run parts of requests that end with them, as many at once as the runner may have."""
+        """Run parts in order, as many at once as the runner may have; their requests end, but for the proof's text.
+
+        A part may read what one before it writes: each layer writes all keys before a row attends to them.
+        """
+        runner, batches = self._driver.runner, [[]]
+        for part in parts:
+            rows = sum(other.count for other in batches[-1]) + part.count
+            if len(batches[-1]) == runner.max_num_reqs or rows > runner.max_num_tokens:
+                batches.append([])
+            batches[-1].append(part)
         found: dict[str, torch.Tensor] = {}
-        most = self._driver.runner.max_num_reqs
-        for first in range(0, len(parts), most):
-            some = parts[first : first + most]
-            found |= self._driver.run(some)
-            self._driver.finish([part.request_id for part in some])
+        for batch in batches:
+            found |= self._driver.run(batch)
+            self._driver.finish([part for part in batch if part.request_id != _TEXT])
         return found
 
     # ---- trees
@@ -139,24 +148,20 @@ class Proof:
         for index, name in enumerate(_NAMES):
             tree, stop = self._tree, root + len(self._tree.path_rows)
             is_control = index == len(_NAMES) - 1
-            upcoming = None if is_control else self._grow(index + 1, stop)
-            text = self._text[: root + 1]
+            self._tree = None if is_control else self._grow(index + 1, stop)
             emitted = self._text[root + 1 : stop + 1]
-            part = Part("specplug-text", text, root, self._own, emitted, tree, upcoming, num_prompt=self._places.root)
-            parts = [part]
+            text = Part(_TEXT, self._text[: root + 1], root, self._own, emitted, tree, self._tree, self._places.root)
+            beside = []
             if index == 1 and driver.runner.max_num_reqs > 1:  # beside rows of a prompt
-                parts.append(Part("specplug-beside", self._text[:2], 0, self._beside, [0]))
+                beside = [Part("specplug-beside", self._text[:2], 0, self._beside, [0])]
             with driver.mask_off() if is_control else nullcontext():
-                logits = driver.run(parts)
-            if logits:
-                self._keep(name, is_control, root, tree, logits[part.request_id])
-            self._tree, self._last, root = upcoming, stop - 1, stop
+                logits = driver.run([text, *beside]).get(_TEXT)
+            driver.finish(beside + [text] * is_control)
             if index == 0 and tree.branch_rows and self._places.boundary:
                 self._other_text = [tree.token_ids[row - 1] for row in tree.branch_rows]
-                if logits:
-                    row = logits[part.request_id][tree.branch_rows[1]]
-                    self._trees.append(("the row behind a wrong token of the first tree", _BRANCH, row))
-        driver.finish(["specplug-text", "specplug-beside"])
+            if logits is not None:
+                self._keep(name, is_control, root, tree, logits)
+            self._last, root = stop - 1, stop
 
     def _keep(self, name: str, is_control: bool, root: int, tree: ProofTree, logits: torch.Tensor) -> None:
         for depth, row in enumerate(tree.path_rows):
@@ -168,29 +173,27 @@ class Proof:
                 self._trees.append((where, position, logits[row]))
             elif self._driver.num_nodes > 1:
                 self._control.append((where, position, logits[row]))
+        if root == self._places.root and self._other_text:
+            row = logits[tree.branch_rows[1]]
+            self._trees.append((f"the row behind a wrong token of {name}", _BRANCH, row))
 
     # ---- plainly
 
-    def _decode_plainly(self) -> dict[int, torch.Tensor]:
-        """Return plain logits by position: each position is the last row of a request, on the same pages."""
-        parts = {position: self._plain(position, 1) for position in range(self._places.root - 1, self._last + 1)}
+    def _decode_plainly(self) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+        """Return plain logits by position, and those of the last one as the only row of a step.
+
+        Each position is the last row of a request, on the same pages.
+        """
+        parts = {position: self._plain("one", position) for position in range(self._places.root - 1, self._last + 1)}
         if self._other_text:
             boundary = self._places.boundary
             text = [*self._text[:boundary], *self._other_text]
             parts[_BRANCH] = Part("specplug-branch", text, boundary, self._branch, [0])
         found = self._in_batches(list(parts.values()))
-        return {position: found[part.request_id][0] for position, part in parts.items()} if found else {}
+        alone = self._plain("alone", self._last)
+        logits = self._in_batches([alone]).get(alone.request_id)
+        plain = {position: found[part.request_id][0] for position, part in parts.items()} if found else {}
+        return plain, None if logits is None else logits[0]
 
-    def _decode_in_other_shapes(self) -> list[tuple[str, int, torch.Tensor]]:
-        """Compute some positions again: behind another row of their request, and one as the only row of a step."""
-        twos = [self._plain(position, 2) for position in range(self._places.root + 1, self._last + 1, 2)]
-        alone = self._plain(self._last, 1)
-        found = self._in_batches(twos)
-        rows = [("a second row", len(part.text) - 1, found[part.request_id][0]) for part in twos if found]
-        found = self._in_batches([alone])
-        return [("a row alone", self._last, found[alone.request_id][0]), *rows] if found else []
-
-    def _plain(self, position: int, rows: int) -> Part:
-        """Compute a position, and the rows before it up to so many."""
-        start = position + 1 - rows
-        return Part(f"specplug-{start}-{position}", self._text[: position + 1], start, self._own, [0])
+    def _plain(self, name: str, position: int) -> Part:
+        return Part(f"specplug-{name}-{position}", self._text[: position + 1], position, self._own, [0])
