@@ -29,6 +29,8 @@ VERIFICATIONS = ("exact", "typical", "rejection")
 #: The first is the default; they have not been compared on a GPU yet.
 TREE_ATTENTIONS = ("triton", "flash", "xformers")
 BUDGETS = ("measured", "fixed")
+#: The first is the default.
+ON_FAILURE = ("refuse", "plain")
 
 
 class ConfigError(ValueError):
@@ -53,6 +55,8 @@ class TreeOptions:
             FlashAttention over the context, merged with a masked kernel over the tree; ``xformers``: the same with
             xformers' partial attention.
         trace_trees: file that receives the first trees as JSON lines.
+        on_failure: what happens if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it
+            decodes plainly.
     """
 
     method: ClassVar[str]
@@ -68,6 +72,7 @@ class TreeOptions:
     typical_delta: float = 0.3
     tree_attention: str = TREE_ATTENTIONS[0]
     trace_trees: str | None = None
+    on_failure: str = ON_FAILURE[0]
 
     def __post_init__(self) -> None:
         require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
@@ -81,6 +86,8 @@ class TreeOptions:
             raise ConfigError(
                 f"tree_attention={self.tree_attention!r} is unknown; choose one of {', '.join(TREE_ATTENTIONS)}"
             )
+        if self.on_failure not in ON_FAILURE:
+            raise ConfigError(f"on_failure={self.on_failure!r} is unknown; choose one of {', '.join(ON_FAILURE)}")
         if self.verification == "rejection":
             if not self.has_draft_probs:
                 raise ConfigError(

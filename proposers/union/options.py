@@ -19,7 +19,15 @@ from vllm_specplug.proposer import find_method
 #: There are ``3 ** num_sources`` patterns of agreement, each with its own weights.
 MAX_SOURCES = 4
 
-_UNION_ONLY = ("trace_trees", "budget", "verification", "typical_epsilon", "typical_delta", "tree_attention")
+_UNION_ONLY = (
+    "trace_trees",
+    "budget",
+    "verification",
+    "typical_epsilon",
+    "typical_delta",
+    "tree_attention",
+    "on_failure",
+)
 
 _EXAMPLE = '"sources": [{"method": "eagle2", "model": ...}, {"method": "lookup"}]'
 

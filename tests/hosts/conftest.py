@@ -178,13 +178,15 @@ def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def cost_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Cost models of the tests are not kept beside the user's."""
+def kept_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cost models and proofs of the tests are not kept beside the user's."""
     from vllm_specplug.budget import cost_files
+    from vllm_specplug.utils import proof_files
 
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("costs")
-        patch.setattr(cost_files, "folder", lambda: folder)
+        for files in (cost_files, proof_files):
+            folder = tmp_path_factory.mktemp(files.__name__.rpartition(".")[2])
+            patch.setattr(files, "folder", lambda folder=folder: folder)
         yield
 
 

@@ -37,7 +37,7 @@ from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
 from tests.doubles import interpreted, tiny  # noqa: F401
-from tests.hosts.conftest import checkpoints, cost_models, engine, make_prompts, runner_of, token_ids  # noqa: F401
+from tests.hosts.conftest import checkpoints, engine, kept_files, make_prompts, runner_of, token_ids  # noqa: F401
 from vllm_specplug.core.loops import arrays
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from vllm_specplug.utils.environment import find_libiomp5, version_of
 from vllm_specplug.utils.lazy import load
 
 _PLUGIN_GROUP, _PROPOSER_GROUP = "vllm.general_plugins", "vllm_specplug.proposers"
 _PLUGIN = "specplug"
+#: Proofs that are shown, the newest first.
+MOST_PROOFS = 5
 _CHECK, _PROBE = "vllm_specplug.hosts.compat.check", "vllm_specplug.hosts.probes.platform_probe"
 
 
@@ -147,6 +150,20 @@ def _costs() -> Finding:
     return Finding("cost models", "; ".join(found) or nothing)
 
 
+def _proofs() -> Finding:
+    from vllm_specplug.utils.proof_files import kept
+
+    found = [_proof(result) for result in kept()[:MOST_PROOFS]]
+    return Finding("proofs at start", "; ".join(found) or "none yet (every server with one of our methods makes one)")
+
+
+def _proof(result: dict[str, Any]) -> str:
+    facts, passed = result["facts"], not result["fault"]
+    which = f"{Path(str(facts['model'])).name} {str(facts['dtype']).removeprefix('torch.')} with {facts['method']}"
+    verdict = f"passed, at most {result['difference']:.2g} of {result['bound']:.2g}" if passed else result["fault"]
+    return f"{which}, {result['date']}: {verdict}"
+
+
 #: Name, check, and whether the plugin cannot work if the check fails.
 PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("plugin", _plugin, True),
@@ -161,6 +178,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("proposers", _proposers, False),
     ("shipped drafters", _drafters, False),
     ("cost models", _costs, False),
+    ("proofs at start", _proofs, False),
 )
 
 

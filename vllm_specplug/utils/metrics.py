@@ -40,6 +40,7 @@ COUNTERS = (
     Counter(*_FALLBACKS, "turned off by the request"),
     Counter(*_FALLBACKS, "logprobs of the whole vocabulary"),
     Counter(*_FALLBACKS, "not read by the drafter"),
+    Counter("specplug:proof_failures", "Failed proofs at start: engines that decode plainly."),
 )
 _INDEX = {counter.reason or counter.name.removeprefix("specplug:"): index for index, counter in enumerate(COUNTERS)}
 _SIZE = 8 * len(COUNTERS)

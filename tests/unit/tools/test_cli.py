@@ -18,7 +18,7 @@ from vllm_specplug.tools.bench.questions import Question, make_batches, read_que
 from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.tools.demo_prompts import PROMPTS
-from vllm_specplug.utils import environment
+from vllm_specplug.utils import environment, proof_files
 from vllm_specplug.utils.tables import format_table
 
 
@@ -139,6 +139,20 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
         facts, costs.CostModel({"verify": {1: 0.01}, "first_pass": {1: 0.002}}, {"rows": 32, "requests": 4})
     )
     assert doctor._costs().value.endswith("; drafter 2.0")
+
+
+def test_doctor_shows_the_proofs(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "none yet" in doctor._proofs().value
+    facts = {"model": "/models/tiny", "method": "eagle2", "dtype": "torch.bfloat16"}
+    proof_files.save(facts, "", difference=0.1, bound=0.42)
+    assert proof_files.load(facts)["bound"] == 0.42
+    assert doctor._proofs().value.startswith("tiny bfloat16 with eagle2, ")
+    assert doctor._proofs().value.endswith(": passed, at most 0.1 of 0.42")
+    proof_files.save(facts, "the row at depth 2 differs")
+    assert proof_files.load(facts) is None and doctor._proofs().value.endswith(": the row at depth 2 differs")
+    (tmp_path / "vllm-specplug" / "proofs" / "x.json").write_text("{")
+    assert len(proof_files.kept()) == 1
 
 
 # Costs

@@ -12,12 +12,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.cpu import check_layers, tree_backend_selected
+from vllm_specplug.hosts.proof.worker import ProvesTrees
 from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden
 from vllm_specplug.kernels.tree_attention import select_backend
 
 
-class TreeCPUWorker(CPUWorker):
+class TreeCPUWorker(ProvesTrees, CPUWorker):
     """Selected through ``worker_cls`` on a CPU with the V1 runner."""
 
     def init_device(self) -> None:

@@ -10,10 +10,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends
+from vllm_specplug.hosts.proof.worker import ProvesTrees
 from vllm_specplug.hosts.v1.gpu_runner import TreeGPUModelRunnerV1
 
 
-class DeviceWorkerV1:
+class DeviceWorkerV1(ProvesTrees):
     """Mixed into a worker of vLLM."""
 
     def init_device(self) -> None:

@@ -10,10 +10,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends, use_tree_attention
+from vllm_specplug.hosts.proof.worker import ProvesTrees
 from vllm_specplug.hosts.v2.runner import TreeGPUModelRunner, install_v2
 
 
-class TreeWorkerV2:
+class TreeWorkerV2(ProvesTrees):
     """Mixed into a worker of vLLM."""
 
     def init_device(self) -> None:

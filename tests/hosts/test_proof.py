@@ -1,0 +1,177 @@
+"""The proof at start in the real engine: it passes, it catches planted faults, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention import Attention
+
+from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of, token_ids
+from tests.hosts.test_attention_traits import WINDOW, write_target
+from vllm_specplug.core.layout import lay_out
+from vllm_specplug.core.proof import ProofFailed
+from vllm_specplug.hosts.proof.driver import DriverV1
+from vllm_specplug.hosts.proof.worker import prove
+from vllm_specplug.hosts.v1 import cpu_runner, runner
+from vllm_specplug.types import TreeLayout
+from vllm_specplug.utils import proof_files
+from vllm_specplug.utils.metrics import Counters
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture
+def kept_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(proof_files, "folder", lambda: tmp_path)
+
+
+def prove_again(llm: Any) -> None:
+    prove(DriverV1(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker))
+
+
+@pytest.fixture(scope="module")
+def proven(engine):
+    return engine("eagle", TREE, max_num_seqs=6)  # not shared with other tests: the proof writes to its cache
+
+
+# ---- faults, planted in the runner
+
+
+def changed_layout(monkeypatch: pytest.MonkeyPatch, change: Callable[..., dict[str, torch.Tensor]]) -> None:
+    def faulty(tree, context_lens, max_depth=None):
+        honest = lay_out(tree, context_lens, max_depth)
+        return TreeLayout(**{**vars(honest), **change(tree, context_lens, honest)})
+
+    monkeypatch.setattr(runner, "lay_out", faulty)
+
+
+def mask_off_by_one_level(monkeypatch):
+    def without_parents(tree, context_lens, honest):
+        parents = torch.nn.functional.one_hot(tree.parents.clamp(min=0), honest.mask.shape[2]).bool()
+        return {"mask": honest.mask & ~(parents & (tree.parents >= 0).unsqueeze(2))}
+
+    changed_layout(monkeypatch, without_parents)
+
+
+def mask_of_the_row_before(monkeypatch):
+    def shifted(tree, context_lens, honest):
+        width = honest.mask.shape[2]
+        return {"mask": torch.cat([honest.mask[:, :1], honest.mask[:, :-1]], 1) | torch.eye(width, dtype=torch.bool)}
+
+    changed_layout(monkeypatch, shifted)
+
+
+def positions_not_moved(monkeypatch):
+    def flat(tree, context_lens, honest):
+        return {"positions": context_lens.long().unsqueeze(1) + torch.arange(honest.positions.shape[1])}
+
+    changed_layout(monkeypatch, flat)
+
+
+def a_row_not_moved(monkeypatch):
+    honest = cpu_runner.TreeCPUModelRunner.commit
+
+    def commit(self, plan):
+        sources = plan.source_rows.clone()
+        last = int((sources[0] >= 0).sum()) - 1
+        sources[0, last] = -1
+        honest(self, replace(plan, source_rows=sources))
+
+    monkeypatch.setattr(cpu_runner.TreeCPUModelRunner, "commit", commit)
+
+
+FAULTS = (mask_off_by_one_level, mask_of_the_row_before, positions_not_moved, a_row_not_moved)
+
+
+def test_it_passes_and_leaves_nothing_behind(engine, proven, kept_nothing, monkeypatch):
+    served = token_ids(proven.generate(make_prompts(4), GREEDY, use_tqdm=False))
+    before, found = counters(proven), vars(runner_of(proven)).keys() - {"_model_forward"}
+    said = Counters(runner_of(proven).speculative_config.metrics_file).values()
+    state = torch.get_rng_state()
+    prove_again(proven)
+    (result,) = proof_files.kept()
+    assert result["fault"] == "" and result["difference"] <= result["bound"] < result["control"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert counters(proven) == before and vars(runner_of(proven)).keys() - {"_model_forward"} == found
+    assert Counters(runner_of(proven).speculative_config.metrics_file).values() == said
+    assert not any(name.startswith("specplug") for name in runner_of(proven).requests)
+    assert "compute_logits" not in vars(runner_of(proven).model)
+    proven.reset_prefix_cache()
+    assert token_ids(proven.generate(make_prompts(4), GREEDY, use_tqdm=False)) == served
+
+
+def test_it_is_kept(proven, kept_nothing, monkeypatch):
+    prove_again(proven)
+    mask_off_by_one_level(monkeypatch)
+    prove_again(proven)  # what has passed is not tried again
+    (path,) = proof_files.folder().glob("*.json")
+    path.unlink()
+    for _ in range(2):  # what has failed is
+        with pytest.raises(ProofFailed):
+            prove_again(proven)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(proven, kept_nothing, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(ProofFailed, match="differs by .* from plain decoding, bound"):
+        prove_again(proven)
+    assert proof_files.kept()[0]["fault"]
+
+
+#: Targets whose attention is more than plain softmax, and what may be wrong about it in the rows of trees only.
+LEFT_OUT = {
+    "sliding window": [{"window": WINDOW + 1}, {"window": WINDOW - 1}, {"window": 0}],
+    "alternating windows, soft caps": [{"soft_cap": 0.0}, {"window": WINDOW + 1}],
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_windows_and_soft_caps_that_are_wrong_are_caught(engine, tmp_path, monkeypatch, name):
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(proof_files, "folder", lambda: kept)
+    target = write_target(tmp_path / "target", name)
+    llm = LLM(str(target), **{**ENGINE, "max_num_seqs": 3}, speculative_config={"method": "lookup"})
+    engine.kept.append(llm)
+    assert proof_files.kept()[0]["fault"] == ""
+    shutil.rmtree(kept)
+    layers = runner_of(llm).compilation_config.static_forward_context.values()
+    impls = [layer.impl for layer in layers if isinstance(layer, Attention)]
+    for fault in LEFT_OUT[name]:
+        with monkeypatch.context() as patch:
+            for impl in impls:
+                if impl.traits.window or "window" not in fault:
+                    patch.setattr(impl, "traits", replace(impl.traits, **fault))
+            with pytest.raises(ProofFailed, match="differs by .* from plain decoding, bound"):
+                prove_again(llm)
+
+
+def test_a_control_with_its_mask_shows_that_the_proof_has_no_power(proven, kept_nothing, monkeypatch):
+    monkeypatch.setattr(DriverV1, "mask_off", lambda self: nullcontext())
+    with pytest.raises(ProofFailed, match="no power"):
+        prove_again(proven)
+
+
+def test_an_engine_without_proof_does_not_start(checkpoints, kept_nothing, monkeypatch):
+    mask_off_by_one_level(monkeypatch)
+    with pytest.raises(ProofFailed, match='at depth .*"on_failure": "plain"'):
+        LLM(str(checkpoints["target"]), **ENGINE, speculative_config={"method": "lookup"})
+
+
+def test_or_it_decodes_plainly(engine, checkpoints, kept_nothing, monkeypatch):
+    prompts = make_prompts(4)
+    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    mask_off_by_one_level(monkeypatch)
+    config = {**TREE, "model": str(checkpoints["eagle"]), "on_failure": "plain"}
+    llm = LLM(str(checkpoints["target"]), **ENGINE, speculative_config=config)
+    engine.kept.append(llm)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert counters(llm)["drafts"] == 0
+    assert Counters(runner_of(llm).speculative_config.metrics_file).values()[-1] == 1

@@ -1,0 +1,172 @@
+"""The proof at start: what is tried with trees, and what counts as equal to plain decoding.
+
+Text of known tokens is read plainly and through trees that contain it beside wrong siblings.  Logits of the same token
+behind the same text must agree within a bound that the engine itself gives: how much two plain runs differ that put
+the tokens into batches of other shapes.  A control without the mask must not agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+#: A tree may differ from plain decoding by so many times the difference of two plain runs.  The plain runs share their
+#: attention kernel, trees have another one, and few rows are compared.
+MARGIN = 4.0
+#: Two plain runs may agree in every bit, because their kernels compute each row alike.  The bound is then this part of
+#: the logits' spread, times the root of the number of layers: roundings add up like a random walk.  In 16 bits it is
+#: 2.6 roundings (4 times the 0.29 that one has on average, five of them in a layer); in float32 kernels differ by more
+#: than rounding, because they compute exponentials by other polynomials.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2.6 * 2**-10, torch.bfloat16: 2.6 * 2**-7}
+
+
+class ProofFailed(RuntimeError):
+    """Trees do not compute here what plain decoding computes."""
+
+
+@dataclass(frozen=True)
+class ProofTree:
+    """A tree that contains known text beside wrong siblings.
+
+    Attributes:
+        token_ids: tokens of the nodes, parent-first; the root is left out.
+        parents: row of each node's parent; the root is row 0.
+        path_rows: rows of the known text, the root first.
+        branch_rows: a wrong sibling and its child; empty if there was no room.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    path_rows: list[int]
+    branch_rows: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids) + 1
+
+
+def grow_proof_tree(
+    text: Sequence[int], wrong: Iterator[int], num_nodes: int, max_depth: int, branch_depth: int, width: int = 0
+) -> ProofTree:
+    """Make a tree whose path is the beginning of ``text``.
+
+    Wrong siblings come before the right node, so that no accepted row is where a chain would have it.
+
+    Args:
+        text: what follows the root.
+        wrong: tokens that are not in ``text``.
+        num_nodes: most nodes, the root left out.
+        max_depth: most depth of the path.
+        branch_depth: depth of the wrong sibling that gets a child.
+        width: nodes to fill up to, with wrong children of the root.
+    """
+    token_ids: list[int] = []
+    parents: list[int] = []
+    path_rows, branch_rows = [0], []
+
+    def add(token: int, parent: int) -> int:
+        token_ids.append(token)
+        parents.append(parent)
+        return len(token_ids)
+
+    for depth in range(1, max_depth + 1):
+        room = num_nodes - len(token_ids)
+        if room < 1:
+            break
+        if room > 1:
+            if depth == branch_depth + 1 and branch_rows:
+                branch_rows.append(add(next(wrong), branch_rows[0]))
+            else:
+                row = add(next(wrong), path_rows[-1])
+                if depth == branch_depth:
+                    branch_rows.append(row)
+        path_rows.append(add(text[depth - 1], path_rows[-1]))
+    while len(token_ids) < width:
+        add(next(wrong), 0)
+    return ProofTree(token_ids, parents, path_rows, branch_rows if len(branch_rows) == 2 else [])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Logits of one token behind one text, by trees and plainly.
+
+    Attributes:
+        name: where the row is, for messages.
+        logits, plain: float32 ``[vocab_size]``.
+    """
+
+    name: str
+    logits: torch.Tensor
+    plain: torch.Tensor
+
+    def difference(self) -> float:
+        """Return the root mean square of the difference; infinite if the logits are not finite."""
+        value = float((self.logits - self.plain).square().mean().sqrt())
+        return value if value < float("inf") else float("inf")
+
+
+@dataclass
+class Evidence:
+    """What a proof has computed.
+
+    Attributes:
+        dtype: of the model.
+        num_layers: of the model.
+        plain: pairs of two plain runs.
+        trees: rows of trees.
+        control: rows of a tree without its mask; empty if a tree has too few nodes to need a mask.
+    """
+
+    dtype: torch.dtype
+    num_layers: int
+    plain: list[Row] = field(default_factory=list)
+    trees: list[Row] = field(default_factory=list)
+    control: list[Row] = field(default_factory=list)
+
+    def bound(self) -> float:
+        """Return the largest difference that a row of a tree may have."""
+        spread = max(float((row.plain - row.plain.mean()).square().mean().sqrt()) for row in self.plain)
+        return max(
+            MARGIN * max(row.difference() for row in self.plain),
+            ROUNDING[self.dtype] * math.sqrt(self.num_layers) * spread,
+        )
+
+    def has_power(self) -> bool:
+        """Return whether the bound tells a tree without its mask from one with it."""
+        return max((row.difference() for row in self.control), default=float("inf")) > self.bound()
+
+    def fault(self) -> str:
+        """Return what is wrong, the first row first; empty if the proof has passed."""
+        bound = self.bound()
+        for row in self.trees:
+            if not row.difference() <= bound:
+                return f"{row.name} differs by {row.difference():.2g} from plain decoding, bound {bound:.2g}"
+            if self.dtype == torch.float32 and (other := _other_token(row, bound)) is not None:
+                return f"{row.name} has token {other[0]}, plain decoding {other[1]}"
+        if not self.has_power():
+            largest = max(row.difference() for row in self.control)
+            return (
+                f"the proof has no power: with the mask off the rows differ by {largest:.2g} from plain decoding, "
+                f"bound {bound:.2g}"
+            )
+        return ""
+
+    def summary(self) -> dict[str, float]:
+        """Return the numbers of the proof: differences are root mean squares over the vocabulary, in logits."""
+        return {
+            "rows": len(self.trees),
+            "difference": max(row.difference() for row in self.trees),
+            "bound": self.bound(),
+            "plain": max(row.difference() for row in self.plain),
+            "control": max((row.difference() for row in self.control), default=0.0),
+        }
+
+
+def _other_token(row: Row, bound: float) -> tuple[int, int] | None:
+    """Return the greedy tokens by tree and plainly if they differ by more than rounding."""
+    tree, plain = int(row.logits.argmax()), int(row.plain.argmax())
+    gap = float(row.plain[plain] - row.plain[tree])
+    return (tree, plain) if tree != plain and gap > bound else None
