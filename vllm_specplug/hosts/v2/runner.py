@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.step import StepPlan, before_forward
-from vllm_specplug.hosts.attention.paged import check_caches, committed_caches
+from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
@@ -152,6 +152,7 @@ class TreeRunner:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         check_caches(layers, self.speculative_config.specplug.tree_attention)
+        compile_kernels(layers, self.speculator.trees.bits)
         target = {name: layer for name, layer in layers.items() if name not in self.speculator.draft_attn_layer_names}
         self._committed = committed_caches(alike_layers(self.kv_cache_config, target))
 
