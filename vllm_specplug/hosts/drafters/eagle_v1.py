@@ -22,6 +22,7 @@ from vllm_specplug.hosts.drafters.base import DraftHooks
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
+from vllm_specplug.hosts.drafters.target_head import TargetHead, base_layer
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -77,12 +78,17 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
         self._last_output = output
 
+    def _maybe_share_embeddings(self, target_language_model: torch.nn.Module) -> None:
+        super()._maybe_share_embeddings(target_language_model)
+        self.model.model.embed_tokens = base_layer(self.model.model.embed_tokens)
+
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         super()._maybe_share_lm_head(target_language_model)
-        lm_head = target_language_model.lm_head.weight.data
-        self._scorer = EagleScorer(self.model, lm_head, bool(self.options.draft_int8))
-        if self._scorer.head is not None and self.device.type == "cpu":
-            self._vocabulary = ContextVocabulary(lm_head, self._scorer.draft_ids)
+        head = TargetHead(target_language_model, self.vllm_config.model_config.get_hidden_size(), self.dtype)
+        self._scorer = EagleScorer(self.model, head, bool(self.options.draft_int8))
+        if self._scorer.head is not None and self.device.type == "cpu" and head.gathers:
+            vocab_size = self.vllm_config.model_config.get_vocab_size()
+            self._vocabulary = ContextVocabulary(head.rows, vocab_size, self._scorer.draft_ids)
 
     # ---- drafting paused
 
