@@ -110,9 +110,7 @@ class CostMeasurement:
         """Run what grows with the rows of a verification, except the attention to the context."""
         runner, counts = self._runner, np.array([rows], dtype=np.int32)
         with (
-            runner.maybe_select_dummy_loras(
-                runner.lora_config, counts, num_sampled_tokens=counts, num_active_loras=1
-            ),
+            runner.maybe_select_dummy_loras(runner.lora_config, counts, num_sampled_tokens=counts, num_active_loras=1),
             set_forward_context(None, runner.vllm_config, num_tokens=rows),
         ):
             hidden = runner.model(
