@@ -43,6 +43,12 @@ WORKS = (
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
     Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
     Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
+    Support(
+        "quantised weights",
+        "tests/hosts/test_quantised.py::test_same_as_plain",
+        "compressed-tensors, GPTQ, AWQ and online formats are tested",
+    ),
+    Support("LoRA", "tests/hosts/test_lora.py::test_same_as_plain", "drafts come from the base model"),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
 

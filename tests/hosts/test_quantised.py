@@ -28,15 +28,14 @@ from vllm_specplug.hosts.drafters.target_head import TargetHead
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
-#: Format, whether the LM head is quantised too, dtype.  vLLM's 4-bit kernels on a CPU take bfloat16 and float16 only.
+#: Format, whether the LM head is quantised too, dtype, drafter.  vLLM's 4-bit kernels on a CPU take no float32.
 CHECKPOINTS = [
-    ("w8a8", False, "float32"),
-    ("w8a8", True, "float32"),
-    ("w8a8", True, "bfloat16"),
-    ("w4a16", False, "bfloat16"),
-    ("w4a16", True, "bfloat16"),
-    ("gptq", False, "bfloat16"),
-    ("awq", False, "bfloat16"),
+    ("w8a8", False, "float32", "reduced"),
+    ("w8a8", True, "float32", "eagle"),
+    ("w8a8", True, "float32", "reduced"),
+    ("w4a16", True, "bfloat16", "reduced"),
+    ("gptq", False, "bfloat16", "eagle"),
+    ("awq", False, "bfloat16", "reduced"),
 ]
 #: vLLM quantises the weights while it loads them.
 ONLINE = ["int8_per_channel_weight_only", "fp8_per_channel"]
@@ -44,7 +43,7 @@ ONLINE = ["int8_per_channel_weight_only", "fp8_per_channel"]
 
 @pytest.fixture(scope="module")
 def prompts():
-    return make_prompts(16)
+    return make_prompts(12)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def check(engine, prompts, drafter, **options):
     """The tokens of plain vLLM, whose batches do not change them; its kernels quantise each row for itself."""
     plain, llm = engine(**options), engine(drafter, **options)
     expected = answers(plain, prompts)
-    assert [answers(plain, [prompt])[0] for prompt in prompts] == expected
+    assert [answers(plain, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
     before = counters(llm)
     assert answers(llm, prompts) == expected
     assert acceptance_length(llm, before) > 1.2
@@ -78,8 +77,7 @@ def check(engine, prompts, drafter, **options):
     return llm
 
 
-@pytest.mark.parametrize(("form", "lm_head", "dtype"), CHECKPOINTS)
-@pytest.mark.parametrize("drafter", ["eagle", "reduced"])
+@pytest.mark.parametrize(("form", "lm_head", "dtype", "drafter"), CHECKPOINTS)
 def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter):
     llm = check(engine, prompts, drafter, target=quantised(form, lm_head), dtype=dtype)
     head = runner_of(llm).drafter._scorer.head
@@ -126,10 +124,9 @@ def test_tied_head(engine, checkpoints, prompts, tmp_path_factory):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     checkpoints["tied"] = path
-    for drafter in ("eagle", "reduced"):
-        plain, llm = engine(target="tied"), engine(drafter, target="tied")
-        assert answers(llm, prompts) == answers(plain, prompts)
-        assert counters(llm)["draft_tokens"] > 0
+    plain, llm = engine(target="tied"), engine("reduced", target="tied")
+    assert answers(llm, prompts) == answers(plain, prompts)
+    assert counters(llm)["draft_tokens"] > 0
 
 
 @pytest.fixture(scope="module")
