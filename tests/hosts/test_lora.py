@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from tests.doubles import tiny
 from tests.doubles.adapters import write_adapter
-from tests.hosts.conftest import ENGINE, SWIFT, acceptance_length, counters, make_prompts, runner_of, token_ids
+from tests.doubles.quantised import write_quantised
+from tests.hosts.conftest import (
+    ENGINE,
+    SWIFT,
+    acceptance_length,
+    counters,
+    make_prompts,
+    needs_vnni,
+    runner_of,
+    token_ids,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
@@ -127,13 +140,23 @@ def test_swift_drafts_with_the_adapter(engine, checkpoints, prompts, tmp_path, m
     assert acceptance_length(llm, before) < with_adapters - 0.2
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_medusa(engine, checkpoints, prompts, mixed, expected, medusa, reduced):
-    """The heads use the base model's LM head."""
-    llm = engine("medusa-lora", {**MEDUSA, "dynamic": reduced}, **LORA)
+@pytest.mark.parametrize("draft_vocabulary", [False, True])
+def test_medusa(engine, checkpoints, prompts, mixed, expected, medusa, draft_vocabulary, tmp_path):
+    """The heads use the base model's LM head, or rows of it."""
+    name = "medusa-lora"
+    if draft_vocabulary:
+        tensors = load_file(checkpoints[name] / "model.safetensors")
+        tensors["d2t"] = torch.arange(80)  # every second token
+        config = json.loads((checkpoints[name] / "config.json").read_text()) | {"draft_vocab_size": 80}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / "model.safetensors")
+        name = "medusa-lora-80"
+        checkpoints[name] = tmp_path
+    llm = engine(name, MEDUSA, **LORA)
+    assert (runner_of(llm).drafter.heads._target_head is None) == draft_vocabulary
     before = counters(llm)
     assert answers(llm, prompts, mixed) == expected
-    assert acceptance_length(llm, before) > 1.1
+    assert acceptance_length(llm, before) > (1.0 if draft_vocabulary else 1.1)
 
 
 def test_preemption_and_prefix_hits(engine, plain, prompts, mixed):
@@ -198,6 +221,17 @@ def test_broken_mapping_is_found(engine, prompts, mixed, expected, monkeypatch):
 
     monkeypatch.setattr(InputBatch, "make_lora_inputs", broken)
     assert answers(llm, prompts, mixed) != expected
+
+
+@needs_vnni
+def test_on_quantised_weights_with_a_quantised_drafter(engine, checkpoints, prompts, mixed, tmp_path_factory):
+    root = tmp_path_factory.mktemp("quantised")
+    checkpoints["lora-w8a8"] = write_quantised(root, checkpoints["target"], "w8a8", True)
+    plain = engine(target="lora-w8a8", **LORA)
+    llm = engine("reduced", {"draft_int8": True}, target="lora-w8a8", **LORA)
+    before = counters(llm)
+    assert answers(llm, prompts, mixed) == answers(plain, prompts, mixed)
+    assert acceptance_length(llm, before) > 1.05
 
 
 def test_measured_budget(engine, checkpoints, prompts, mixed, expected):
