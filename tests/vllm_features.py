@@ -52,6 +52,12 @@ WORKS = (
         "KV sharing between layers",
         "tests/hosts/test_attention_traits.py::test_layers_that_share_keys_and_values",
     ),
+    Support(
+        "quantised weights",
+        "tests/hosts/test_quantised.py::test_same_as_plain",
+        "compressed-tensors, GPTQ, AWQ and online formats are tested",
+    ),
+    Support("LoRA", "tests/hosts/test_lora.py::test_same_as_plain", "drafts come from the base model"),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
 

@@ -6,7 +6,7 @@ its training or not, if it has that token's row. A request drafts only tokens of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,13 +28,14 @@ class ContextVocabulary:
     """Extra rows of the LM head beside a draft vocabulary's, for the requests of a draft phase.
 
     Args:
-        lm_head: ``[vocab, hidden_size]``, the target's; not copied.
+        rows: returns rows of the target's LM head: int64 ``[n]`` -> ``[n, hidden_size]``.
+        vocab_size: the target's.
         draft_ids: int64 ``[draft_vocab]``; target ids that every request drafts.
     """
 
-    def __init__(self, lm_head: torch.Tensor, draft_ids: torch.Tensor):
-        self._lm_head, self._draft_ids = lm_head, draft_ids
-        self._missing = np.ones(len(lm_head), dtype=bool)
+    def __init__(self, rows: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, draft_ids: torch.Tensor):
+        self._rows, self._draft_ids = rows, draft_ids
+        self._missing = np.ones(vocab_size, dtype=bool)
         self._missing[draft_ids.numpy()] = False
         self._texts: dict[str, _RequestText] = {}
         self._extra_ids: list[tuple[int, ...]] = []  # of each request of the draft phase
@@ -74,7 +75,7 @@ class ContextVocabulary:
             return
         union_ids = torch.tensor(union)
         self.ids = torch.cat((self._draft_ids, union_ids))
-        self._extra_rows = self._lm_head[union_ids]
+        self._extra_rows = self._rows(union_ids)
         self._other_requests = None
         if len(extra_ids) > 1:
             column = {token_id: index for index, token_id in enumerate(union)}

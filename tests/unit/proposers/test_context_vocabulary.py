@@ -15,7 +15,7 @@ EVERY = HIDDEN @ LM_HEAD.T
 
 @pytest.fixture
 def vocabulary():
-    return ContextVocabulary(LM_HEAD, DRAFT_IDS)
+    return ContextVocabulary(LM_HEAD.__getitem__, len(LM_HEAD), DRAFT_IDS)
 
 
 def update(vocabulary, **texts):

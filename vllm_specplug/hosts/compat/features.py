@@ -75,7 +75,6 @@ REFUSED = (
         lambda s: bool(s.engine_args.async_scheduling) and not s.v2_runner,
         {"async_scheduling": True},
     ),
-    Refusal("LoRA", "no --enable-lora", lambda s: bool(s.engine_args.enable_lora), {"enable_lora": True}),
     Refusal(
         "a KV connector",
         "no --kv-transfer-config",
@@ -105,12 +104,6 @@ REFUSED = (
         "--kv-cache-dtype auto",
         lambda s: str(s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
         {"kv_cache_dtype": "fp8"},
-    ),
-    Refusal(
-        "quantised weights",
-        "an unquantised target",
-        lambda s: s.model_config.quantization is not None,
-        {"model.quantization": "awq"},
     ),
     Refusal(
         "encoder-decoder targets",

@@ -72,6 +72,16 @@ _LAYERS = (
     VllmSymbol("vllm.v1.attention.backend:AttentionType"),
 )
 
+_LORA = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
+
+#: The target's LM head on both runners.
+_TARGET_HEAD = (
+    VllmSymbol("vllm.lora.layers.base:BaseLayerWithLoRA"),
+    VllmSymbol(
+        "vllm.model_executor.layers.quantization.base_config:method_has_implemented_embedding", ("method_class",)
+    ),
+)
+
 #: The V1 runner on any device.
 _V1 = (
     *_LAYERS,
@@ -96,6 +106,15 @@ _V1 = (
     ),
     VllmSymbol(f"{_PROPOSER}.propose", ("self", "num_speculative_tokens", "target_token_ids")),
     VllmSymbol(f"{_PROPOSER}._maybe_share_lm_head", ("self", "target_language_model")),
+    VllmSymbol(f"{_PROPOSER}._maybe_share_embeddings", ("self", "target_language_model")),
+    VllmSymbol(f"{_LORA}.maybe_setup_dummy_loras", ("self", "lora_config")),
+    VllmSymbol(
+        f"{_LORA}.maybe_select_dummy_loras",
+        ("self", "lora_config", "num_scheduled_tokens"),
+        keywords=("num_sampled_tokens", "num_active_loras"),
+    ),
+    VllmSymbol(f"{_LORA}._set_active_loras", ("self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests")),
+    *_TARGET_HEAD,
     VllmSymbol("vllm.v1.spec_decode.eagle:EagleProposer.__init__", ("self", "vllm_config", "device", "runner")),
     VllmSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     VllmSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
@@ -234,6 +253,9 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.prepare_attn", ("self", "input_batch")),
+    VllmSymbol(f"{_LORA}._set_active_loras", ("self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests")),
+    *_TARGET_HEAD,
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.execute_model", ("self", "scheduler_output")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.sample_tokens", ("self", "grammar_output")),
     VllmSymbol(f"{_V2}.spec_decode:init_speculator", ("vllm_config", "device", "req_states")),

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
+from vllm_specplug.hosts.drafters.target_parts import TargetHead
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
@@ -23,22 +24,22 @@ class EagleScorer:
 
     Args:
         model: vLLM's draft model.
-        lm_head: ``[vocab_size, hidden_size]``; the target's weights, of which a draft vocabulary takes its rows.
+        target_head: of which a draft vocabulary takes its rows.
         in_int8: whether those rows are quantised, see ``int8_linear``.
 
     Attributes:
         draft_ids: int64 ``[draft_vocab]``; the target's token id of each logit; None: the target's own vocabulary.
     """
 
-    def __init__(self, model: Any, lm_head: torch.Tensor, in_int8: bool):
+    def __init__(self, model: Any, target_head: TargetHead, in_int8: bool):
         self._model = model
         d2t, own = getattr(model, "d2t", None), getattr(model, "draft_id_to_target_id", None)
         self._has_own_head = d2t is None and own is not None  # EAGLE-3
         offsets = own if d2t is None else d2t
-        self.draft_ids = None if offsets is None else target_ids(offsets.data).to(lm_head.device)
+        self.draft_ids = None if offsets is None else target_ids(offsets.data).to(target_head.device)
         # With several ranks, no rank has all rows of the target's head.
         shares = d2t is not None and get_tensor_model_parallel_world_size() == 1
-        self.head = DraftHead(lm_head[self.draft_ids].contiguous(), in_int8) if shares else None
+        self.head = DraftHead(target_head.rows(self.draft_ids), in_int8) if shares else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""

@@ -22,7 +22,7 @@ from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
-from vllm_specplug.hosts.drafters.target_parts import TargetParts
+from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
@@ -66,6 +66,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     # ---- loading
 
     def load_model(self, target_model: torch.nn.Module) -> None:
+        self._target_model = target_model
         super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
         self.model.register_forward_hook(self._keep_output)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
@@ -80,10 +81,11 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         super()._maybe_share_lm_head(target_language_model)
-        lm_head = target_language_model.lm_head.weight.data
-        self._scorer = EagleScorer(self.model, lm_head, bool(self.options.draft_int8))
-        if self._scorer.head is not None and self.device.type == "cpu":
-            self._vocabulary = ContextVocabulary(lm_head, self._scorer.draft_ids)
+        head = TargetHead(self._target_model, self.vllm_config.model_config.get_hidden_size(), self.dtype)
+        self._scorer = EagleScorer(self.model, head, bool(self.options.draft_int8))
+        if self._scorer.head is not None and self.device.type == "cpu" and head.gathers:
+            vocab_size = self.vllm_config.model_config.get_vocab_size()
+            self._vocabulary = ContextVocabulary(head.rows, vocab_size, self._scorer.draft_ids)
 
     # ---- drafting paused
 

@@ -14,7 +14,7 @@ from vllm_specplug.hosts.attention.paged import level_metadata
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
-from vllm_specplug.hosts.drafters.target_parts import TargetParts
+from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft
 
@@ -41,7 +41,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
         parts = TargetParts(target_model, target_info(self.vllm_config.model_config))
         model = super().load_draft_model(parts, target_attn_layer_names)
-        self._scorer = EagleScorer(model, model.lm_head.weight.data, in_int8=False)
+        self._scorer = EagleScorer(model, TargetHead(target_model, self.hidden_size, self.dtype), in_int8=False)
         return model
 
     def capture(self) -> None:

@@ -7,7 +7,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
-from vllm_specplug.hosts.drafters.target_parts import lm_head_of
+from vllm_specplug.hosts.drafters.target_parts import TargetHead
 from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
@@ -29,24 +29,25 @@ class MedusaHeadsDrafter:
         self.num_levels = options.draft_depth
         self._heads: MedusaHeads | None = None
         self._lm_heads: list[DraftHead] = []
-        self._target_model: torch.nn.Module | None = None
+        self._target_head: TargetHead | None = None
         self._draft_ids: torch.Tensor | None = None
 
     def load(self, target_model: torch.nn.Module) -> None:
         """Read the checkpoint; heads without an LM head of their own use the target's."""
-        options, lm_head = self.options, lm_head_of(target_model, self._target).weight.data
-        info = validate_medusa(options.model, lm_head.shape[1], self._target.vocab_size)
+        options, hidden_size, dtype = self.options, self._target.hidden_size, self._target.dtype
+        target_head = TargetHead(target_model, hidden_size, dtype)
+        info = validate_medusa(options.model, hidden_size, self._target.vocab_size)
         state = load_medusa(options.model)
-        heads = heads_from_state(state, self.num_levels, info.num_layers, self._target.dtype)
-        self._heads = heads.to(lm_head.device).eval()
-        self._draft_ids = target_ids(state["d2t"]).to(lm_head.device) if info.has_d2t else None
+        heads = heads_from_state(state, self.num_levels, info.num_layers, dtype)
+        self._heads = heads.to(target_head.device).eval()
+        self._draft_ids = target_ids(state["d2t"]).to(target_head.device) if info.has_d2t else None
         in_int8 = bool(options.draft_int8)
         if info.has_lm_heads:
             self._lm_heads = [DraftHead(weight, in_int8) for weight in self._heads.lm_heads.detach()]
         elif self._draft_ids is not None and get_tensor_model_parallel_world_size() == 1:
-            self._lm_heads = [DraftHead(lm_head[self._draft_ids].contiguous(), in_int8)]
+            self._lm_heads = [DraftHead(target_head.rows(self._draft_ids), in_int8)]
         else:
-            self._target_model = target_model
+            self._target_head = target_head
 
     @torch.inference_mode()
     def draft(
@@ -87,8 +88,8 @@ class MedusaHeadsDrafter:
         if self._lm_heads:
             logits = self._lm_heads[0](flat)
         else:
-            assert self._target_model is not None
-            logits = self._target_model.compute_logits(flat)
+            assert self._target_head is not None
+            logits = self._target_head.logits(flat)
             if self._draft_ids is not None:  # of a head whose rows are spread over ranks
                 logits = logits[:, self._draft_ids]
         return logits.view(*features.shape[:2], -1)

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.core.request_args import stream_of
 from vllm_specplug.hosts.attention.cpu import level_metadata
+from vllm_specplug.hosts.drafters.adapters import map_adapters
 from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.hosts.kv_groups import groups_by_layer
@@ -264,6 +265,7 @@ class SwiftProposer(V1Drafter):
         """
         count, width = token_ids.shape
         batch = self.runner.input_batch
+        map_adapters(self.runner, requests, width)
         start = requests * self._capacity
         rows = (start.unsqueeze(1) + torch.arange(first, first + width)).flatten()
         positions = (context_lens.unsqueeze(1) + torch.arange(first, first + width)).flatten()

