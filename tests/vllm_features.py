@@ -50,7 +50,7 @@ WORKS = (
 def feature_table() -> str:
     """Return the feature table of docs/support.md, in Markdown."""
     rows = [[support.feature, "works", support.note] for support in WORKS]
-    rows += [[refusal.feature, "refused", f"use {refusal.fix}"] for refusal in REFUSED]
+    rows += [[refusal.feature, "refused", f"{refusal.reason}: {refusal.fix}"] for refusal in REFUSED]
     return format_table(["vLLM feature", "with our methods", "note"], rows, markdown=True)
 
 

@@ -33,119 +33,161 @@ class Refusal:
 
     Attributes:
         feature: its name in the message.
-        fix: what to use instead.
-        used: returns whether it is in use.
+        found: returns the setting that turns it on, as a user would write it; None if the feature is not in use.
+        reason: why it cannot work, or is not served yet.
+        fix: what to do instead.
         example: engine arguments that use it; ``model.NAME`` stands for an attribute of vLLM's model config.
     """
 
     feature: str
+    found: Callable[[Setting], str | None]
+    reason: str
     fix: str
-    used: Callable[[Setting], bool]
     example: dict[str, Any]
+
+    def message(self, method: str, found: str) -> str:
+        return f"method {method!r} does not support {self.feature} (found {found}): {self.reason}; {self.fix}"
+
+
+def _given(is_used: Any, option: str) -> str | None:
+    return option if is_used else None
 
 
 REFUSED = (
     Refusal(
         "pipeline parallelism",
-        "--pipeline-parallel-size 1",
-        lambda s: s.parallel_config.pipeline_parallel_size > 1,
+        lambda s: _given((n := s.parallel_config.pipeline_parallel_size) > 1, f"--pipeline-parallel-size {n}"),
+        "not served yet",
+        "use --pipeline-parallel-size 1",
         {"pipeline_parallel_size": 2},
     ),
     Refusal(
         "data parallelism",
-        "--data-parallel-size 1",
-        lambda s: s.parallel_config.data_parallel_size > 1,
+        lambda s: _given((n := s.parallel_config.data_parallel_size) > 1, f"--data-parallel-size {n}"),
+        "not served yet",
+        "use --data-parallel-size 1",
         {"data_parallel_size": 2},
     ),
     Refusal(
-        "a custom worker class",
-        "no --worker-cls",
-        lambda s: s.parallel_config.worker_cls != "auto" and "vllm_specplug." not in s.parallel_config.worker_cls,
+        "custom worker classes",
+        lambda s: _given(
+            (name := s.parallel_config.worker_cls) != "auto" and "vllm_specplug." not in name, f"--worker-cls {name}"
+        ),
+        "trees need a worker of ours",
+        "leave out --worker-cls",
         {"worker_cls": "some.Worker"},
     ),
     Refusal(
-        "a custom scheduler class",
-        "no --scheduler-cls",
-        lambda s: s.engine_args.scheduler_cls is not None and "vllm_specplug." not in str(s.engine_args.scheduler_cls),
+        "custom scheduler classes",
+        lambda s: _given(
+            (name := s.engine_args.scheduler_cls) is not None and "vllm_specplug." not in str(name),
+            f"--scheduler-cls {name}",
+        ),
+        "trees need a scheduler of ours",
+        "leave out --scheduler-cls",
         {"scheduler_cls": "some.Scheduler"},
     ),
     Refusal(
         "asynchronous scheduling",
-        "--no-async-scheduling, or leave the option out",
-        lambda s: bool(s.engine_args.async_scheduling) and not s.v2_runner,
+        lambda s: _given(s.engine_args.async_scheduling and not s.v2_runner, "--async-scheduling"),
+        "on the V1 runner each step's drafts are laid out by the scheduler before the next step",
+        "leave the option out",
         {"async_scheduling": True},
     ),
-    Refusal("LoRA", "no --enable-lora", lambda s: bool(s.engine_args.enable_lora), {"enable_lora": True}),
     Refusal(
-        "a KV connector",
-        "no --kv-transfer-config",
-        lambda s: s.engine_args.kv_transfer_config is not None,
-        {"kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}},
+        "LoRA",
+        lambda s: _given(s.engine_args.enable_lora, "--enable-lora"),
+        "not served yet",
+        "leave out --enable-lora",
+        {"enable_lora": True},
+    ),
+    Refusal(
+        "KV connectors",
+        lambda s: _given(s.engine_args.kv_transfer_config is not None, "--kv-transfer-config"),
+        "not served yet",
+        "leave out --kv-transfer-config",
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
     ),
     Refusal(
         "sleep mode",
-        "no --enable-sleep-mode",
-        lambda s: bool(s.model_config.enable_sleep_mode),
+        lambda s: _given(s.model_config.enable_sleep_mode, "--enable-sleep-mode"),
+        "not served yet",
+        "leave out --enable-sleep-mode",
         {"model.enable_sleep_mode": True},
     ),
     Refusal(
         "prompt embeddings",
-        "no --enable-prompt-embeds",
-        lambda s: bool(s.engine_args.enable_prompt_embeds),
+        lambda s: _given(s.engine_args.enable_prompt_embeds, "--enable-prompt-embeds"),
+        "not served yet",
+        "leave out --enable-prompt-embeds",
         {"enable_prompt_embeds": True},
     ),
     Refusal(
         "embedding and pooling models",
-        "a server of its own for them",
-        lambda s: s.model_config.runner_type != "generate",
+        lambda s: _given((kind := s.model_config.runner_type) != "generate", f"runner type {kind}"),
+        "they generate no tokens",
+        "serve the model without a speculative config",
         {"model.runner_type": "pooling"},
     ),
     Refusal(
-        "a quantised KV cache",
-        "--kv-cache-dtype auto",
-        lambda s: str(s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
+        "quantised KV caches",
+        lambda s: _given(
+            str(name := s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
+            f"--kv-cache-dtype {name}",
+        ),
+        "not served yet",
+        "use --kv-cache-dtype auto",
         {"kv_cache_dtype": "fp8"},
     ),
     Refusal(
         "quantised weights",
-        "an unquantised target",
-        lambda s: s.model_config.quantization is not None,
+        lambda s: _given((name := s.model_config.quantization) is not None, f"quantization {name}"),
+        "not served yet",
+        "use an unquantised target",
         {"model.quantization": "awq"},
     ),
     Refusal(
         "dtypes other than float32 and bfloat16",
-        "--dtype bfloat16 or float32",
-        lambda s: s.model_config.dtype not in (torch.float32, torch.bfloat16),
+        lambda s: _given((dtype := s.model_config.dtype) not in (torch.float32, torch.bfloat16), f"{dtype}"),
+        "not served yet",
+        "use --dtype bfloat16 or float32",
         {"dtype": "float16"},
     ),
     Refusal(
         "multi-modal targets",
-        "a text-only target",
-        lambda s: s.model_config.is_multimodal_model,
+        lambda s: _given(s.model_config.is_multimodal_model, s.model_config.model),
+        "not served yet",
+        "use a text-only target",
         {"model.is_multimodal_model": True},
     ),
     Refusal(
         "encoder-decoder targets",
-        "a decoder-only target",
-        lambda s: s.model_config.is_encoder_decoder,
+        lambda s: _given(s.model_config.is_encoder_decoder, s.model_config.model),
+        "its cross-attention is another mechanism than the tree's",
+        "use a decoder-only target",
         {"model.is_encoder_decoder": True},
     ),
     Refusal(
         "M-RoPE targets",
-        "a target with plain rotary positions",
-        lambda s: s.model_config.uses_mrope,
+        lambda s: _given(s.model_config.uses_mrope, s.model_config.model),
+        "not served yet",
+        "use a target with plain rotary positions",
         {"model.uses_mrope": True},
     ),
     Refusal(
         "sliding-window attention",
-        "a target with full attention",
-        lambda s: s.model_config.get_sliding_window() is not None,
+        lambda s: _given((n := s.model_config.get_sliding_window()) is not None, f"a window of {n}"),
+        "not served yet",
+        "use a target with full attention",
         {"model.get_sliding_window": lambda: 128},
     ),
     Refusal(
         "attention logit soft caps",
-        "a target without them",
-        lambda s: getattr(s.model_config.hf_text_config, "attn_logit_softcapping", None) is not None,
+        lambda s: _given(
+            (cap := getattr(s.model_config.hf_text_config, "attn_logit_softcapping", None)) is not None, f"{cap}"
+        ),
+        "not served yet",
+        "use a target without them",
         {"hf_overrides": {"attn_logit_softcapping": 30.0}},
     ),
 )
@@ -155,7 +197,7 @@ def check_features(method: str, setting: Setting) -> None:
     """Refuse features that our methods do not support, by name.
 
     Raises:
-        ConfigError: naming the first feature and the fix.
+        ConfigError: naming the first feature, the setting that turns it on, and the fix.
     """
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise ConfigError(f"method {method!r} does not run on {current_platform.device_name!r}: use CUDA or a CPU")
@@ -163,10 +205,8 @@ def check_features(method: str, setting: Setting) -> None:
     if on_cpu and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ConfigError(f"method {method!r} supports the packed KV layout of x86-64 only: use such a processor")
     for refusal in REFUSED:
-        if refusal.used(setting):
-            raise ConfigError(
-                f"method {method!r} does not support {refusal.feature} yet: use {refusal.fix}, or another method"
-            )
+        if (found := refusal.found(setting)) is not None:
+            raise ConfigError(refusal.message(method, found))
 
 
 def uses_v2_runner(options: TreeOptions) -> bool:
