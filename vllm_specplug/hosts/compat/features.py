@@ -14,8 +14,21 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_specplug.config import ConfigError, TreeOptions, parts_of
 from vllm_specplug.hosts.compat.check import check_symbols
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
+from vllm_specplug.hosts.compat.mixed import problem, users_class
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
+
+#: By (whether on a CPU, whether on the V2 runner).
+WORKERS = {
+    (True, False): "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker",
+    (False, False): "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1",
+    (False, True): "vllm_specplug.hosts.v2.worker.TreeGPUWorker",
+}
+
+#: Schedulers: V1's lets grammars follow trees.
+SCHEDULER = "vllm_specplug.hosts.v1.scheduler.TreeScheduler"
+SCHEDULER_V2 = "vllm_specplug.hosts.v2.scheduler.tree_scheduler"
+ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 
 
 class Setting(NamedTuple):
@@ -25,6 +38,16 @@ class Setting(NamedTuple):
     parallel_config: Any
     engine_args: Any
     v2_runner: bool = False
+
+    @property
+    def worker(self) -> str:
+        """Return the path of our worker class."""
+        return WORKERS[current_platform.is_cpu(), self.v2_runner]
+
+    @property
+    def scheduler(self) -> str:
+        """Return the path of our scheduler class, or of what makes it."""
+        return SCHEDULER_V2 if self.v2_runner else SCHEDULER
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,13 @@ def _given(is_used: Any, option: str) -> str | None:
     return option if is_used else None
 
 
+def _unmixable(option: str, given: Any, ours: str, besides: tuple[str, ...] = ()) -> str | None:
+    """Return the user's class and why ours cannot be mixed into it; None if it can, or there is none."""
+    theirs = users_class(given)
+    found = None if theirs is None else problem(ours, theirs, besides)
+    return None if found is None else f"{option} {theirs}: {found}"
+
+
 REFUSED = (
     Refusal(
         "pipeline parallelism",
@@ -62,29 +92,17 @@ REFUSED = (
         {"pipeline_parallel_size": 2},
     ),
     Refusal(
-        "data parallelism",
-        lambda s: _given((n := s.parallel_config.data_parallel_size) > 1, f"--data-parallel-size {n}"),
-        "not served yet",
-        "use --data-parallel-size 1",
-        {"data_parallel_size": 2},
-    ),
-    Refusal(
-        "custom worker classes",
-        lambda s: _given(
-            (name := s.parallel_config.worker_cls) != "auto" and "vllm_specplug." not in name, f"--worker-cls {name}"
-        ),
-        "trees need a worker of ours",
-        "leave out --worker-cls",
+        "worker classes other than subclasses of vLLM's own",
+        lambda s: _unmixable("--worker-cls", s.parallel_config.worker_cls, s.worker),
+        "trees need vLLM's runner, which that worker makes",
+        "derive it from vLLM's worker for this device, or leave out --worker-cls",
         {"worker_cls": "some.Worker"},
     ),
     Refusal(
-        "custom scheduler classes",
-        lambda s: _given(
-            (name := s.engine_args.scheduler_cls) is not None and "vllm_specplug." not in str(name),
-            f"--scheduler-cls {name}",
-        ),
-        "trees need a scheduler of ours",
-        "leave out --scheduler-cls",
+        "scheduler classes other than subclasses of vLLM's own",
+        lambda s: _unmixable("--scheduler-cls", s.engine_args.scheduler_cls, s.scheduler, (ASYNC_SCHEDULER,)),
+        "trees are scheduled by code mixed into a synchronous scheduler of the V1 runner",
+        "derive it from vllm.v1.core.sched.scheduler.Scheduler, or leave out --scheduler-cls",
         {"scheduler_cls": "some.Scheduler"},
     ),
     Refusal(
@@ -102,25 +120,11 @@ REFUSED = (
         {"enable_lora": True},
     ),
     Refusal(
-        "KV connectors",
-        lambda s: _given(s.engine_args.kv_transfer_config is not None, "--kv-transfer-config"),
-        "not served yet",
-        "leave out --kv-transfer-config",
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-    ),
-    Refusal(
         "sleep mode",
         lambda s: _given(s.model_config.enable_sleep_mode, "--enable-sleep-mode"),
         "not served yet",
         "leave out --enable-sleep-mode",
         {"model.enable_sleep_mode": True},
-    ),
-    Refusal(
-        "prompt embeddings",
-        lambda s: _given(s.engine_args.enable_prompt_embeds, "--enable-prompt-embeds"),
-        "not served yet",
-        "leave out --enable-prompt-embeds",
-        {"enable_prompt_embeds": True},
     ),
     Refusal(
         "embedding and pooling models",
