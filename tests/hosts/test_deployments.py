@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.doubles import custom_classes
@@ -91,7 +92,8 @@ def test_prompt_embeddings(engine, checkpoints, speculative):
     plain = engine(enable_prompt_embeds=True)
     assert token_ids(plain.generate(mixed, GREEDY, use_tqdm=False)) == expected
     eagle = {**TREE, "model": str(checkpoints["eagle"])}
-    union = {"method": "union", "num_speculative_tokens": 16, "sources": [eagle, {"method": "lookup"}]}
+    source = {key: value for key, value in eagle.items() if key != "budget"}
+    union = {"method": "union", "num_speculative_tokens": 16, "sources": [source, {"method": "lookup"}]}
     chosen = eagle if speculative == "eagle2" else union
     llm = LLM(str(checkpoints["target"]), **ENGINE, enable_prompt_embeds=True, speculative_config=chosen)
     engine.kept.append(llm)
@@ -102,16 +104,19 @@ def test_prompt_embeddings(engine, checkpoints, speculative):
 # ---- KV connectors
 
 
-def connector(folder):
-    return {
+@pytest.fixture
+def connector(tmp_path):
+    """A connector that stores in files; vLLM keeps one for the whole process."""
+    yield {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
+    ensure_kv_transfer_shutdown()
 
 
 @pytest.mark.parametrize("method", ["lookup", "eagle2"])
-def test_kv_connector(engine, checkpoints, tmp_path, method):
+def test_kv_connector(engine, checkpoints, connector, method):
     """Prompts are stored by one engine and loaded by the next one."""
     prompts = make_prompts(6, longest=200)
     expected = token_ids(engine(block_size=32).generate(prompts, GREEDY, use_tqdm=False))
@@ -123,7 +128,7 @@ def test_kv_connector(engine, checkpoints, tmp_path, method):
             **ENGINE,
             block_size=32,
             enable_prefix_caching=False,
-            kv_transfer_config=connector(tmp_path),
+            kv_transfer_config=connector,
             speculative_config=speculative,
         )
         engine.kept.append(llm)

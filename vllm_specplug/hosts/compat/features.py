@@ -31,6 +31,10 @@ SCHEDULER_V2 = "vllm_specplug.hosts.v2.scheduler.tree_scheduler"
 ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
 
 
+#: KV connectors that were tested: they store and load prompts, whose rows are in the pages after their forward.
+CONNECTORS = ("ExampleConnector",)
+
+
 class Setting(NamedTuple):
     """What vLLM passes when the speculative config is built."""
 
@@ -76,6 +80,12 @@ def _given(is_used: Any, option: str) -> str | None:
     return option if is_used else None
 
 
+def _connector(setting: Setting) -> str | None:
+    """Return the name of the KV connector, if any."""
+    found = setting.engine_args.kv_transfer_config
+    return found.get("kv_connector") if isinstance(found, dict) else getattr(found, "kv_connector", None)
+
+
 def _unmixable(option: str, given: Any, ours: str, besides: tuple[str, ...] = ()) -> str | None:
     """Return the user's class and why ours cannot be mixed into it; None if it can, or there is none."""
     theirs = users_class(given)
@@ -87,9 +97,19 @@ REFUSED = (
     Refusal(
         "pipeline parallelism",
         lambda s: _given((n := s.parallel_config.pipeline_parallel_size) > 1, f"--pipeline-parallel-size {n}"),
-        "not served yet",
-        "use --pipeline-parallel-size 1",
+        "accepted key/value rows of a tree have to be moved on every stage, and vLLM tells only the last one, which "
+        "samples, which rows these are before the next batch is under way",
+        "use --tensor-parallel-size or --data-parallel-size instead",
         {"pipeline_parallel_size": 2},
+    ),
+    Refusal(
+        "data parallelism of mixture-of-experts targets",
+        lambda s: _given(
+            (n := s.parallel_config.data_parallel_size) > 1 and s.model_config.is_moe, f"--data-parallel-size {n}"
+        ),
+        "vLLM runs these replicas in lockstep, forward by forward, and each drafts another number of levels",
+        "start servers of --data-parallel-size 1 behind a load balancer",
+        {"data_parallel_size": 2, "model.is_moe": True},
     ),
     Refusal(
         "worker classes other than subclasses of vLLM's own",
@@ -120,9 +140,18 @@ REFUSED = (
         {"enable_lora": True},
     ),
     Refusal(
+        "KV connectors other than " + " and ".join(CONNECTORS),
+        lambda s: _given((name := _connector(s)) is not None and name not in CONNECTORS, f"kv_connector {name}"),
+        "accepted rows reach the pages after the forward in which a connector may store them; only connectors that "
+        "have been tested to store prompts or finished blocks are accepted",
+        "use ExampleConnector, or leave out --kv-transfer-config",
+        {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
+    ),
+    Refusal(
         "sleep mode",
         lambda s: _given(s.model_config.enable_sleep_mode, "--enable-sleep-mode"),
-        "not served yet",
+        "sleep level 2 discards weights, and those that a drafter derives from the target's (rows of its LM head, in 8 "
+        "bits) are not derived again when vLLM reloads them; vLLM itself refuses sleep mode on a CPU",
         "leave out --enable-sleep-mode",
         {"model.enable_sleep_mode": True},
     ),
@@ -139,7 +168,8 @@ REFUSED = (
             str(name := s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
             f"--kv-cache-dtype {name}",
         ),
-        "not served yet",
+        "rows of a tree would be read at another precision than vLLM reads cached rows, so answers would differ from "
+        "plain decoding's",
         "use --kv-cache-dtype auto",
         {"kv_cache_dtype": "fp8"},
     ),

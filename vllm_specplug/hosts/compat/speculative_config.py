@@ -128,7 +128,7 @@ def build(
         target_parallel_config=target_parallel_config,
         specplug=options,
         v2_runner=v2,
-        metrics_file=publish(),
+        metrics_file=publish(target_parallel_config.data_parallel_size),
     )
 
 

@@ -73,7 +73,9 @@ class TreeModelRunner(DraftPhase, ABC):
         options = self.speculative_config.specplug
         # Every tensor-parallel rank does the same; one of them counts and traces.
         reports = leads()
-        self._counters = Counters(self.speculative_config.metrics_file if reports else None)
+        self._counters = Counters(
+            self.speculative_config.metrics_file if reports else None, vllm_config.parallel_config.data_parallel_index
+        )
         self._verify_start = 0.0
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: StagedStep | None = None
