@@ -17,8 +17,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 CLASSES = custom_classes.__name__
 
 
-def arguments(checkpoints, **options):
-    speculative = {**TREE, "model": str(checkpoints["eagle"])}
+def arguments(checkpoints, budget="fixed", **options):
+    speculative = {**TREE, "model": str(checkpoints["eagle"]), "budget": budget}
     return EngineArgs(str(checkpoints["target"]), speculative_config=speculative, **{**ENGINE, **options})
 
 
@@ -137,3 +137,8 @@ def test_kv_connector(engine, checkpoints, connector, method):
         assert acceptance_length(llm) > 1.1
         loaded.append(sum(output.num_cached_tokens for output in outputs))
     assert loaded[1] > loaded[0] == 0
+
+
+def test_a_drafter_that_may_pause_has_no_connector(checkpoints, connector):
+    with pytest.raises(ValueError, match="found method='eagle2', budget='measured'.*with budget='fixed'"):
+        arguments(checkpoints, budget="measured", kv_transfer_config=connector).create_engine_config()

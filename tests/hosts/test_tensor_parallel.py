@@ -73,6 +73,8 @@ def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, 
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "XDG_CACHE_HOME": str(folder),
+        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_USAGE_STATS_ENABLED": "0",
     }
     options = {"tensor_parallel_size": 2, "speculative_config": speculative, **options}
     command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(runs), str(out)]

@@ -105,6 +105,7 @@ def build(
     check_features(options.method, setting)
     check_tree_attention(options, setting)
     _check_runner_options(options, on_cpu, v2, target_parallel_config.tensor_parallel_size)
+    _check_connector(options, engine_args.kv_transfer_config)
     drafter = _configure_drafter(options, target_model_config)
     if drafter is not None:
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
@@ -151,7 +152,22 @@ def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_p
     if runner is not None:
         check_options(options, runner)
         if tensor_parallel_size > 1:
-            raise ConfigError(f"{runner.name} with our methods does not support tensor parallelism yet")
+            raise ConfigError(
+                f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
+                f"{tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"
+            )
+
+
+def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
+    drafter = model_drafter(options)
+    if kv_transfer_config is None or drafter is None or not find_method(drafter.method).model.is_vllm_model:
+        return
+    if options is not drafter or options.budget == "measured":
+        found = f"method={options.method!r}, budget={options.budget!r}"
+        raise ConfigError(
+            f"a KV connector stores the rows of drafter {drafter.model!r} too, so it has to run behind every prompt "
+            f"(found {found}): use method {drafter.method!r} with budget='fixed', or a method without an EAGLE drafter"
+        )
 
 
 def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | None:
