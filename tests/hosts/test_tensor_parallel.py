@@ -149,10 +149,9 @@ def test_medusa(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
-@pytest.mark.parametrize("budget", ["fixed", "measured"])
-def test_swift(checkpoints, plain, tmp_path, budget):
+def test_swift(checkpoints, plain, tmp_path):
     """The first rank searches for layer sets; the other one runs the same forwards."""
-    found = run(checkpoints["deep"], {**SWIFT, "budget": budget}, tmp_path)
+    found = run(checkpoints["deep"], {**SWIFT, "budget": "measured"}, tmp_path)
     (result,) = found["results"]
     assert seeded(result["tokens"]) == seeded(plain(target="deep"))
     check_ranks(result)

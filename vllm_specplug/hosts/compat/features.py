@@ -97,8 +97,8 @@ REFUSED = (
     Refusal(
         "pipeline parallelism",
         lambda s: _given((n := s.parallel_config.pipeline_parallel_size) > 1, f"--pipeline-parallel-size {n}"),
-        "accepted key/value rows of a tree have to be moved on every stage, and vLLM tells only the last one, which "
-        "samples, which rows these are before the next batch is under way",
+        "vLLM's V1 runner starts no speculative method there (its first stages ask for a drafter that only the last "
+        "one has), and on the V2 runner only the last stage knows which rows of a tree to keep",
         "use --tensor-parallel-size or --data-parallel-size instead",
         {"pipeline_parallel_size": 2},
     ),
