@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 
 
 def leads() -> bool:
