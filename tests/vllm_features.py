@@ -42,7 +42,25 @@ WORKS = (
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
     Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
-    Support("tensor parallelism", "tests/hosts/test_tensor_parallel.py::test_same_as_plain", "with a fixed budget"),
+    Support(
+        "tensor parallelism",
+        "tests/hosts/test_tensor_parallel.py::test_same_as_plain",
+        "V1 on a CPU: every method, budget and verification",
+    ),
+    Support("Ray executor", "tests/hosts/test_tensor_parallel.py::test_ray"),
+    Support("data parallelism", "tests/hosts/test_data_parallel.py::test_replicas_behind_one_server", "dense targets"),
+    Support(
+        "asynchronous scheduling by default",
+        "tests/hosts/test_deployments.py::test_asynchronous_scheduling_is_left_to_vllm",
+        "vLLM turns it off on the V1 runner",
+    ),
+    Support(
+        "worker and scheduler classes of your own",
+        "tests/hosts/test_deployments.py::test_custom_worker_and_scheduler",
+        "derived from vLLM's; ours are mixed in",
+    ),
+    Support("prompt embeddings", "tests/hosts/test_deployments.py::test_prompt_embeddings"),
+    Support("KV connectors", "tests/hosts/test_deployments.py::test_kv_connector", "ExampleConnector"),
     Support("float16", "tests/hosts/test_attention_traits.py::test_float16", "and bfloat16, float32"),
     Support("sliding windows", "tests/hosts/test_attention_traits.py::test_same_as_plain", "of some layers or of all"),
     Support("logit soft caps", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
@@ -65,7 +83,7 @@ WORKS = (
 def feature_table() -> str:
     """Return the feature table of docs/support.md, in Markdown."""
     rows = [[support.feature, "works", support.note] for support in WORKS]
-    rows += [[refusal.feature, "refused", f"use {refusal.fix}"] for refusal in REFUSED]
+    rows += [[refusal.feature, "refused", f"{refusal.reason}: {refusal.fix}"] for refusal in REFUSED]
     return format_table(["vLLM feature", "with our methods", "note"], rows, markdown=True)
 
 

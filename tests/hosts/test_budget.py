@@ -220,7 +220,7 @@ def test_a_fixed_budget_runs_everything():
     assert budget.propose(lambda: draft) is budget.timed(lambda: draft) is budget.select(draft, None) is draft
     budget.catch_up(lambda: ran.append(True))
     assert ran == [True]
-    own = {"budget", "facts", "measure", "restart", "save", "observe"}  # of a measured budget only
+    own = {"budget", "facts", "measure", "report", "restart", "save", "observe"}  # of a measured budget only
     public = {name for name in vars(budgeting.MeasuredBudget) if not name.startswith("_")}
     assert public - own == {name for name in vars(FixedBudget) if not name.startswith("_")}
 

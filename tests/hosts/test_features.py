@@ -35,7 +35,7 @@ def test_refused_at_start(checkpoints, monkeypatch, refusal):
     if pretended:
         monkeypatch.setattr(EngineArgs, "create_model_config", create_model_config)
     speculative = {**TREE, "model": str(checkpoints["eagle"])}
-    with pytest.raises(ValueError, match=f"does not support {refusal.feature} yet: use "):
+    with pytest.raises(ValueError, match=rf"does not support {refusal.feature} \(found .+\): .*{refusal.fix}"):
         EngineArgs(speculative_config=speculative, **settings).create_engine_config()
 
 

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on the CPU engine, in processes of their own: plain decoding's tokens."""
+"""Two tensor-parallel ranks on the CPU engine, in processes of their own: plain decoding's tokens, on both ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
+from torch.utils.cpp_extension import get_default_build_root
 
 from tests.doubles import tiny
-from tests.hosts.conftest import ENGINE, TREE
+from tests.hosts.conftest import SWIFT, TREE, needs_vnni
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 
@@ -21,56 +22,171 @@ import json, sys
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
 from vllm import LLM, SamplingParams
 
+def kept(worker):
+    runner = worker.model_runner
+    if not hasattr(runner, "serving_budget"):  # plain
+        return None
+    swift = getattr(runner.drafter, "state", None)
+    found = {"tokens": runner.input_batch.token_ids_cpu.tolist()}
+    return found | {"budget": type(runner.serving_budget).__name__, "searched": swift and swift.search().all_steps}
+
+def make_params(temperature):
+    # A temperature of its own for every second request; some without a seed.
+    return [
+        SamplingParams(temperature=temperature * (i % 2), seed=None if i == 3 else i, max_tokens=30, ignore_eos=True)
+        for i in range(8)
+    ]
+
 if __name__ == "__main__":
-    model, speculative, out = sys.argv[1:]
-    llm = LLM(model, **ENGINE, tensor_parallel_size=2, speculative_config=json.loads(speculative))
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=30, ignore_eos=True) for i in range(8)]
-    tokens = token_ids(llm.generate(make_prompts(8, seed=7), params, use_tqdm=False))
-    tau = acceptance_length(llm) if speculative != "null" else 1
+    model, options, runs, out = sys.argv[1:]
+    llm = LLM(model, **ENGINE | json.loads(options))
+    results = []
+    for temperature in json.loads(runs):
+        outputs = llm.generate(make_prompts(8, seed=7), make_params(temperature), use_tqdm=False)
+        results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
+    tau = acceptance_length(llm) if llm.llm_engine.vllm_config.speculative_config else 1
     with open(out, "w") as file:
-        json.dump({"tokens": tokens, "tau": tau}, file)
+        json.dump({"results": results, "tau": tau}, file)
 """
 
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
-def run(model: Path, speculative: dict | None, folder: Path) -> dict:
+UNION = {
+    "method": "union",
+    "sources": [{key: value for key, value in TREE.items() if key != "budget"}, {"method": "lookup"}],
+    "num_speculative_tokens": 16,
+}
+
+
+def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, ...] = (0.8,), **options) -> dict:
     program, out = folder / "program.py", folder / "out.json"
     program.write_text(PROGRAM)
+    # Costs are measured anew; kernels are not compiled again.
+    (folder / "torch_extensions").symlink_to(get_default_build_root())
     # One core each: the ranks spin while they wait for each other.
     cores = sorted(os.sched_getaffinity(0))
     settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "XDG_CACHE_HOME": str(folder),
+        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, str(program), str(model), json.dumps(speculative), str(out)]
+    options = {"tensor_parallel_size": 2, "speculative_config": speculative, **options}
+    command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(runs), str(out)]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(out.read_text())
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_same_as_plain(engine, checkpoints, tmp_path):
+@pytest.fixture(scope="module")
+def plain(checkpoints, tmp_path_factory):
+    """Plain vLLM's answers of one rank, by target and temperature."""
+    found = {}
+
+    def answers(temperature: float = 0.8, target: str = "target") -> list:
+        if (target, temperature) not in found:
+            folder = tmp_path_factory.mktemp("plain")
+            done = run(checkpoints[target], None, folder, (temperature,), tensor_parallel_size=1)
+            found[target, temperature] = done["results"][0]["tokens"]
+        return found[target, temperature]
+
+    return answers
+
+
+def seeded(tokens: list) -> list:
+    """Without the request that has neither a seed nor temperature 0."""
+    return tokens[:3] + tokens[4:]
+
+
+def check_ranks(result: dict) -> None:
+    """Both ranks have the same tokens in their batches, those of the unseeded request too."""
+    first, second = (rank["tokens"] for rank in result["ranks"])
+    assert first == second
+
+
+def with_model(speculative: dict, path: Path) -> dict:
+    sources = [{**one, "model": str(path)} if one["method"] != "lookup" else one for one in speculative["sources"]]
+    return {**speculative, "sources": sources}
+
+
+@needs_two_cores
+@pytest.mark.parametrize("budget", ["fixed", "measured"])
+def test_same_as_plain(checkpoints, plain, tmp_path, budget):
     """A union of a drafter with a reduced vocabulary (its rows of the LM head lie on both ranks) and lookup."""
-    from vllm import SamplingParams
-
-    from tests.hosts.conftest import make_prompts, token_ids
-
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=30, ignore_eos=True) for i in range(8)]
-    expected = token_ids(engine().generate(make_prompts(8, seed=7), params, use_tqdm=False))
-    source = {key: value for key, value in TREE.items() if key != "budget"} | {"model": str(checkpoints["reduced"])}
-    union = {"method": "union", "sources": [source, {"method": "lookup"}], "num_speculative_tokens": 16}
+    union = {**with_model(UNION, checkpoints["reduced"]), "budget": budget}
     found = run(checkpoints["target"], union, tmp_path)
-    assert found["tokens"] == expected
-    assert found["tau"] > 1.1
+    (result,) = found["results"]
+    assert seeded(result["tokens"]) == seeded(plain())
+    check_ranks(result)
+    if budget == "fixed":
+        assert found["tau"] > 1.1
+    else:
+        assert [rank["budget"] for rank in result["ranks"]] == ["MeasuredBudget", "FollowingBudget"]
+
+
+@needs_two_cores
+def test_measured_budget_of_levels(checkpoints, plain, tmp_path):
+    """Whether one more level is drafted depends on the clock; at once with a second round, whose costs were learned."""
+    speculative = {**TREE, "model": str(checkpoints["eagle"]), "budget": "measured"}
+    found = run(checkpoints["target"], speculative, tmp_path, (0.8, 0.8))
+    for result in found["results"]:
+        assert seeded(result["tokens"]) == seeded(plain())
+        check_ranks(result)
+
+
+@needs_two_cores
+def test_medusa(checkpoints, plain, tmp_path):
     save_head(tmp_path / "medusa", {}, MedusaHeads(3, 1, tiny.HIDDEN).checkpoint_state())
     medusa = {"method": "medusa", "model": str(tmp_path / "medusa"), "num_speculative_tokens": 8}
-    assert run(checkpoints["target"], medusa, tmp_path)["tokens"] == expected
+    (result,) = run(checkpoints["target"], medusa, tmp_path)["results"]
+    assert seeded(result["tokens"]) == seeded(plain())
+    check_ranks(result)
 
 
-def test_measured_budget_is_refused(checkpoints):
-    """Ranks that decide by their own clocks would draft different trees."""
+@needs_two_cores
+def test_swift(checkpoints, plain, tmp_path):
+    """The first rank searches for layer sets; the other one runs the same forwards."""
+    found = run(checkpoints["deep"], {**SWIFT, "budget": "measured"}, tmp_path)
+    (result,) = found["results"]
+    assert seeded(result["tokens"]) == seeded(plain(target="deep"))
+    check_ranks(result)
+    assert result["ranks"][0]["searched"] > result["ranks"][1]["searched"] == 0
+
+
+@needs_two_cores
+@pytest.mark.parametrize("verification", ["typical", "rejection"])
+def test_verification(checkpoints, plain, tmp_path, verification):
+    """Both draw random numbers or take other tokens than plain decoding; greedy requests do not."""
+    speculative = {**TREE, "model": str(checkpoints["eagle"]), "verification": verification}
+    found = run(checkpoints["target"], speculative, tmp_path, (0.8, 0.0))
+    sampled, greedy = found["results"]
+    check_ranks(sampled)
+    assert greedy["tokens"] == plain(0.0)
+    assert sampled["tokens"][::2] == plain(0.0)[::2]
+    assert found["tau"] > 1.1
+
+
+@needs_two_cores
+@needs_vnni
+def test_draft_int8(checkpoints, plain, tmp_path):
+    speculative = {**TREE, "model": str(checkpoints["eagle"]), "draft_int8": True}
+    found = run(checkpoints["target"], speculative, tmp_path)
+    (result,) = found["results"]
+    assert seeded(result["tokens"]) == seeded(plain())
+    check_ranks(result)
+    assert found["tau"] > 1.1
+
+
+@needs_two_cores
+@needs_ray
+def test_ray(checkpoints, plain, tmp_path):
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "budget": "measured"}
-    arguments = EngineArgs(str(checkpoints["target"]), **ENGINE, tensor_parallel_size=2, speculative_config=speculative)
-    with pytest.raises(ValueError, match="budget='measured' does not support tensor parallelism: use budget='fixed'"):
-        arguments.create_engine_config()
+    found = run(checkpoints["target"], speculative, tmp_path, distributed_executor_backend="ray")
+    (result,) = found["results"]
+    assert seeded(result["tokens"]) == seeded(plain())
+    check_ranks(result)

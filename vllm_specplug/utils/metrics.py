@@ -47,18 +47,24 @@ _SIZE = 8 * len(COUNTERS)
 
 
 class Counters:
-    """The file of counters, opened by path; without a path nothing is counted."""
+    """The file of counters, opened by path; without a path nothing is counted.
 
-    def __init__(self, path: str | os.PathLike | None):
+    Args:
+        path: see ``publish``.
+        replica: which data parallel replica counts here: several processes must not add to the same number.
+    """
+
+    def __init__(self, path: str | os.PathLike | None, replica: int = 0):
         self._map: mmap.mmap | None = None
+        self._start = replica * _SIZE
         if path is not None and Path(path).exists():
             with open(path, "r+b") as file:
-                self._map = mmap.mmap(file.fileno(), _SIZE)
+                self._map = mmap.mmap(file.fileno(), 0)
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Add to a counter; ``name`` is its reason, or its name without the prefix."""
         if self._map is not None and amount:
-            offset = 8 * _INDEX[name]
+            offset = self._start + 8 * _INDEX[name]
             struct.pack_into("d", self._map, offset, struct.unpack_from("d", self._map, offset)[0] + amount)
 
     @contextlib.contextmanager
@@ -71,8 +77,11 @@ class Counters:
             self.add(name, time.perf_counter() - start)
 
     def values(self) -> list[float]:
-        """Return all values, in the order of ``COUNTERS``."""
-        return [0.0] * len(COUNTERS) if self._map is None else list(struct.unpack_from(f"{len(COUNTERS)}d", self._map))
+        """Return all values, in the order of ``COUNTERS``, summed over the replicas."""
+        if self._map is None:
+            return [0.0] * len(COUNTERS)
+        replicas = struct.iter_unpack(f"{len(COUNTERS)}d", self._map)
+        return [sum(values) for values in zip(*replicas, strict=True)]
 
 
 class CountersCollector(Collector):
@@ -93,15 +102,18 @@ class CountersCollector(Collector):
 _shown: CountersCollector | None = None
 
 
-def publish() -> str:
+def publish(replicas: int = 1) -> str:
     """Make a file of counters and show it in this process's ``/metrics``; it replaces an earlier one.
+
+    Args:
+        replicas: data parallel replicas that will count in it.
 
     Returns:
         The path of the file, for the worker; the file is removed when this process ends.
     """
     global _shown
     handle, path = tempfile.mkstemp(prefix="specplug-metrics-")
-    os.truncate(handle, _SIZE)
+    os.truncate(handle, _SIZE * replicas)
     os.close(handle)
     Finalize(None, lambda: Path(path).unlink(missing_ok=True), exitpriority=0)
     if _shown is not None:

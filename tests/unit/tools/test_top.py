@@ -58,6 +58,13 @@ def test_counters_reach_the_registry(counters):
     assert "specplug:steps_total 0.0" in generate_latest(REGISTRY).decode()
 
 
+def test_replicas_count_beside_each_other():
+    path = metrics.publish(replicas=2)
+    for replica in (0, 1):
+        metrics.Counters(path, replica).add("steps", 1 + replica)
+    assert "specplug:steps_total 3.0" in generate_latest(REGISTRY).decode()
+
+
 def test_counters_without_a_file_go_nowhere():
     counters = metrics.Counters(None)
     with counters.timed("draft_seconds"):

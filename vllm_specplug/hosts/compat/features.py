@@ -14,8 +14,25 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_specplug.config import ConfigError, TreeOptions, parts_of
 from vllm_specplug.hosts.compat.check import check_symbols
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
+from vllm_specplug.hosts.compat.mixed import problem, users_class
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, method_names
+
+#: By (whether on a CPU, whether on the V2 runner).
+WORKERS = {
+    (True, False): "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker",
+    (False, False): "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1",
+    (False, True): "vllm_specplug.hosts.v2.worker.TreeGPUWorker",
+}
+
+#: Schedulers: V1's lets grammars follow trees.
+SCHEDULER = "vllm_specplug.hosts.v1.scheduler.TreeScheduler"
+SCHEDULER_V2 = "vllm_specplug.hosts.v2.scheduler.tree_scheduler"
+ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+
+
+#: KV connectors that were tested: they store and load prompts, whose rows are in the pages after their forward.
+CONNECTORS = ("ExampleConnector",)
 
 
 class Setting(NamedTuple):
@@ -26,6 +43,16 @@ class Setting(NamedTuple):
     engine_args: Any
     v2_runner: bool = False
 
+    @property
+    def worker(self) -> str:
+        """Return the path of our worker class."""
+        return WORKERS[current_platform.is_cpu(), self.v2_runner]
+
+    @property
+    def scheduler(self) -> str:
+        """Return the path of our scheduler class, or of what makes it."""
+        return SCHEDULER_V2 if self.v2_runner else SCHEDULER
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -33,82 +60,124 @@ class Refusal:
 
     Attributes:
         feature: its name in the message.
-        fix: what to use instead.
-        used: returns whether it is in use.
+        found: returns the setting that turns it on, as a user would write it; None if the feature is not in use.
+        reason: why it cannot work, or is not served yet.
+        fix: what to do instead.
         example: engine arguments that use it; ``model.NAME`` stands for an attribute of vLLM's model config.
     """
 
     feature: str
+    found: Callable[[Setting], str | None]
+    reason: str
     fix: str
-    used: Callable[[Setting], bool]
     example: dict[str, Any]
+
+    def message(self, method: str, found: str) -> str:
+        return f"method {method!r} does not support {self.feature} (found {found}): {self.reason}; {self.fix}"
+
+
+def _given(is_used: Any, option: str) -> str | None:
+    return option if is_used else None
+
+
+def _connector(setting: Setting) -> str | None:
+    """Return the name of the KV connector, if any."""
+    found = setting.engine_args.kv_transfer_config
+    return found.get("kv_connector") if isinstance(found, dict) else getattr(found, "kv_connector", None)
+
+
+def _unmixable(option: str, given: Any, ours: str, besides: tuple[str, ...] = ()) -> str | None:
+    """Return the user's class and why ours cannot be mixed into it; None if it can, or there is none."""
+    theirs = users_class(given)
+    found = None if theirs is None else problem(ours, theirs, besides)
+    return None if found is None else f"{option} {theirs}: {found}"
 
 
 REFUSED = (
     Refusal(
         "pipeline parallelism",
-        "--pipeline-parallel-size 1",
-        lambda s: s.parallel_config.pipeline_parallel_size > 1,
+        lambda s: _given((n := s.parallel_config.pipeline_parallel_size) > 1, f"--pipeline-parallel-size {n}"),
+        "vLLM's V1 runner starts no speculative method there (its first stages ask for a drafter that only the last "
+        "one has), and on the V2 runner only the last stage knows which rows of a tree to keep",
+        "use --tensor-parallel-size or --data-parallel-size instead",
         {"pipeline_parallel_size": 2},
     ),
     Refusal(
-        "data parallelism",
-        "--data-parallel-size 1",
-        lambda s: s.parallel_config.data_parallel_size > 1,
-        {"data_parallel_size": 2},
+        "data parallelism of mixture-of-experts targets",
+        lambda s: _given(
+            (n := s.parallel_config.data_parallel_size) > 1 and s.model_config.is_moe, f"--data-parallel-size {n}"
+        ),
+        "vLLM runs these replicas in lockstep, forward by forward, and each drafts another number of levels",
+        "start servers of --data-parallel-size 1 behind a load balancer",
+        {"data_parallel_size": 2, "model.is_moe": True},
     ),
     Refusal(
-        "a custom worker class",
-        "no --worker-cls",
-        lambda s: s.parallel_config.worker_cls != "auto" and "vllm_specplug." not in s.parallel_config.worker_cls,
+        "worker classes other than subclasses of vLLM's own",
+        lambda s: _unmixable("--worker-cls", s.parallel_config.worker_cls, s.worker),
+        "trees need vLLM's runner, which that worker makes",
+        "derive it from vLLM's worker for this device, or leave out --worker-cls",
         {"worker_cls": "some.Worker"},
     ),
     Refusal(
-        "a custom scheduler class",
-        "no --scheduler-cls",
-        lambda s: s.engine_args.scheduler_cls is not None and "vllm_specplug." not in str(s.engine_args.scheduler_cls),
+        "scheduler classes other than subclasses of vLLM's own",
+        lambda s: _unmixable("--scheduler-cls", s.engine_args.scheduler_cls, s.scheduler, (ASYNC_SCHEDULER,)),
+        "trees are scheduled by code mixed into a synchronous scheduler of the V1 runner",
+        "derive it from vllm.v1.core.sched.scheduler.Scheduler, or leave out --scheduler-cls",
         {"scheduler_cls": "some.Scheduler"},
     ),
     Refusal(
         "asynchronous scheduling",
-        "--no-async-scheduling, or leave the option out",
-        lambda s: bool(s.engine_args.async_scheduling) and not s.v2_runner,
+        lambda s: _given(s.engine_args.async_scheduling and not s.v2_runner, "--async-scheduling"),
+        "on the V1 runner each step's drafts are laid out by the scheduler before the next step",
+        "leave the option out",
         {"async_scheduling": True},
     ),
     Refusal(
-        "a KV connector",
-        "no --kv-transfer-config",
-        lambda s: s.engine_args.kv_transfer_config is not None,
-        {"kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}},
+        "LoRA",
+        lambda s: _given(s.engine_args.enable_lora, "--enable-lora"),
+        "not served yet",
+        "leave out --enable-lora",
+        {"enable_lora": True},
+    ),
+    Refusal(
+        "KV connectors other than " + " and ".join(CONNECTORS),
+        lambda s: _given((name := _connector(s)) is not None and name not in CONNECTORS, f"kv_connector {name}"),
+        "accepted rows reach the pages after the forward in which a connector may store them; only connectors that "
+        "have been tested to store prompts or finished blocks are accepted",
+        "use ExampleConnector, or leave out --kv-transfer-config",
+        {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
     ),
     Refusal(
         "sleep mode",
-        "no --enable-sleep-mode",
-        lambda s: bool(s.model_config.enable_sleep_mode),
+        lambda s: _given(s.model_config.enable_sleep_mode, "--enable-sleep-mode"),
+        "sleep level 2 discards weights, and those that a drafter derives from the target's (rows of its LM head, in 8 "
+        "bits) are not derived again when vLLM reloads them; vLLM itself refuses sleep mode on a CPU",
+        "leave out --enable-sleep-mode",
         {"model.enable_sleep_mode": True},
     ),
     Refusal(
-        "prompt embeddings",
-        "no --enable-prompt-embeds",
-        lambda s: bool(s.engine_args.enable_prompt_embeds),
-        {"enable_prompt_embeds": True},
-    ),
-    Refusal(
         "embedding and pooling models",
-        "a server of its own for them",
-        lambda s: s.model_config.runner_type != "generate",
+        lambda s: _given((kind := s.model_config.runner_type) != "generate", f"runner type {kind}"),
+        "they generate no tokens",
+        "serve the model without a speculative config",
         {"model.runner_type": "pooling"},
     ),
     Refusal(
-        "a quantised KV cache",
-        "--kv-cache-dtype auto",
-        lambda s: str(s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
+        "quantised KV caches",
+        lambda s: _given(
+            str(name := s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
+            f"--kv-cache-dtype {name}",
+        ),
+        "rows of a tree would be read at another precision than vLLM reads cached rows, so answers would differ from "
+        "plain decoding's",
+        "use --kv-cache-dtype auto",
         {"kv_cache_dtype": "fp8"},
     ),
     Refusal(
         "encoder-decoder targets",
-        "a decoder-only target",
-        lambda s: s.model_config.is_encoder_decoder,
+        lambda s: _given(s.model_config.is_encoder_decoder, s.model_config.model),
+        "its cross-attention is another mechanism than the tree's",
+        "use a decoder-only target",
         {"model.is_encoder_decoder": True},
     ),
 )
@@ -118,7 +187,7 @@ def check_features(method: str, setting: Setting) -> None:
     """Refuse features that our methods do not support, by name.
 
     Raises:
-        ConfigError: naming the first feature and the fix.
+        ConfigError: naming the first feature, the setting that turns it on, and the fix.
     """
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise ConfigError(f"method {method!r} does not run on {current_platform.device_name!r}: use CUDA or a CPU")
@@ -126,10 +195,8 @@ def check_features(method: str, setting: Setting) -> None:
     if on_cpu and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ConfigError(f"method {method!r} supports the packed KV layout of x86-64 only: use such a processor")
     for refusal in REFUSED:
-        if refusal.used(setting):
-            raise ConfigError(
-                f"method {method!r} does not support {refusal.feature} yet: use {refusal.fix}, or another method"
-            )
+        if (found := refusal.found(setting)) is not None:
+            raise ConfigError(refusal.message(method, found))
 
 
 def uses_v2_runner(options: TreeOptions) -> bool:

@@ -16,29 +16,20 @@ from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, de
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
     V2,
+    WORKERS,
     Setting,
     check_features,
     check_options,
     check_tree_attention,
     uses_v2_runner,
 )
+from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.metrics import publish
 
 logger = logging.getLogger("vllm_specplug")
-
-#: By (whether on a CPU, whether on the V2 runner).
-WORKERS = {
-    (True, False): "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker",
-    (False, False): "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1",
-    (False, True): "vllm_specplug.hosts.v2.worker.TreeGPUWorker",
-}
-
-#: Schedulers: V1's lets grammars follow trees.
-SCHEDULER = "vllm_specplug.hosts.v1.scheduler.TreeScheduler"
-SCHEDULER_V2 = "vllm_specplug.hosts.v2.scheduler.tree_scheduler"
 
 #: What vLLM's ``custom_class`` method loads on V1.  Our runner puts the method's own adapter in its place.
 NO_DRAFTER = "vllm_specplug.hosts.drafters.base.V1Drafter"
@@ -114,18 +105,19 @@ def build(
     check_features(options.method, setting)
     check_tree_attention(options, setting)
     _check_runner_options(options, on_cpu, v2, target_parallel_config.tensor_parallel_size)
+    _check_connector(options, engine_args.kv_transfer_config)
     drafter = _configure_drafter(options, target_model_config)
     if drafter is not None:
-        one_process = target_parallel_config.tensor_parallel_size == 1
-        supports_int8 = on_cpu and not v2 and one_process and drafter.supports_int8
+        supports_int8 = on_cpu and not v2 and drafter.supports_int8
         resolved = _resolve_int8(drafter.options, supports_int8, target_model_config.dtype)
         options = with_drafter(options, resolved)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
     if vllm_method == "custom_class":
         vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
-    if target_parallel_config.worker_cls == "auto":
-        target_parallel_config.worker_cls = WORKERS[on_cpu, v2]
-    engine_args.scheduler_cls = SCHEDULER_V2 if v2 else SCHEDULER
+    theirs = users_class(target_parallel_config.worker_cls)
+    target_parallel_config.worker_cls = path_of_mixed(setting.worker, theirs) if theirs else setting.worker
+    theirs = users_class(engine_args.scheduler_cls)
+    engine_args.scheduler_cls = path_of_mixed(setting.scheduler, theirs) if theirs else setting.scheduler
     return TreeSpeculativeConfig(
         method=vllm_method,
         model=model,
@@ -137,7 +129,7 @@ def build(
         target_parallel_config=target_parallel_config,
         specplug=options,
         v2_runner=v2,
-        metrics_file=publish(),
+        metrics_file=publish(target_parallel_config.data_parallel_size),
     )
 
 
@@ -159,11 +151,23 @@ def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_p
     runner = V2 if v2 else None if on_cpu else V1_CUDA
     if runner is not None:
         check_options(options, runner)
-    if tensor_parallel_size > 1:
-        if runner is not None:
-            raise ConfigError(f"{runner.name} with our methods does not support tensor parallelism yet")
-        if options.budget == "measured":
-            raise ConfigError("budget='measured' does not support tensor parallelism: use budget='fixed'")
+        if tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
+                f"{tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"
+            )
+
+
+def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
+    drafter = model_drafter(options)
+    if kv_transfer_config is None or drafter is None or not find_method(drafter.method).model.is_vllm_model:
+        return
+    if options is not drafter or options.budget == "measured":
+        found = f"method={options.method!r}, budget={options.budget!r}"
+        raise ConfigError(
+            f"a KV connector stores the rows of drafter {drafter.model!r} too, so it has to run behind every prompt "
+            f"(found {found}): use method {drafter.method!r} with budget='fixed', or a method without an EAGLE drafter"
+        )
 
 
 def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | None:
@@ -181,7 +185,7 @@ def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) 
     asked, possible = options.draft_int8, is_supported and can_quantise()
     if asked and not possible:
         raise ConfigError(
-            "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI), one process, and an "
+            "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI) and an "
             "EAGLE-1/2, HASS or Medusa drafter: leave it out"
         )
     return replace(options, draft_int8=possible and dtype == torch.bfloat16 if asked is None else asked)

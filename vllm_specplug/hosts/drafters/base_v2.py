@@ -47,7 +47,7 @@ class TreeSpeculator:
         self._proposer = None if method.make_on_device is None else method.make_on_device(config.specplug)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._guard = Guard(config.specplug.method)
-        self.timer = StepTimer(config.metrics_file, device)
+        self.timer = StepTimer(config.metrics_file, device, vllm_config.parallel_config.data_parallel_index)
         self.trees = DeviceTrees(
             scheduler.max_num_seqs, config.num_speculative_tokens, max(depths), scheduler.max_num_batched_tokens, device
         )

@@ -27,6 +27,7 @@ from vllm_specplug.hosts.drafters.adapters import map_adapters
 from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.hosts.kv_groups import groups_by_layer
+from vllm_specplug.hosts.v1.ranks import agreed, leads
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
@@ -50,6 +51,13 @@ class _Window(NamedTuple):
 
     request_id: str
     start: int
+
+
+class _Trial(NamedTuple):
+    """A layer set to score on a window."""
+
+    layer_set: LayerSet
+    window: _Window
 
 
 class _Open(NamedTuple):
@@ -112,7 +120,7 @@ class SwiftProposer(V1Drafter):
         if self.options.optimise_share:
             self._optimise(request_ids, seconds)
         self.state.seconds["served"] += seconds + time.perf_counter() - begin
-        if self.options.swift_state is not None:
+        if self.options.swift_state is not None and leads():
             self.state.save_now_and_then(self.options.swift_state)
 
     def finish(self, request_ids: Collection[str]) -> None:
@@ -148,8 +156,10 @@ class SwiftProposer(V1Drafter):
         for place in drafted.tolist():
             groups.setdefault(self._stream(self.runner.input_batch.req_ids[place]), []).append(place)
         levels: list[list[DraftedLevel]] = []
-        for stream, places in groups.items():
-            chains = self._draft(self.state.search(stream).best, torch.tensor(places), roots, torch.from_numpy(last))
+        # The first tensor-parallel rank searches.
+        layer_sets = agreed([self.state.search(stream).best for stream in groups])
+        for layer_set, (stream, places) in zip(layer_sets, groups.items(), strict=True):
+            chains = self._draft(layer_set, torch.tensor(places), roots, torch.from_numpy(last))
             steps = Counter(place for level in chains for place in level.requests.tolist())
             for place in places:
                 request_id = self.runner.input_batch.req_ids[place]
@@ -179,25 +189,17 @@ class SwiftProposer(V1Drafter):
 
     @torch.inference_mode()
     def _optimise(self, request_ids: list[str], step_seconds: float) -> None:
-        """Score one layer set on one window, if the ledger allows."""
-        self._steps_since_look += 1
-        if not self.ledger.allows(request_ids, self._trial_seconds or step_seconds):
+        """Score one layer set on one window, if the ledger of the first tensor-parallel rank allows."""
+        begin = time.perf_counter()
+        trial = agreed(self._choose_trial(request_ids, step_seconds) if leads() else None)
+        if trial is None:
             return
-        window = self._choose_window(request_ids)
-        if window is None:
-            return
-        stream = self._stream(window.request_id)
-        search, begin = self.state.search(stream), time.perf_counter()
-        thinks = search.wants_bayesian
-        affordable = self.ledger.allows(request_ids, self._trial_seconds + self._bayesian_seconds)
-        layer_set = search.next_set((window, stream), bayesian=affordable)
         chosen = time.perf_counter()
-        if thinks and not search.wants_bayesian:
-            self._bayesian_seconds = chosen - begin
-        self.state.seconds["propose"] += chosen - begin
-        if layer_set is None:
+        matchness = self._matchness(trial.layer_set, request_ids.index(trial.window.request_id), trial.window.start)
+        if not leads():
             return
-        changed = search.add(layer_set, self._matchness(layer_set, request_ids.index(window.request_id), window.start))
+        search = self._search(trial.window)
+        changed = search.add(trial.layer_set, matchness)
         end = time.perf_counter()
         self._uses += 1
         self._steps_since_look = 0
@@ -206,6 +208,24 @@ class SwiftProposer(V1Drafter):
         self.ledger.charge(request_ids, end - begin)
         if changed:
             logger.debug("vllm-specplug: swift: step %d, matchness %.3f", search.all_steps, search.matchness)
+
+    def _choose_trial(self, request_ids: list[str], step_seconds: float) -> _Trial | None:
+        self._steps_since_look += 1
+        if not self.ledger.allows(request_ids, self._trial_seconds or step_seconds):
+            return None
+        window = self._choose_window(request_ids)
+        if window is None:
+            return None
+        stream = self._stream(window.request_id)
+        search, begin = self.state.search(stream), time.perf_counter()
+        thinks = search.wants_bayesian
+        affordable = self.ledger.allows(request_ids, self._trial_seconds + self._bayesian_seconds)
+        layer_set = search.next_set((window, stream), bayesian=affordable)
+        seconds = time.perf_counter() - begin
+        if thinks and not search.wants_bayesian:
+            self._bayesian_seconds = seconds
+        self.state.seconds["propose"] += seconds
+        return None if layer_set is None else _Trial(layer_set, window)
 
     def _choose_window(self, request_ids: list[str]) -> _Window | None:
         """Return the current window while it is fresh or the only one; else the newest tokens of an answer."""

@@ -24,16 +24,16 @@ def probe(task: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     llm = LLM(**task["engine"])
-    (result,) = llm.collective_rpc("measure_costs")
+    result, *_ = llm.collective_rpc("measure_costs")
     result |= {"choices": {}, "reliability": {}}
     for category, texts in task["questions"].items():
         llm.collective_rpc("forget_worth")
         for text in texts:
             answer(llm, [text], task["max_tokens"])
-        (report,) = llm.collective_rpc("report_budget", args=(task["batches"],))
+        report, *_ = llm.collective_rpc("report_budget", args=(task["batches"],))
         result["choices"][category] = report["choices"]
         result["reliability"][category] = report["reliability"]
-    (report,) = llm.collective_rpc("report_budget", args=(task["batches"],))
+    report, *_ = llm.collective_rpc("report_budget", args=(task["batches"],))
     if not task["questions"]:
         result["choices"]["first guess"] = report["choices"]
     return result | {"seconds": report["seconds"]}

@@ -18,6 +18,7 @@ from vllm_specplug.budget.costs import CostModel
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.hosts.v1.cost_measurement import CostMeasurement
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
+from vllm_specplug.hosts.v1.ranks import agreed, leads
 from vllm_specplug.hosts.v1.step_clock import DraftClock, StepClock
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
@@ -35,11 +36,16 @@ SAVE_EVERY = 2000
 
 def serving_budget(runner: Any, options: TreeOptions) -> FixedBudget:
     """Return the budget that the options ask for: fixed or measured."""
-    return MeasuredBudget(runner, options) if options.budget == "measured" else FixedBudget()
+    if options.budget == "fixed":
+        return FixedBudget()
+    return MeasuredBudget(runner, options) if leads() else FollowingBudget(runner, options)
 
 
 class MeasuredBudget(FixedBudget):
     """Times the parts of each step, keeps the cost model, and queries ``Budget`` for decisions.
+
+    With several tensor-parallel ranks it runs on the first one, and its decisions are those of all ranks: their clocks
+    differ, and every rank takes part in a drafter's forward.
 
     Args:
         runner: the V1 model runner, with its drafter.
@@ -77,7 +83,7 @@ class MeasuredBudget(FixedBudget):
         compile_loops()
         if self._budget is None and (saved := load(self.facts)) is not None:
             self._budget = self._make(saved)
-        if self._budget is None:
+        if agreed(self._budget is None):
             self.measure()
         self._measurement.warm_up()
 
@@ -116,6 +122,15 @@ class MeasuredBudget(FixedBudget):
     def restart(self) -> None:
         """Forget the values of drafts; costs are kept."""
         self._budget = self._make({}, self.budget.costs)
+
+    def report(self, batches: list[int]) -> dict[str, Any]:
+        """Return costs, reliability, and the choices for batches of these sizes."""
+        choices = [self.budget.choice(batch) for batch in batches]
+        return {
+            "seconds": self.budget.costs.to_json(),
+            "reliability": self.budget.reliability.curve(),
+            "choices": choices,
+        }
 
     def save(self) -> None:
         """Write costs and values to the user's cache."""
@@ -195,7 +210,7 @@ class MeasuredBudget(FixedBudget):
         self._phase = DraftClock(time.perf_counter(), wanted, int(wanted.sum()))
         batch = self._runner.input_batch
         self.budget.learn(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
-        return self.budget.plan(self._phase.num_wanted, self._runner.drafter.missed.num_rows)
+        return agreed(self.budget.plan(self._phase.num_wanted, self._runner.drafter.missed.num_rows))
 
     def propose(self, draft: Callable[[], Draft | None]) -> Draft | None:
         begin, phase = time.perf_counter(), self._phase
@@ -207,7 +222,7 @@ class MeasuredBudget(FixedBudget):
                 self.observe("model_free", phase.num_wanted, phase.model_free)
 
     def wants_model_drafter(self, expected: torch.Tensor | None) -> bool:
-        return expected is None or self.budget.wants_model_drafter(expected.numpy(), self._phase.wanted)
+        return agreed(expected is None or self.budget.wants_model_drafter(expected.numpy(), self._phase.wanted))
 
     def catch_up(self, catch_up: Callable[[], None]) -> None:
         missed = self._runner.drafter.missed
@@ -226,7 +241,7 @@ class MeasuredBudget(FixedBudget):
                 self.observe("first_pass", self._phase.num_wanted, self._phase.by_model)
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
-        return self.budget.may_grow(beam_values)
+        return agreed(self.budget.may_grow(beam_values))
 
     def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
         self._phase.forwards = first_pass + sum(level_seconds)
@@ -260,3 +275,42 @@ class MeasuredBudget(FixedBudget):
 
     def end_draft(self) -> None:
         self._clock.drafting = time.perf_counter() - self._phase.began
+
+
+class FollowingBudget(FixedBudget):
+    """Does on a further tensor-parallel rank what the first rank's ``MeasuredBudget`` decides.
+
+    What is selected for verification needs no agreement: the scheduler sends the first rank's trees to all.
+    """
+
+    is_measured = True
+
+    def __init__(self, runner: Any, options: TreeOptions):
+        self._measurement = CostMeasurement(runner, options)
+        self.facts = self._measurement.facts()
+
+    def prepare(self) -> None:
+        if agreed(None):
+            self.measure()
+        self._measurement.warm_up()
+
+    def measure(self) -> None:
+        """Take part in the forwards that the first rank times."""
+        self._measurement.measure()
+
+    def restart(self) -> None:
+        """Nothing is learned here."""
+
+    def report(self, batches: list[int]) -> dict[str, Any]:
+        """Nothing is known here."""
+        return {}
+
+    def plan(self, wanted: np.ndarray) -> Arm:
+        arm = agreed(None)
+        return PLAIN if arm == PLAIN else arm
+
+    def wants_model_drafter(self, expected: torch.Tensor | None) -> bool:
+        return agreed(None)
+
+    def may_grow(self, beam_values: torch.Tensor) -> bool:
+        return agreed(None)

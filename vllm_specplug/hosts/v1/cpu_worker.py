@@ -59,9 +59,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def report_budget(self, batches: list[int]) -> dict[str, Any]:
         """Return costs, reliability, and the budget's choices for batches of these sizes."""
-        budget = self.model_runner.serving_budget.budget
-        choices = [budget.choice(batch) for batch in batches]
-        return {"seconds": budget.costs.to_json(), "reliability": budget.reliability.curve(), "choices": choices}
+        return self.model_runner.serving_budget.report(batches)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         select_backend()  # builds the op, or logs why it cannot, before the first request

@@ -141,15 +141,17 @@ class DraftPhase:
         Returns:
             The draft, if all of it was scheduled.
         """
-        draft_token_ids = scheduler_output.scheduled_spec_decode_tokens[req_id]
+        draft_token_ids = list(scheduler_output.scheduled_spec_decode_tokens[req_id])
         count = len(draft_token_ids)
         draft = self._drafts.get(req_id)
-        if isinstance(scheduler_output, TreeSchedulerOutput) and req_id in scheduler_output.parents:
-            row[1 : count + 1] = scheduler_output.parents[req_id]
-        elif draft is not None and draft.token_ids[:count] == list(draft_token_ids):
-            row[1 : count + 1] = draft.parents[:count]
-            return draft if count == len(draft.token_ids) else None
-        return None
+        if draft is not None and draft.token_ids[:count] != draft_token_ids:
+            draft = None
+        parents = scheduler_output.parents.get(req_id) if isinstance(scheduler_output, TreeSchedulerOutput) else None
+        if parents is None and draft is not None:
+            parents = draft.parents[:count]
+        if parents is not None:
+            row[1 : count + 1] = parents
+        return draft if draft is not None and draft.parents == parents else None
 
     def take_draft_token_ids(self) -> TreeDraftTokenIds | None:
         taken = super().take_draft_token_ids()

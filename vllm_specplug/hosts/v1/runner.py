@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.outputs import SamplerOutput
 
@@ -27,6 +26,7 @@ from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
+from vllm_specplug.hosts.v1.ranks import leads
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
@@ -74,9 +74,11 @@ class TreeModelRunner(DraftPhase, ABC):
         with custom_processors_hidden(vllm_config.model_config):
             super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
-        # Every rank does the same; one of them counts and traces.
-        reports = get_tensor_model_parallel_rank() == 0
-        self._counters = Counters(self.speculative_config.metrics_file if reports else None)
+        # Every tensor-parallel rank does the same; one of them counts and traces.
+        reports = leads()
+        self._counters = Counters(
+            self.speculative_config.metrics_file if reports else None, vllm_config.parallel_config.data_parallel_index
+        )
         self._verify_start = 0.0
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: StagedStep | None = None

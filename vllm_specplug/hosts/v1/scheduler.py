@@ -1,7 +1,8 @@
 """vLLM's scheduler with grammars that follow trees; vLLM's own follow the flat list of drafts.
 
 The worker sends its drafts and their parents with its output.  For a request with structured output only the nodes that
-its grammar allows on their path are scheduled, and the logits of each row get the mask of the row's path.
+its grammar allows on their path are scheduled, and the logits of each row get the mask of the row's path.  With several
+ranks the trees that the first one drafted are sent to all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TreeDraftTokenIds(DraftTokenIds):
 
 @dataclass
 class TreeSchedulerOutput(SchedulerOutput):
-    """vLLM's scheduler output with, by request, the parents of drafts that the scheduler has pruned."""
+    """vLLM's scheduler output with, by request, the parents of drafts that the worker may not know."""
 
     parents: dict[str, list[int]] = field(default_factory=dict)
 
@@ -70,7 +71,9 @@ class TreeScheduler(Scheduler):
         #: Whether the last worker output contained its drafts.
         self.has_drafts = False
         apply_all([POST_STEP])
-        #: By request with structured output: the drafts that its grammar allowed last, and their parents.
+        #: Whether other ranks need the trees that the first rank has drafted.
+        self._sends_trees = self.parallel_config.world_size > 1
+        #: By request: the drafts to verify next, and their parents, if the worker's own draft may be another one.
         self._trees: dict[str, tuple[list[int], list[int]]] = {}
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
@@ -95,6 +98,8 @@ class TreeScheduler(Scheduler):
             ):
                 unconstrained.req_ids.append(req_id)
                 unconstrained.draft_token_ids.append(token_ids)
+                if self._sends_trees and request is not None:
+                    self._trees[req_id] = (list(token_ids), parents)
                 continue
             rows: list[int] = []
             walk_grammar(

@@ -9,6 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from vllm_specplug.hosts.v1.ranks import agreed
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
 from vllm_specplug.types import TokenTree, Walk
 
@@ -51,7 +52,7 @@ class SettledWalk(SampledWalk, ABC):
     def __call__(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
     ) -> tuple[Walk, SamplerOutput]:
-        self._settled = self.settle(tree, logits, first_rows, active)
+        self._settled = agreed(self.settle(tree, logits, first_rows, active))
         return super().__call__(tree, logits, first_rows, active)
 
     def log_probs(self, logits: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:

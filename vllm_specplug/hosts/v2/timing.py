@@ -19,10 +19,11 @@ class StepTimer:
     Args:
         metrics_file: the file; None counts nothing.
         device: where the work runs.
+        replica: see ``Counters``.
     """
 
-    def __init__(self, metrics_file: str | os.PathLike | None, device: torch.device):
-        self._counters, self._on_cuda = Counters(metrics_file), device.type == "cuda"
+    def __init__(self, metrics_file: str | os.PathLike | None, device: torch.device, replica: int = 0):
+        self._counters, self._on_cuda = Counters(metrics_file, replica), device.type == "cuda"
         self._began: torch.cuda.Event | float | None = None
         #: Counter and events of work that may still run.
         self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
