@@ -211,7 +211,7 @@ def bench(folder: Path, plain: str, trees: str) -> tuple[dict, float]:
     questions.write_text("\n".join(map(json.dumps, asked)))
     command = ["bench", "--questions", str(questions), "--max-tokens", "24", "--concurrency", "1,2"]
     start = time.perf_counter()
-    assert cli.main([*command, "--server", plain, "--server", f"trees={trees}", "--output", str(out)]) == 0
+    assert cli.main([*command, "--server", plain, "--server", f"trees={trees}", "--out", str(out)]) == 0
     return json.loads(out.read_text())["methods"], time.perf_counter() - start
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from vllm_specplug.tools.demo_prompts import PROMPTS, WARM_UP, Prompt
 from vllm_specplug.tools.draw import draw_tree
 from vllm_specplug.tools.server_process import Answer, Server, stop_all, terminate_like_interrupt, wait_until_ready
-from vllm_specplug.utils.smollm2 import default_dir, prepare
+from vllm_specplug.utils.smollm2 import check_target, default_dir, prepare
 from vllm_specplug.utils.tables import format_table
 
 METHOD = {"method": "eagle2", "model": "smollm2-135m-instruct"}
@@ -95,15 +95,27 @@ def draw(tree: dict, model: Path) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug demo``."""
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens per answer")
-    parser.add_argument("--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts")
-    parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens of the longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts (default: all)"
+    )
+    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
         "--speculative-config", default=json.dumps(METHOD), metavar="JSON", help="the method (default: %(default)s)"
     )
     parser.add_argument("--log-dir", metavar="DIR", help="keep the servers' logs there (default: only after an error)")
-    parser.add_argument("--timeout", type=float, default=900, metavar="S", help="time limit for a server to start")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=900,
+        metavar="S",
+        help="seconds that a server may take to start (default: %(default)s)",
+    )
 
 
 def _method_config(text: str) -> dict:
@@ -121,7 +133,8 @@ def run(args: argparse.Namespace) -> None:
     if args.max_tokens < 1 or not 1 <= args.limit <= len(PROMPTS):
         raise ValueError(f"--max-tokens must be at least 1, and --limit from 1 to {len(PROMPTS)}")
     config = _method_config(args.speculative_config)
-    model = Path(args.model) if args.model else _prepare_smollm2()
+    check_target(args.target)
+    model = Path(args.target) if args.target else _prepare_smollm2()
     with _log_folder(args.log_dir) as logs:
         _compare_with_plain(args, config, model, logs)
 

@@ -96,15 +96,25 @@ def publish() -> str:
     """Make a file of counters and show it in this process's ``/metrics``; it replaces an earlier one.
 
     Returns:
-        The path of the file, for the worker; the file is removed when this process ends.
+        The path of the file, for the worker.  Nothing of it is left when this process ends, however it ends.
     """
     global _shown
-    handle, path = tempfile.mkstemp(prefix="specplug-metrics-")
-    os.truncate(handle, _SIZE)
-    os.close(handle)
-    Finalize(None, lambda: Path(path).unlink(missing_ok=True), exitpriority=0)
+    path = _file_in_memory()
     if _shown is not None:
         REGISTRY.unregister(_shown)
     _shown = CountersCollector(Counters(path))
     REGISTRY.register(_shown)
+    return path
+
+
+def _file_in_memory() -> str:
+    """Make a file without a name on any disk; where there is none (not on Linux), a temporary file."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("specplug-metrics")
+        os.truncate(handle, _SIZE)
+        return f"/proc/{os.getpid()}/fd/{handle}"
+    handle, path = tempfile.mkstemp(prefix="specplug-metrics-")
+    os.truncate(handle, _SIZE)
+    os.close(handle)
+    Finalize(None, lambda: Path(path).unlink(missing_ok=True), exitpriority=0)
     return path

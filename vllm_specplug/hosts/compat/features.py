@@ -15,7 +15,7 @@ from vllm_specplug.config import ConfigError, TreeOptions, parts_of
 from vllm_specplug.hosts.compat.check import check_symbols
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
-from vllm_specplug.proposer import find_method, method_names
+from vllm_specplug.proposer import find_method, loadable_methods
 
 
 class Setting(NamedTuple):
@@ -214,7 +214,7 @@ def check_options(options: TreeOptions, runner: _Runner) -> None:
 
 def _check_part(options: TreeOptions, runner: _Runner) -> None:
     if not runner.serves(options.method):
-        served = ", ".join(name for name in method_names() if runner.serves(name))
+        served = ", ".join(name for name in loadable_methods() if runner.serves(name))
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
         )

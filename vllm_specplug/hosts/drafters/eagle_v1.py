@@ -81,8 +81,9 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         super()._maybe_share_lm_head(target_language_model)
         lm_head = target_language_model.lm_head.weight.data
         self._scorer = EagleScorer(self.model, lm_head, bool(self.options.draft_int8))
-        if self._scorer.head is not None and self.device.type == "cpu":
-            self._vocabulary = ContextVocabulary(lm_head, self._scorer.draft_ids)
+        max_extra = self.options.context_vocabulary
+        if self._scorer.head is not None and self.device.type == "cpu" and max_extra:
+            self._vocabulary = ContextVocabulary(lm_head, self._scorer.draft_ids, max_extra)
 
     # ---- drafting paused
 
