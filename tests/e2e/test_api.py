@@ -105,6 +105,31 @@ def test_whole_and_streamed(servers, path, settings):
     assert [choice["finish_reason"] for choice in streamed] == [choice["finish_reason"] for choice in whole[0]]
 
 
+BAD_ARGUMENTS = {
+    "not a truth value": ({"speculation": "maybe"}, "speculation must be true or false, not 'maybe'"),
+    "verified exactly": ({"typical_epsilon": -1}, "this server verifies drafts exactly"),
+    "not a name": ({"swift_stream": 5}, "swift_stream must be a string"),
+    "a typo": ({"speculaton": False}, "unknown argument 'speculaton': did you mean 'speculation'?"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ARGUMENTS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_bad_argument_is_answered_400_with_the_reason(servers, path, stream, bad):
+    arguments, reason = BAD_ARGUMENTS[bad]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(servers["trees"], path, **prompt_of(path), max_tokens=4, stream=stream, vllm_xargs=arguments)
+    assert refused.value.code == 400
+    assert reason in json.loads(refused.value.read())["error"]["message"]
+
+
+def test_arguments_of_other_plugins_are_left_alone(servers):
+    body = {**prompt_of("/v1/completions"), "max_tokens": 8, "temperature": 0}
+    expected = ask(servers["plain"], "/v1/completions", **body)
+    assert ask(servers["trees"], "/v1/completions", **body, vllm_xargs={"watermark_key": 7}) == expected
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_logprobs(servers, path):
     wanted = {"logprobs": 3} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 3}
