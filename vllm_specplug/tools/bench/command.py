@@ -20,6 +20,7 @@ from vllm_specplug.tools.bench.results import (
     build_report,
     render,
     render_concurrency,
+    render_short,
     write_table,
 )
 from vllm_specplug.tools.bench.server import Server
@@ -112,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
+    parser.add_argument("--short", action="store_true", help="with --table: the overall figures only")
     parser.add_argument(
         "--concurrency-table",
         type=Path,
@@ -195,7 +197,8 @@ def run(args: argparse.Namespace) -> None:
     """Run ``specplug bench``."""
     tables: list[tuple[str, tuple[str, str]]] = []
     if args.table is not None:
-        tables.append((render(json.loads(args.table.read_text()), markdown=True), MARKS))
+        report = json.loads(args.table.read_text())
+        tables.append((render_short(report) if args.short else render(report, markdown=True), MARKS))
     if args.concurrency_table is not None:
         reports = {file.name: json.loads(file.read_text()) for file in args.concurrency_table}
         tables.append((render_concurrency(reports), CONCURRENCY_MARKS))
