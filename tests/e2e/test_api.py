@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from benchmarks.end_to_end import stress
+from tests import bad_input
 from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
 from vllm_specplug.tools import cli
 from vllm_specplug.tools.bench.server import Server as MeasuredServer
@@ -105,23 +106,14 @@ def test_whole_and_streamed(servers, path, settings):
     assert [choice["finish_reason"] for choice in streamed] == [choice["finish_reason"] for choice in whole[0]]
 
 
-BAD_ARGUMENTS = {
-    "not a truth value": ({"speculation": "maybe"}, "speculation must be true or false, not 'maybe'"),
-    "verified exactly": ({"typical_epsilon": -1}, "this server verifies drafts exactly"),
-    "not a name": ({"swift_stream": 5}, "swift_stream must be a string"),
-    "a typo": ({"speculaton": False}, "unknown argument 'speculaton': did you mean 'speculation'?"),
-}
-
-
-@pytest.mark.parametrize("bad", BAD_ARGUMENTS)
+@pytest.mark.parametrize("case", bad_input.REQUESTS, ids=lambda case: "".join(case.given))
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_bad_argument_is_answered_400_with_the_reason(servers, path, stream, bad):
-    arguments, reason = BAD_ARGUMENTS[bad]
+def test_a_bad_argument_is_answered_400_with_the_reason(servers, path, stream, case):
     with pytest.raises(urllib.error.HTTPError) as refused:
-        post(servers["trees"], path, **prompt_of(path), max_tokens=4, stream=stream, vllm_xargs=arguments)
+        post(servers["trees"], path, **prompt_of(path), max_tokens=4, stream=stream, vllm_xargs=case.given)
     assert refused.value.code == 400
-    assert reason in json.loads(refused.value.read())["error"]["message"]
+    assert case.says in json.loads(refused.value.read())["error"]["message"]
 
 
 def test_arguments_of_other_plugins_are_left_alone(servers):

@@ -150,6 +150,13 @@ def build_parser(argv: list[str], every: bool = False) -> argparse.ArgumentParse
     return parser
 
 
+def _describe(error: Exception) -> str:
+    """Return an error's message; without the number that Python puts before one of the system."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
@@ -171,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         if "--traceback" in argv:
             raise
         expected = isinstance(error, EXPECTED_ERRORS)
-        text = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
+        text = _describe(error) if expected and str(error) else f"{type(error).__name__}: {error}"
         print(f"specplug: error: {text}", file=sys.stderr)
         if not expected:
             print("specplug: this is a defect of vllm-specplug; --traceback shows where", file=sys.stderr)

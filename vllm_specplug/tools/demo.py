@@ -137,8 +137,10 @@ def _method_config(text: str) -> dict:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug demo``."""
-    if args.max_tokens < 1 or not 1 <= args.limit <= len(PROMPTS):
-        raise ValueError(f"--max-tokens must be at least 1, and --limit from 1 to {len(PROMPTS)}")
+    if args.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, not {args.max_tokens}")
+    if not 1 <= args.limit <= len(PROMPTS):
+        raise ValueError(f"--limit must be from 1 to {len(PROMPTS)}, not {args.limit}")
     config = _method_config(args.speculative_config)
     check_target(args.target)
     with _stage(1, "prepare the model"):
