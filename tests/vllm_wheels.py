@@ -1,6 +1,6 @@
 """Compare vLLM wheels with the manifest; they are read, never imported.
 
-python -m tests.vllm_wheels WHEEL...       # prints the compatibility table of the README
+python -m tests.vllm_wheels WHEEL...       # prints the compatibility table of docs/support.md
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def check_wheel(wheel: Path) -> WheelReport:
 
 
 def compatibility_table(reports: Iterable[WheelReport]) -> str:
-    """Make the compatibility table of the README, in Markdown."""
+    """Make the compatibility table of docs/support.md, in Markdown."""
 
     def cell(version: Version, problems: list[str], symbols: tuple[VllmSymbol, ...]) -> str:
         if version < OLDEST:

@@ -6,8 +6,9 @@ input, and no environment variable duplicates a field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,6 +122,8 @@ class Eagle2Options(TreeOptions):
             trees are those of the paper.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
         draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI); the default with bfloat16 weights.
+        context_vocabulary: with a draft vocabulary on a CPU: most tokens of the requests' own texts that are drafted
+            beside it, over all requests of a step; 0: none.
     """
 
     method: ClassVar[str] = "eagle2"
@@ -135,6 +138,7 @@ class Eagle2Options(TreeOptions):
     min_level_value: float | None = None
     coupled: bool = True
     draft_int8: bool | None = None
+    context_vocabulary: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,6 +147,7 @@ class Eagle2Options(TreeOptions):
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
         require_bool("coupled", self.coupled)
+        require_int("context_vocabulary", self.context_vocabulary, 0, 4096)
         if self.min_node_value is not None:
             require_number("min_node_value", self.min_node_value, 0.0, 0.5)
         if self.min_level_value is not None:
@@ -225,13 +230,14 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
     given = dict(config)
     method = given.pop("method", None)
     if not is_our_method(method):
-        raise ConfigError(f"method={method!r} is unknown; vllm-specplug serves: {', '.join(method_names())}")
+        raise unknown_method(method)
     options = find_method(method).options
     valid = [field.name for field in fields(options)]
     if unknown := sorted(set(given) - set(valid)):
+        meant = [match for key in unknown if (match := nearest(key, valid))]
         raise ConfigError(
             f"unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} "
-            f"for method {method!r}; valid keys: method, {', '.join(valid)}"
+            f"for method {method!r}{_did_you_mean(meant)}; valid keys: method, {', '.join(valid)}"
         )
     required = [f.name for f in fields(options) if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in required if name not in given]:
@@ -241,6 +247,24 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
             hint = f": a drafter's directory, Hugging Face repository or short name ({names})"
         raise ConfigError(f"method {method!r} needs {', '.join(map(repr, missing))}{hint}")
     return options(**given)
+
+
+def unknown_method(method: Any) -> ConfigError:
+    """Return the error for a method that does not exist."""
+    meant = nearest(method, method_names())
+    return ConfigError(
+        f"method={method!r} is unknown{_did_you_mean([meant] if meant else [])}; vllm-specplug serves: "
+        f"{', '.join(method_names())}, beside vLLM's own methods"
+    )
+
+
+def nearest(word: Any, valid: Iterable[str]) -> str | None:
+    """Return the valid word that ``word`` looks like, or None."""
+    return next(iter(get_close_matches(str(word).lower(), list(valid), n=1, cutoff=0.7)), None)
+
+
+def _did_you_mean(words: list[str]) -> str:
+    return f" (did you mean {', '.join(map(repr, words))}?)" if words else ""
 
 
 def shipped_drafters(method: str = "eagle2") -> dict[str, Path]:

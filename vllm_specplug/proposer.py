@@ -255,15 +255,39 @@ def method_names() -> list[str]:
     return sorted(_registered())
 
 
+def loadable_methods() -> list[str]:
+    """Return the names of the registered methods whose packages can be loaded."""
+
+    def loads(name: str) -> bool:
+        try:
+            return bool(find_method(name))
+        except (ImportError, TypeError):
+            return False
+
+    return [name for name in method_names() if loads(name)]
+
+
 @cache
 def find_method(name: str) -> Method:
     """Load a registered method.
 
     Raises:
         KeyError: no such method.
+        ImportError: its package cannot be loaded; the message names the package.
         TypeError: the entry point is not a ``Method`` of that name.
     """
-    method = _registered()[name].load()
+    entry = _registered()[name]
+    package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
+    try:
+        method = entry.load()
+    except Exception as error:  # whatever the package's own code raises
+        raise ImportError(
+            f"method {name!r} of the installed package {package} cannot be loaded ({type(error).__name__}: {error}): "
+            "repair or uninstall that package"
+        ) from error
     if not isinstance(method, Method) or method.name != name:
-        raise TypeError(f"entry point {name!r} of group {GROUP} must be a Method named {name!r}, found {method!r}")
+        raise TypeError(
+            f"entry point {name!r} of the installed package {package} must be a vllm_specplug.proposer.Method named "
+            f"{name!r}, found {method!r}"
+        )
     return method

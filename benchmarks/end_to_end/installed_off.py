@@ -1,6 +1,6 @@
 """Measures what the plugin costs where it is installed and none of its methods is configured.
 
-    python -m benchmarks.end_to_end.installed_off --output benchmarks/results/installed_off.json
+    python -m benchmarks.end_to_end.installed_off --out benchmarks/results/installed_off.json
 
 Two plain engines of the tiny model, one with the plugin and one with no plugin at all, answer the same batches in turn.
 The model is so small that a step is nearly all of vLLM's Python, where a cost would show first.  Answers must be equal.
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run it; return 1 if answers differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--output", type=Path, help="where the result goes, as JSON")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     options = parser.parse_args(argv)
     questions = [Question(str(i), "none", "count the lights " + "again " * i) for i in range(BATCH)]
     seconds: dict[str, list[float]] = {CLEAN: [], INSTALLED: []}

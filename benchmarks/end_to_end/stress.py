@@ -1,6 +1,6 @@
 """Puts stress on a server with draft trees: each finished answer equals a plain server's, and no resource is left over.
 
-    python -m benchmarks.end_to_end.stress --minutes 15 --output benchmarks/results/stress.json
+    python -m benchmarks.end_to_end.stress --minutes 15 --out benchmarks/results/stress.json
 
 Tiny random models in float32.  Requests with random parameters, all greedy or seeded, come in, ``--concurrency`` at
 once; a fifth of them is aborted, and the KV space holds a tenth of what they need together.  A plain server beside
@@ -403,7 +403,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=32, help="requests at once (default: %(default)s)")
     parser.add_argument("--method", default="eagle2", choices=["eagle2", "union", "lookup"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="where the result goes, as JSON")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         speculative = write_models(Path(name))[options.method]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
-
-#: Most extra tokens of a draft phase, over all its requests; each request has an equal share for its latest ones.
-MAX_EXTRA_IDS = 512
 
 
 @dataclass
@@ -24,6 +22,15 @@ class _RequestText:
     ids: dict[int, None] = field(default_factory=dict)  # in the order of their last occurrence
 
 
+def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
+    """Share ``total`` equally; what a request does not want goes to those that want more."""
+    shares, left = [0] * len(wanted), total
+    for rank, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        shares[index] = min(wanted[index], left // (len(wanted) - rank))
+        left -= shares[index]
+    return shares
+
+
 class ContextVocabulary:
     """Extra rows of the LM head beside a draft vocabulary's, for the requests of a draft phase.
 
@@ -31,10 +38,13 @@ class ContextVocabulary:
         rows: returns rows of the target's LM head: int64 ``[n]`` -> ``[n, hidden_size]``.
         vocab_size: the target's.
         draft_ids: int64 ``[draft_vocab]``; target ids that every request drafts.
+        max_extra: most extra tokens of a draft phase, over all its requests.
     """
 
-    def __init__(self, rows: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, draft_ids: torch.Tensor):
-        self._rows, self._draft_ids = rows, draft_ids
+    def __init__(
+        self, rows: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, draft_ids: torch.Tensor, max_extra: int
+    ):
+        self._rows, self._draft_ids, self._max_extra = rows, draft_ids, max_extra
         self._missing = np.ones(vocab_size, dtype=bool)
         self._missing[draft_ids.numpy()] = False
         self._texts: dict[str, _RequestText] = {}
@@ -52,8 +62,7 @@ class ContextVocabulary:
             token_ids: int ``[num_reqs or more, max_len]``; their tokens.
             num_tokens: int ``[num_reqs]``; how many of the tokens are valid.
         """
-        share = MAX_EXTRA_IDS // max(len(request_ids), 1)
-        extra_ids = []
+        texts = []
         for index, (request_id, stop) in enumerate(zip(request_ids, num_tokens.tolist(), strict=True)):
             text = self._texts.setdefault(request_id, _RequestText())
             if stop < text.num_tokens:  # the text was replaced
@@ -63,7 +72,9 @@ class ContextVocabulary:
             for token_id in new[self._missing[new]].tolist():
                 text.ids.pop(token_id, None)
                 text.ids[token_id] = None
-            extra_ids.append(tuple(text.ids)[-share:] if share else ())
+            texts.append(text)
+        shares = fair_shares([len(text.ids) for text in texts], self._max_extra)
+        extra_ids = [tuple(islice(reversed(text.ids), share)) for text, share in zip(texts, shares, strict=True)]
         if extra_ids != self._extra_ids:
             self._extra_ids = extra_ids
             self._gather(extra_ids)

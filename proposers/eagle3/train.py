@@ -13,11 +13,12 @@ import torch
 from ..eagle2.checkpoint import load_head, target_ids, validate_checkpoint
 from ..eagle2.head import HeadConfig
 from ..training import command
-from ..training.eagle import EagleTask
+from ..training.eagle import PROMPT_SHARE_HELP, EagleTask
 from ..training.features import FeatureSet, read_target_config
 from ..training.initialise import column_scale, small_layer
 from ..training.loop import Batch
 from ..training.losses import distillation_loss
+from ..training.options import option
 from ..training.trainer import LoopOptions
 from .head import Eagle3Head, layer_ids
 
@@ -26,14 +27,9 @@ from .head import Eagle3Head, layer_ids
 class Eagle3Options(LoopOptions):
     """Options of an EAGLE-3 head's training."""
 
-    align_steps: int = 7  # passes of the training-time test
-    step_weight: float = 0.8  # the weight of pass j is step_weight ** (j - 1)
-    prompt_share: float = 0.0  # share of the rows inside the prompt that are trained on, drawn anew in each step
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.align_steps < 1:
-            raise ValueError(f"align_steps must be at least 1, got {self.align_steps}")
+    align_steps: int = option(7, "passes of the training-time test", low=1)
+    step_weight: float = option(0.8, "the weight of pass j is this ** (j - 1)", low=0)
+    prompt_share: float = option(0.0, PROMPT_SHARE_HELP, low=0, high=1)
 
 
 class Eagle3Task(EagleTask):
@@ -52,7 +48,9 @@ class Eagle3Task(EagleTask):
 
     def _input_scale(self, data: FeatureSet) -> torch.Tensor:
         if data.layer_features is None:
-            raise ValueError("EAGLE-3 reads the features of three layers, and the data has none: extract them first")
+            raise ValueError(
+                "EAGLE-3 reads features of three layers, and the data has none: use `specplug data --eagle3`"
+            )
         return column_scale(data.layer_features)
 
     def _initialise(self, data: FeatureSet) -> None:

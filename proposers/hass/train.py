@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 from ..training import command
 from ..training.eagle import EagleOptions, EagleTask
+from ..training.options import option
 
 
 @dataclass(frozen=True)
 class HassTrainOptions(EagleOptions):
     """Options of a HASS head's training: the paper's alignment and objective, a schedule that suits small data."""
 
-    align_steps: int = 3
-    distill_weight: float = 1.0
+    align_steps: int = option(3, "passes of HASS's context alignment; 1 is EAGLE", low=1)
+    distill_weight: float = option(1.0, "weight of the harmonised loss", low=0)
 
 
 def published_schedule(options: HassTrainOptions) -> tuple[HassTrainOptions, HassTrainOptions]:
@@ -36,8 +37,8 @@ def published_schedule(options: HassTrainOptions) -> tuple[HassTrainOptions, Has
         noise_length=512,
     )
     return (
-        replace(common, epochs=40, lr=3e-5, distill_weight=0.0, topk_weight=0.0),
-        replace(common, epochs=10, lr=1e-5, distill_weight=options.harmony or 1.0, topk_weight=0.0),
+        replace(common, epochs=40, lr=3e-5, distill_weight=0.0),
+        replace(common, epochs=10, lr=1e-5, distill_weight=options.distill_weight or 1.0),
     )
 
 

@@ -26,6 +26,7 @@ from ..training.evaluate import Acceptance
 from ..training.features import FeatureSet, target_head
 from ..training.loop import Batch
 from ..training.losses import distillation_loss
+from ..training.options import option
 from .heads import MedusaHeads
 from .train import MedusaTask, MedusaTraining
 
@@ -45,20 +46,15 @@ _TOKENIZER_FILES = (
 class JointTraining(MedusaTraining):
     """Options of MEDUSA-2's training; the defaults are the paper's."""
 
-    lr: float = 5e-4  # of the backbone
-    heads_lr_scale: float = 4.0  # the heads' learning rate over the backbone's
-    heads_weight: float = 0.01  # final lambda_0: 0.01 for the target's own answers, 0.2 for other data
-    heads_first: float = 0.3  # share of the steps in which the heads learn alone
-    lora_rank: int = 32
-    lora_alpha: int = 16
-    lora_dropout: float = 0.05
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.heads_first <= 1 or not 0 <= self.lora_dropout < 1:
-            raise ValueError("heads_first is a share of the steps (0 to 1), lora_dropout a probability below 1")
-        if self.lora_rank < 1 or self.heads_weight <= 0 or self.heads_lr_scale <= 0:
-            raise ValueError("lora_rank, heads_weight and heads_lr_scale must be positive")
+    lr: float = option(5e-4, "highest learning rate of the target's adapter", above=0)
+    heads_lr_scale: float = option(4.0, "learning rate of the heads over the adapter's", above=0)
+    heads_weight: float = option(
+        0.01, "final weight of the heads' loss: 0.01 for the target's own answers, 0.2 for other data", above=0
+    )
+    heads_first: float = option(0.3, "share of the steps in which the heads learn alone", low=0, high=1)
+    lora_rank: int = option(32, "rank of the adapter", low=1)
+    lora_alpha: int = option(16, "scale of the adapter (alpha / rank)", low=1)
+    lora_dropout: float = option(0.05, "dropout of the adapter", low=0, high=0.99)
 
 
 class TrainedWeights(nn.Module):

@@ -18,6 +18,7 @@ from ..training.evaluate import Acceptance
 from ..training.features import FeatureSet
 from ..training.loop import Batch
 from ..training.losses import distillation_loss, likeliest, sparse_distillation_loss
+from ..training.options import option
 from ..training.provenance import provenance
 from ..training.trainer import LoopOptions, Task
 from .checkpoint import load_medusa, validate_medusa
@@ -29,19 +30,12 @@ from .ranks import chain_acceptance, head_accuracies, rank_answers
 class MedusaTraining(LoopOptions):
     """Options of Medusa heads' training."""
 
-    weight_decay: float = 0.0
-    num_heads: int = 4
-    num_layers: int = 1  # residual blocks per head
-    decay: float = 0.8  # the weight of head k's loss is decay ** k
-    label_topk: int = 32  # a label is the target's distribution over so many of its likeliest tokens; 0: over all
-    own_lm_heads: bool = False  # train an LM head for each head, starting from the target's; checkpoints become large
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(f"num_heads and num_layers must be at least 1, got {self.num_heads}, {self.num_layers}")
-        if self.label_topk < 0:
-            raise ValueError(f"label_topk must not be negative, got {self.label_topk}")
+    weight_decay: float = option(0.0, "weight decay of AdamW", low=0)
+    num_heads: int = option(4, "heads; head k predicts the token k places behind the next one", low=1)
+    num_layers: int = option(1, "residual blocks per head", low=1)
+    decay: float = option(0.8, "the weight of head k's loss is this ** k", above=0)
+    label_topk: int = option(32, "a label is the target's distribution over so many likeliest tokens; 0: all", low=0)
+    own_lm_heads: bool = option(False, "train an LM head for each head, from the target's; checkpoints become large")
 
 
 class MedusaTask(Task):

@@ -14,6 +14,8 @@ from .state import load_state
 
 #: With more sub-layers skipped, the drafts are too inaccurate to be of use.
 MAX_SKIP_RATIO = 0.8
+#: With fewer skipped, drafting costs as much as decoding.
+MIN_SKIP_RATIO = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,7 @@ class SwiftOptions(TreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("skip_ratio", self.skip_ratio, 0.0, MAX_SKIP_RATIO)
-        if self.skip_ratio == 0:
-            raise ConfigError(f"skip_ratio=0 skips nothing: choose a share above 0, up to {MAX_SKIP_RATIO}")
+        require_number("skip_ratio", self.skip_ratio, MIN_SKIP_RATIO, MAX_SKIP_RATIO)
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_number("min_confidence", self.min_confidence, 0.0, 1.0)
         require_int("context_window", self.context_window, 4, 512)
@@ -94,7 +94,7 @@ def check_target(options: SwiftOptions, num_layers: int) -> None:
     if num_layers < 3 or not LayerSet.uniform(num_layers, options.skip_ratio).num_skipped:
         raise ConfigError(
             f"skip_ratio={options.skip_ratio} skips no sub-layer of a target of {num_layers} layers, whose first and "
-            "last always run: raise skip_ratio, or use another method"
+            "last always run: raise skip_ratio, or serve a target of more layers"
         )
     if options.swift_state is not None and Path(options.swift_state).exists():
         load_state(options.swift_state, options.search_options(num_layers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,8 @@ from vllm_specplug.utils.lazy import load
 from ..eagle2.alignment import ATTENTIONS
 from .answers import content_hash, read_answers, read_prompts, select_draft_vocabulary
 from .data import ANSWER_PROMPTS, ANSWERS_NAME, FEATURES_NAME
-from .features import FeatureSet, extract, load_features, read_target_config
+from .features import FeatureSet, extract, has_layer_features, load_features, read_target_config
+from .options import flag_of
 from .team import Team, join
 from .trainer import LoopOptions, RunSettings, Task, train
 
@@ -66,12 +67,14 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
 
 def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions) -> None:
     """Add one flag for each field of a method's options."""
-    for name, value in asdict(defaults).items():
-        flag = f"--{name.replace('_', '-')}"
+    for one in fields(defaults):
+        flag, value, text = flag_of(one.name), getattr(defaults, one.name), one.metadata["help"]
         if isinstance(value, bool):
-            parser.add_argument(flag, action="store_true")
+            parser.add_argument(flag, action="store_true", help=text)
         else:
-            parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
+            parser.add_argument(
+                flag, type=type(value), default=value, metavar="N", help=f"{text} (default: {value})".replace("%", "%%")
+            )
 
 
 def options_from(args: argparse.Namespace, kind: type[Options]) -> Options:
@@ -128,6 +131,11 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     if not answers:
         raise ValueError(f"{answers_file} has no answers: delete it and give --prompts to make new ones")
     features = Path(args.features or folder / FEATURES_NAME)
+    if layers and args.data and not has_layer_features(features):
+        raise ValueError(
+            f"{folder} has no features of three layers, which EAGLE-3 reads: make them with `specplug data --eagle3` "
+            "(the same prompts and --out: its answers are kept)"
+        )
 
     def features_of(rows, where: Path) -> FeatureSet:
         return load_features(extract(args.target, rows, where, layers=layers, device=device), layers=bool(layers))

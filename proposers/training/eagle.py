@@ -17,46 +17,38 @@ from .features import FeatureSet
 from .initialise import initialise, input_scale
 from .loop import Batch
 from .losses import distillation_loss, feature_loss
+from .options import option
 from .provenance import provenance
 from .trainer import LoopOptions, Task
+
+PROMPT_SHARE_HELP = "share of the prompts' rows that are trained on, drawn anew in each step"
 
 
 @dataclass(frozen=True)
 class EagleOptions(LoopOptions):
     """Options of an EAGLE-1/2 or HASS head's training."""
 
-    align_steps: int = 1  # passes of HASS's context alignment; 1 is EAGLE
-    align_from: float = 0.0  # share of the steps that are first made with align_steps 1
-    step_weight: float = 1.0  # beta: the weight of alignment pass j is beta ** (j - 1)
-    feature_weight: float = 1.0
-    ce_weight: float = 0.1
-    topk: int = 10  # K of the harmonised loss
-    topk_weight: float = 0.0  # an older name of distill_weight
-    distill_loss: str = "topk"  # HASS's harmonised objective, one of proposers/hass/losses.py
-    distill_weight: float = 0.0
-    prompt_share: float = 0.0  # share of the rows inside the prompt that are trained on, drawn anew in each step
-    noise: float = 0.2  # width of the uniform noise on the input features
-    noise_length: int = 0  # if given, the width is noise * noise_length / rows of the batch
-    bias: bool = False
+    align_steps: int = option(1, "passes of HASS's context alignment; 1 is EAGLE", low=1)
+    align_from: float = option(0.0, "share of the steps that are first made with one pass", low=0, high=1)
+    step_weight: float = option(1.0, "beta: the weight of pass j is beta ** (j - 1)", low=0)
+    feature_weight: float = option(1.0, "weight of the loss of the features", low=0)
+    ce_weight: float = option(0.1, "weight of the cross-entropy", low=0)
+    topk: int = option(10, "K of the harmonised loss", low=1)
+    distill_loss: str = option("topk", f"harmonised loss of HASS: {', '.join(LOSSES)}")
+    distill_weight: float = option(0.0, "weight of the harmonised loss", low=0)
+    prompt_share: float = option(0.0, PROMPT_SHARE_HELP, low=0, high=1)
+    noise: float = option(0.2, "width of the uniform noise on the input features", low=0)
+    noise_length: int = option(0, "if above 0, the width is noise * this / rows of the batch", low=0)
+    bias: bool = option(False, "give the first layer (fc) a bias")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.align_steps < 1:
-            raise ValueError(f"align_steps must be at least 1 (1 is EAGLE), got {self.align_steps}")
         if self.distill_loss not in LOSSES:
-            raise ValueError(f"distill_loss {self.distill_loss!r} is unknown: choose one of {', '.join(LOSSES)}")
-        if self.topk_weight and self.distill_weight:
-            raise ValueError("topk_weight is an older name of distill_weight: give only distill_weight")
-        if self.harmony and not self.ce_weight:
+            raise ValueError(f"--distill-loss {self.distill_loss!r} is unknown: choose one of {', '.join(LOSSES)}")
+        if self.distill_weight and not self.ce_weight:
             raise ValueError(
-                "distill_weight (or topk_weight) needs ce_weight > 0: the harmonised loss is computed with the "
-                "cross-entropy"
+                "--distill-weight needs a --ce-weight above 0: the harmonised loss is computed with the cross-entropy"
             )
-
-    @property
-    def harmony(self) -> float:
-        """Weight of the harmonised loss."""
-        return self.distill_weight or self.topk_weight
 
 
 class EagleTask(Task):
@@ -124,7 +116,7 @@ class EagleTask(Task):
         targets = batch.target_features.flatten(0, 1)[rows]
         outputs = self.passes(batch, inputs, passes)
         # The harmonised loss shares the cross-entropy's chunks, so its weight is relative to the cross-entropy's.
-        share = options.harmony / options.ce_weight if options.harmony else 0.0
+        share = options.distill_weight / options.ce_weight if options.distill_weight else 0.0
         harmonised = None if options.distill_loss == "topk" else LOSSES[options.distill_loss]  # top-K is fused
         topk = min(options.topk, self.draft_head.shape[0])
         feature, ce = torch.zeros((), device=device), torch.zeros((), device=device)

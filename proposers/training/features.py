@@ -123,6 +123,16 @@ def load_features(files: list[Path], layers: bool = False) -> FeatureSet:
     return FeatureSet(**{name: x if name.endswith("features") else x.long() for name, x in joined.items()})
 
 
+def has_layer_features(folder: Path) -> bool:
+    """Return whether the shards of a folder, if it has any, contain `layer_features`."""
+    shards = sorted(folder.glob("shard-*.safetensors"))
+    for file in shards:
+        with safe_open(str(file), framework="pt") as shard:
+            if "layer_features" not in shard.keys():  # noqa: SIM118 (it has no other iterator)
+                return False
+    return bool(shards)
+
+
 def check_features(data: FeatureSet, target_config: dict) -> None:
     """Check that the features can be the target's.
 

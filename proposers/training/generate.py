@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from tqdm import tqdm
 
 from .answers import Conversation
 
-#: (prompts as token ids, a seed for each) -> the answers' token ids, with the end token.
-Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+#: (prompts as token ids, a seed for each) -> (index of the prompt, its answer's token ids with the end token), in the
+#: order in which the answers end.
+Generate = Callable[[list[list[int]], list[int]], Iterable[tuple[int, list[int]]]]
 
 
 @dataclass
@@ -81,7 +83,8 @@ def answer_conversations(
 ) -> int:
     """Append the answers to `conversations` to the file at `path`; return the number of tokens written.
 
-    A first turn longer than `max_prompt_tokens` is cut to that length; a conversation that grows beyond it ends.
+    A first turn longer than `max_prompt_tokens` is cut to that length; a conversation that grows beyond it ends. A
+    conversation is written once it and all before it are answered.
 
     Raises:
         OSError: the file could not be written; its last complete conversations are kept.
@@ -93,34 +96,39 @@ def answer_conversations(
         for start in range(done, len(conversations), rows_per_batch):
             rows = conversations[start : start + rows_per_batch]
             chats = [_Chat(start + i, row, [], []) for i, row in enumerate(rows)]
+            waiting = deque(chats)
             while open_chats := [chat for chat in chats if not chat.closed]:
-                _answer_turn(open_chats, tokenizer, generate, max_prompt_tokens)
-            lines = [line for chat in chats for line in chat.lines]
-            _append(path, lines)
-            written += sum(len(line["answer_ids"]) for line in lines)
-            bar.set_postfix_str(f"{written / (time.monotonic() - started):.0f} tok/s", refresh=False)
-            bar.update(len(rows))
+                for answer_tokens in _answer_turn(open_chats, tokenizer, generate, max_prompt_tokens):
+                    written += answer_tokens
+                    bar.set_postfix_str(f"{written / (time.monotonic() - started):.0f} tok/s", refresh=False)
+                    while waiting and waiting[0].closed:
+                        _append(path, waiting.popleft().lines)
+                        bar.update()
     return written
 
 
-def _answer_turn(chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int) -> None:
-    """Answer the next turn of each chat; close those that end with it."""
+def _answer_turn(chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int) -> Iterator[int]:
+    """Answer the next turn of each chat, and close those that end with it; yield the tokens of each answer."""
     prompts = []
     for chat in chats:
         messages = chat.conversation.messages(chat.answers)
         ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         if chat.answers and len(ids) > max_prompt_tokens:
             chat.closed = True
+            yield 0
         else:
             prompts.append((chat, ids[:max_prompt_tokens]))
-    answers = generate([ids for _, ids in prompts], [chat.number for chat, _ in prompts]) if prompts else []
-    for (chat, ids), answer in zip(prompts, answers, strict=True):
+    if not prompts:
+        return
+    for index, answer in generate([ids for _, ids in prompts], [chat.number for chat, _ in prompts]):
+        chat, ids = prompts[index]
         if chat.lines:
             chat.lines[-1]["more"] = True
         line = {"source": chat.conversation.source, "prompt_ids": ids, "answer_ids": answer}
         chat.lines.append(line | {"conversation": chat.number})
         chat.answers.append(tokenizer.decode(answer, skip_special_tokens=True))
         chat.closed = len(chat.answers) == len(chat.conversation.turns)
+        yield len(answer)
 
 
 def _append(path: Path, lines: list[dict]) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -89,6 +92,34 @@ def learning_rate(
     if schedule == "linear":
         return peak * (1 - progress)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass
+class Interrupt:
+    """Whether the user has asked the run to stop."""
+
+    asked: bool = False
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Note SIGINT and SIGTERM instead of breaking off a step; a second one breaks off as usual."""
+    interrupt = Interrupt()
+
+    def note(*_):
+        if interrupt.asked:
+            raise KeyboardInterrupt
+        interrupt.asked = True
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
+        yield interrupt
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupt
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def save_state(path: str | os.PathLike, state: dict) -> None:

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from .evaluate import Acceptance
 from .features import FeatureSet, check_features, target_head
 from .log import TrainingLog, plot_log
-from .loop import SCHEDULES, Batch, learning_rate, load_state, make_batch, plan, save_state
+from .loop import SCHEDULES, Batch, interruptible, learning_rate, load_state, make_batch, plan, save_state
+from .options import check_ranges, option
 from .team import Team
 
 STATE_NAME = "training_state.pt"
@@ -28,24 +29,22 @@ LOG_EVERY = 20  # steps between two log rows of losses
 class LoopOptions:
     """Options of a training run that decide its weights, besides the target and the data."""
 
-    epochs: int = 8
-    batch_tokens: int = 4096  # tokens of a micro-batch, padding included
-    accumulate: int = 1  # micro-batches per step and device
-    lr: float = 1e-3
-    schedule: str = "cosine"  # or "linear", which falls to zero
-    warmup: float = 0.03  # share of the steps
-    weight_decay: float = 0.05
-    clip: float = 1.0  # largest norm of the gradient; 0: no limit
-    clip_value: float = 0.0  # largest absolute value of a gradient's element; 0: no limit
-    draft_vocab_size: int = 8192
-    seed: int = 0
+    epochs: int = option(8, "passes over the data", low=1)
+    batch_tokens: int = option(4096, "tokens of a micro-batch, padding included", low=1)
+    accumulate: int = option(1, "micro-batches per step and device", low=1)
+    lr: float = option(1e-3, "highest learning rate", above=0)
+    schedule: str = option("cosine", f"of the learning rate: {' or '.join(SCHEDULES)}")
+    warmup: float = option(0.03, "share of the steps in which the learning rate rises", low=0, high=1)
+    weight_decay: float = option(0.05, "weight decay of AdamW", low=0)
+    clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
+    clip_value: float = option(0.0, "largest absolute value of a gradient's element; 0: no limit", low=0)
+    draft_vocab_size: int = option(8192, "tokens that the drafter can draft: the most frequent ones", low=1)
+    seed: int = option(0, "of the initial weights, the order of the data and the noise", low=0)
 
     def __post_init__(self):
+        check_ranges(self)
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
-        for name in ("epochs", "batch_tokens", "accumulate", "draft_vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            raise ValueError(f"--schedule {self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
 
 
 @dataclass(frozen=True)
@@ -161,12 +160,14 @@ class _Run:
         self.started = self.saved - state["seconds"]  # as if the run had never stopped
 
     def make_steps(self) -> None:
-        """Make the steps up to `stop`, log and save."""
+        """Make the steps up to `stop`, log and save; an interrupted run keeps all whole steps."""
         settings, total, is_leader = self.settings, len(self.groups), self.settings.team.is_leader
         hidden = not (settings.progress and is_leader)
-        with tqdm(
-            range(self.first_step, self.stop), initial=self.first_step, total=total, desc="train", disable=hidden
-        ) as bar:
+        steps = range(self.first_step, self.stop)
+        with (
+            interruptible() as interrupt,
+            tqdm(steps, initial=self.first_step, total=total, desc="train", disable=hidden) as bar,
+        ):
             for step in bar:
                 rate = self._step(step)
                 bar.set_postfix_str(str(self.meter), refresh=False)
@@ -176,8 +177,11 @@ class _Run:
                 measures = settings.dev is not None and settings.eval_every and done % settings.eval_every == 0
                 if self.log and measures and done < total:
                     self._measure(done)
-                if is_leader and (time.monotonic() - self.saved > settings.save_every_s or done == self.stop):
+                due = time.monotonic() - self.saved > settings.save_every_s or done == self.stop
+                if is_leader and (due or interrupt.asked):
                     self._save(done)
+                if interrupt.asked:
+                    raise KeyboardInterrupt
 
     def finish(self) -> None:
         """Measure and export, if all steps are made; the other processes wait for the leader."""

@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 
 from benchmarks.end_to_end import stress
+from tests import bad_input
 from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
 from vllm_specplug.tools import cli
 from vllm_specplug.tools.bench.server import Server as MeasuredServer
@@ -103,6 +104,22 @@ def test_whole_and_streamed(servers, path, settings):
     streamed = ask(servers["trees"], path, **body, stream=True)
     assert [choice["text"] for choice in streamed] == texts
     assert [choice["finish_reason"] for choice in streamed] == [choice["finish_reason"] for choice in whole[0]]
+
+
+@pytest.mark.parametrize("case", bad_input.REQUESTS, ids=lambda case: "".join(case.given))
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_bad_argument_is_answered_400_with_the_reason(servers, path, stream, case):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(servers["trees"], path, **prompt_of(path), max_tokens=4, stream=stream, vllm_xargs=case.given)
+    assert refused.value.code == 400
+    assert case.says in json.loads(refused.value.read())["error"]["message"]
+
+
+def test_arguments_of_other_plugins_are_left_alone(servers):
+    body = {**prompt_of("/v1/completions"), "max_tokens": 8, "temperature": 0}
+    expected = ask(servers["plain"], "/v1/completions", **body)
+    assert ask(servers["trees"], "/v1/completions", **body, vllm_xargs={"watermark_key": 7}) == expected
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -211,7 +228,7 @@ def bench(folder: Path, plain: str, trees: str) -> tuple[dict, float]:
     questions.write_text("\n".join(map(json.dumps, asked)))
     command = ["bench", "--questions", str(questions), "--max-tokens", "24", "--concurrency", "1,2"]
     start = time.perf_counter()
-    assert cli.main([*command, "--server", plain, "--server", f"trees={trees}", "--output", str(out)]) == 0
+    assert cli.main([*command, "--server", plain, "--server", f"trees={trees}", "--out", str(out)]) == 0
     return json.loads(out.read_text())["methods"], time.perf_counter() - start
 
 

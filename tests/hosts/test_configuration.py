@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
+from vllm_specplug import proposer
 
 
 @pytest.fixture
@@ -74,8 +76,36 @@ def test_unknown_key_and_range(args, checkpoints):
     refused(args, our_config(checkpoints, num_speculative_tokens=1000), "out of range")
 
 
-def test_unknown_method_is_the_hosts_error(args, checkpoints):
-    refused(args, {"method": "eagle9", "model": str(checkpoints["eagle"])}, "eagle3")
+def test_a_misspelt_method_names_the_right_one(args, checkpoints):
+    refused(
+        args, {"method": "eagel2", "model": str(checkpoints["eagle"])}, "did you mean 'eagle2'.*serves: eagle2, hass"
+    )
+
+
+def test_a_method_unlike_ours_is_vllms_to_refuse(args, checkpoints):
+    refused(args, {"method": "telepathy", "model": str(checkpoints["eagle"])}, "eagle3")
+
+
+def test_our_drafter_without_a_method_asks_no_hub(args, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked a hub"))
+    message = "'smollm2-135m-instruct' is a drafter of vllm-specplug: add the key 'method', one of eagle2, hass, medusa"
+    refused(args, {"model": "smollm2-135m-instruct"}, message)
+
+
+def test_vllms_own_keys_of_a_method_that_we_serve(args):
+    given = {"method": "medusa", "model": "smollm2-135m-instruct", "draft_tensor_parallel_size": 1}
+    refused(args, given, "vllm-specplug serves the method 'medusa'.*'draft_tensor_parallel_size'.*VLLM_PLUGINS=''")
+
+
+def test_a_broken_package_is_named_and_breaks_no_other_method(args, checkpoints, monkeypatch):
+    entry = EntryPoint(name="broken", value="tests.no_such_module:METHOD", group=proposer.GROUP)
+    registered = proposer._registered()
+    monkeypatch.setattr(proposer, "_registered", lambda: {**registered, "broken": entry})
+    refused_import = pytest.raises(ImportError, match="method 'broken' of the installed package .*no_such_module")
+    with refused_import:
+        args({"method": "broken"}).create_engine_config()
+    assert "broken" not in proposer.loadable_methods()
+    assert args(our_config(checkpoints)).create_engine_config().speculative_config.specplug
 
 
 def test_missing_checkpoint(args, checkpoints, tmp_path):

@@ -298,7 +298,7 @@ def test_switches_itself_off(start, prompts):
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"skip_ratio": 0.0}, {}, "skips nothing"),
+        ({"skip_ratio": 0.0}, {}, "skip_ratio=0.* is out of range: choose 0.01 to 0.8"),
         ({"skip_ratio": 0.9}, {}, "0.8"),
         ({"skip_ratio": 0.01}, {}, "raise skip_ratio"),
         ({}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),

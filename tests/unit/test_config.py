@@ -38,7 +38,8 @@ def test_only_our_methods_are_ours():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "eagle9"}, "'eagle9' is unknown; vllm-specplug serves: .*eagle2"),
+        ({"method": "eagle9"}, r"'eagle9' is unknown \(did you mean 'eagle2'\?\); vllm-specplug serves: .*eagle2"),
+        ({"draft_dept": 3}, r"unknown key 'draft_dept' for method 'eagle2' \(did you mean 'draft_depth'\?\)"),
         ({"draft_width": 3}, "unknown key 'draft_width'.*valid keys: method, num_speculative_tokens, .*draft_depth"),
         ({"a": 1, "b": 2}, "unknown keys 'a', 'b'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is out of range: choose 1 to 255"),

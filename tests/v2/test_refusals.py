@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.hosts.conftest import ENGINE
-from tests.hosts.test_third_party import parrot  # noqa: F401
+from tests.hosts.test_third_party import echo  # noqa: F401
 from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.hosts.compat import features, speculative_config
@@ -105,7 +105,7 @@ def start_on_cuda(monkeypatch, checkpoints):
     return start
 
 
-@pytest.mark.usefixtures("parrot")
+@pytest.mark.usefixtures("echo")
 def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     """V1 where the host is told so or falls back to it, then without asynchronous scheduling; else V2 with it."""
     platform, chosen = type(current_platform), []  # what the host chooses, before it sees its CPU
@@ -118,7 +118,7 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(look))
     for runner, method, worker in (
         ("0", "eagle2", WORKERS[False, False]),
-        (None, "parrot", WORKERS[False, False]),
+        (None, "echo", WORKERS[False, False]),
         (None, "lookup", WORKERS[False, True]),
         (None, "eagle2", WORKERS[False, True]),
     ):

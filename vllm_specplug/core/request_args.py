@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specplug.config import ConfigError, TreeOptions, check_typical_limits
+from vllm_specplug.config import ConfigError, TreeOptions, check_typical_limits, nearest
 
 #: Keys of ``extra_args`` that override the server's options for typical acceptance.
 TYPICAL_ARGS = ("typical_epsilon", "typical_delta")
+
+#: All our keys of ``extra_args``.  Other keys belong to other plugins and are left alone, unless they look like a typo.
+REQUEST_ARGS = ("speculation", "swift_stream", *TYPICAL_ARGS)
 
 
 def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
@@ -58,6 +61,9 @@ def request_limits(extra_args: Mapping[str, Any] | None, options: TreeOptions) -
 
 def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> None:
     """Raise ``ConfigError`` unless all options of the request are valid."""
+    for name in set(extra_args or ()) - set(REQUEST_ARGS):
+        if meant := nearest(name, REQUEST_ARGS):
+            raise ConfigError(f"unknown argument {name!r}: did you mean {meant!r}?")
     wants_speculation(extra_args)
     stream_of(extra_args)
     request_limits(extra_args, options)

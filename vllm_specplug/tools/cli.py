@@ -6,60 +6,88 @@ A command is a module with ``add_arguments(parser)`` and ``run(args)``, imported
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 
 from vllm_specplug import __doc__ as _summary
+from vllm_specplug.utils.environment import version_of
 from vllm_specplug.utils.lazy import load
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its words on the command line, one line of help, and the module behind it."""
+    """One command: its words on the command line, one line of help, the module behind it, and its heading in --help."""
 
     words: tuple[str, ...]
     help: str
     module: str
+    heading: str
 
 
 _TRAINING = "vllm_specplug.proposers.training"
 
+_SERVE, _MEASURE, _TRAIN, _FILES = "serve", "measure", "train", "models and checkpoints"
+
 COMMANDS = (
-    Command(("demo",), "serve SmolLM2 plain and with EAGLE-2, and compare them", "vllm_specplug.tools.demo"),
-    Command(("doctor",), "show which vLLM is installed and whether the plugin is active", "vllm_specplug.tools.doctor"),
-    Command(("bench",), "compare methods on a file of questions", "vllm_specplug.tools.bench.command"),
-    Command(("report",), "write the results of bench as one HTML page", "vllm_specplug.tools.report"),
+    Command(("demo",), "serve SmolLM2 plainly and with EAGLE-2, and compare them", "vllm_specplug.tools.demo", _SERVE),
+    Command(
+        ("doctor",), "show whether the plugin works here, and what to change", "vllm_specplug.tools.doctor", _SERVE
+    ),
+    Command(("top",), "watch the speculation of a running server", "vllm_specplug.tools.top", _SERVE),
+    Command(("bench",), "compare methods on a file of questions", "vllm_specplug.tools.bench.command", _MEASURE),
+    Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
     Command(
         ("swift-report",),
         "draw the state of SWIFT: matchness, layer sets, latency by phase",
         "vllm_specplug.proposers.swift.report",
+        _MEASURE,
     ),
-    Command(("top",), "watch the speculation counters of a running server", "vllm_specplug.tools.top"),
-    Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face directory", "vllm_specplug.tools.cli"),
-    Command(("inspect",), "show a draft checkpoint's layout, target and acceptance", "vllm_specplug.tools.inspection"),
-    Command(("convert",), "convert a speculators checkpoint to EAGLE-3", "vllm_specplug.proposers.eagle3.speculators"),
-    Command(("data",), "generate training data: answers of a target and its hidden states", f"{_TRAINING}.data"),
-    Command(("train", "eagle"), "train an EAGLE head for a target model", f"{_TRAINING}.eagle"),
-    Command(("train", "hass"), "train an EAGLE head with HASS", "vllm_specplug.proposers.hass.train"),
-    Command(("train", "eagle3"), "train an EAGLE-3 head for a target model", "vllm_specplug.proposers.eagle3.train"),
-    Command(("train", "medusa"), "train Medusa heads for a target model", "vllm_specplug.proposers.medusa.train"),
-    Command(("calibrate", "cost"), "time the parts of a step, show the choices", "vllm_specplug.tools.cost_command"),
     Command(
-        ("train", "medusa2"),
-        "train Medusa heads and their target together",
-        "vllm_specplug.proposers.medusa.joint",
+        ("calibrate", "cost"),
+        "time the parts of a step, show the choices",
+        "vllm_specplug.tools.cost_command",
+        _MEASURE,
     ),
     Command(
         ("calibrate", "medusa"),
         "measure the accuracy of Medusa heads and grow their sparse tree",
         "vllm_specplug.proposers.medusa.calibrate",
+        _MEASURE,
     ),
-    Command(("steps",), "measure the time of a step by tree size and batch", "vllm_specplug.proposers.medusa.steps"),
+    Command(
+        ("steps",),
+        "measure the time of a step by tree size and batch",
+        "vllm_specplug.proposers.medusa.steps",
+        _MEASURE,
+    ),
     Command(
         ("simulate", "medusa"),
         "estimate the speedup from a calibrated tree and measured steps",
         "vllm_specplug.proposers.medusa.simulate",
+        _MEASURE,
     ),
+    Command(("data",), "make training data: answers of a target and its hidden states", f"{_TRAINING}.data", _TRAIN),
+    Command(
+        ("train", "hass"), "train an EAGLE head with HASS (start here)", "vllm_specplug.proposers.hass.train", _TRAIN
+    ),
+    Command(("train", "eagle"), "train an EAGLE head", f"{_TRAINING}.eagle", _TRAIN),
+    Command(("train", "eagle3"), "train an EAGLE-3 head", "vllm_specplug.proposers.eagle3.train", _TRAIN),
+    Command(("train", "medusa"), "train Medusa heads", "vllm_specplug.proposers.medusa.train", _TRAIN),
+    Command(
+        ("train", "medusa2"),
+        "train Medusa heads and their target together",
+        "vllm_specplug.proposers.medusa.joint",
+        _TRAIN,
+    ),
+    Command(("inspect",), "show a drafter's layout, target and acceptance", "vllm_specplug.tools.inspection", _FILES),
+    Command(
+        ("convert",),
+        "convert a speculators checkpoint to EAGLE-3",
+        "vllm_specplug.proposers.eagle3.speculators",
+        _FILES,
+    ),
+    Command(("smollm2",), "write SmolLM2-135M-Instruct as a Hugging Face folder", "vllm_specplug.tools.cli", _FILES),
 )
 _GROUPS = {
     "train": "train a drafter",
@@ -83,11 +111,30 @@ def run(args: argparse.Namespace) -> None:
     print(prepare(args.out))
 
 
-def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """Build the parser; only the command that ``argv`` names gets its arguments."""
-    parser = argparse.ArgumentParser(prog="specplug", description=_summary)
+def _overview() -> str:
+    """Return the commands under their headings."""
+    width = max(len(" ".join(command.words)) for command in COMMANDS)
+    lines = []
+    for heading in (_SERVE, _MEASURE, _TRAIN, _FILES):
+        lines.append(f"{heading}:")
+        rows = ((" ".join(one.words), one.help) for one in COMMANDS if one.heading == heading)
+        lines += [f"  {words.ljust(width)}  {text}" for words, text in rows]
+        lines.append("")
+    return "\n".join([*lines, "specplug COMMAND --help shows the options of a command."])
+
+
+def build_parser(argv: list[str], every: bool = False) -> argparse.ArgumentParser:
+    """Build the parser; only the command that ``argv`` names gets its arguments, or with ``every`` all do."""
+    parser = argparse.ArgumentParser(
+        prog="specplug",
+        usage="specplug COMMAND [OPTIONS]",
+        description=f"{_summary}\n\n{_overview()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-specplug {version_of('vllm-specplug')}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-    parsers = {(): parser.add_subparsers(metavar="COMMAND", required=True)}
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="specplug", help=argparse.SUPPRESS)
+    parsers = {(): commands}
     words_given = tuple(word for word in argv if not word.startswith("-"))
     for command in COMMANDS:
         group = command.words[:-1]
@@ -96,11 +143,18 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
             parsers[group] = node.add_subparsers(metavar="COMMAND", required=True)
         leaf = parsers[group].add_parser(command.words[-1], help=command.help, description=command.help)
         leaf.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        if words_given[: len(command.words)] == command.words:
+        if every or words_given[: len(command.words)] == command.words:
             module = load(command.module)
             module.add_arguments(leaf)
             leaf.set_defaults(run=module.run)
     return parser
+
+
+def _describe(error: Exception) -> str:
+    """Return an error's message; without the number that Python puts before one of the system."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,6 +164,10 @@ def main(argv: list[str] | None = None) -> int:
         0 or the command's own exit code; 2 for an error of usage or of the machine; 1 for a defect; 130 if interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, see docs/commands.md
+        import argcomplete
+
+        argcomplete.autocomplete(build_parser([], every=True))
     try:
         args = build_parser(argv).parse_args(argv)
         return args.run(args) or 0
@@ -120,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         if "--traceback" in argv:
             raise
         expected = isinstance(error, EXPECTED_ERRORS)
-        text = str(error) if expected and str(error) else f"{type(error).__name__}: {error}"
+        text = _describe(error) if expected and str(error) else f"{type(error).__name__}: {error}"
         print(f"specplug: error: {text}", file=sys.stderr)
         if not expected:
             print("specplug: this is a defect of vllm-specplug; --traceback shows where", file=sys.stderr)

@@ -24,12 +24,23 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug calibrate cost``."""
-    parser.add_argument("--model", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared here)")
+    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
         "--speculative-config", metavar="JSON", default=json.dumps(METHODS["eagle2"]), help="(default: %(default)s)"
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--max-num-seqs", type=int, default=max(BATCHES), metavar="R", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="of the weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=max(BATCHES),
+        metavar="R",
+        help="requests of the largest batch (default: %(default)s)",
+    )
     parser.add_argument(
         "--questions", type=Path, metavar="FILE", help="also answer these and learn from them, by category"
     )
@@ -37,7 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="M", help="tokens of an answer (default: %(default)s)"
     )
-    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="size of the engine's key/value cache")
+    parser.add_argument(
+        "--kv-gib",
+        type=int,
+        default=1,
+        metavar="G",
+        help="size of the engine's key/value cache in GiB (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write costs.json and costs.png here")
 
 
@@ -55,10 +72,12 @@ def run(args: argparse.Namespace) -> None:
     by_category: dict[str, list[str]] = {}
     for question in read_questions(args.questions, args.limit) if args.questions else ():
         by_category.setdefault(question.category, []).append(question.text)
-    from vllm_specplug.utils.smollm2 import prepare
+    from vllm_specplug.utils.smollm2 import check_target, prepare
+
+    check_target(args.target)
 
     engine = {
-        "model": str(args.model or prepare()),
+        "model": str(args.target or prepare()),
         "dtype": args.dtype,
         "max_model_len": 2048,
         "max_num_seqs": args.max_num_seqs,

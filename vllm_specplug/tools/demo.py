@@ -10,16 +10,18 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_specplug.tools.demo_prompts import PROMPTS, WARM_UP, Prompt
-from vllm_specplug.tools.draw import draw_tree
+from vllm_specplug.tools.draw import draw_tree, tree_svg
 from vllm_specplug.tools.server_process import Answer, Server, stop_all, terminate_like_interrupt, wait_until_ready
-from vllm_specplug.utils.smollm2 import default_dir, prepare
+from vllm_specplug.utils.smollm2 import check_target, prepare
 from vllm_specplug.utils.tables import format_table
 
 METHOD = {"method": "eagle2", "model": "smollm2-135m-instruct"}
+_NUM_STAGES = 3
 
 
 def tau(answers: list[Answer]) -> float | None:
@@ -86,24 +88,44 @@ def best_tree(trace: Path) -> dict | None:
 
 def draw(tree: dict, model: Path) -> str:
     """Draw a traced tree as text, with its tokens decoded."""
+    return draw_tree(tree["parents"], _tokens(tree, model), {0, *tree["accepted_rows"]}, color=sys.stdout.isatty())
+
+
+def _tokens(tree: dict, model: Path) -> list[str]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in tree["token_ids"]]
-    return draw_tree(tree["parents"], tokens, {0, *tree["accepted_rows"]}, color=sys.stdout.isatty())
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in tree["token_ids"]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug demo``."""
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens per answer")
-    parser.add_argument("--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts")
-    parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="of the weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens of the longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts (default: all)"
+    )
+    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
         "--speculative-config", default=json.dumps(METHOD), metavar="JSON", help="the method (default: %(default)s)"
     )
+    parser.add_argument("--compile", action="store_true", help="let both servers compile the model: slower to start")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw the tree into this file")
     parser.add_argument("--log-dir", metavar="DIR", help="keep the servers' logs there (default: only after an error)")
-    parser.add_argument("--timeout", type=float, default=900, metavar="S", help="time limit for a server to start")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=900,
+        metavar="S",
+        help="seconds that a server may take to start (default: %(default)s)",
+    )
 
 
 def _method_config(text: str) -> dict:
@@ -118,10 +140,14 @@ def _method_config(text: str) -> dict:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug demo``."""
-    if args.max_tokens < 1 or not 1 <= args.limit <= len(PROMPTS):
-        raise ValueError(f"--max-tokens must be at least 1, and --limit from 1 to {len(PROMPTS)}")
+    if args.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, not {args.max_tokens}")
+    if not 1 <= args.limit <= len(PROMPTS):
+        raise ValueError(f"--limit must be from 1 to {len(PROMPTS)}, not {args.limit}")
     config = _method_config(args.speculative_config)
-    model = Path(args.model) if args.model else _prepare_smollm2()
+    check_target(args.target)
+    with _stage(1, "prepare the model"):
+        model = Path(args.target) if args.target else prepare()
     with _log_folder(args.log_dir) as logs:
         _compare_with_plain(args, config, model, logs)
 
@@ -146,31 +172,40 @@ def _log_folder(wanted: str | None) -> Iterator[Path]:
             shutil.rmtree(logs)
 
 
+@contextlib.contextmanager
+def _stage(number: int, what: str) -> Iterator[None]:
+    """Show the beginning and the time of one of the demo's stages."""
+    print(f"[{number}/{_NUM_STAGES}] {what}", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    yield
+    print(f"[{number}/{_NUM_STAGES}] took {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
 def _compare_with_plain(args: argparse.Namespace, config: dict, model: Path, logs: Path) -> None:
     if config["method"] == METHOD["method"]:
         config.setdefault("trace_trees", str(logs / "trees.jsonl"))
     trace = Path(config.get("trace_trees", logs / "trees.jsonl"))
     trace.unlink(missing_ok=True)
     options = ["--dtype", args.dtype, "--max-model-len", "2048", "--max-num-seqs", "8"]
+    options += [] if args.compile else ["--enforce-eager"]
     servers: list[Server] = []
     with terminate_like_interrupt():
         try:
-            servers.append(Server("plain", model, options, logs / "plain.log", plugins=False))
-            speculation = [*options, "--speculative-config", json.dumps(config)]
-            servers.append(Server(config["method"], model, speculation, logs / f"{config['method']}.log", plugins=True))
-            for server in servers:
-                print(f"$ {shlex.join(server.command)}", file=sys.stderr)
-            wait_until_ready(servers, args.timeout)
-            results = compare(servers, PROMPTS[: args.limit], args.max_tokens)
+            with _stage(2, "start two servers of the same model, plain and with drafts"):
+                servers.append(Server("plain", model, options, logs / "plain.log", plugins=False))
+                speculation = [*options, "--speculative-config", json.dumps(config)]
+                log = logs / f"{config['method']}.log"
+                servers.append(Server(config["method"], model, speculation, log, plugins=True))
+                for server in servers:
+                    print(f"$ {shlex.join(server.command)}", file=sys.stderr)
+                wait_until_ready(servers, args.timeout)
+            with _stage(3, f"ask both the same {args.limit} questions, one at a time"):
+                results = compare(servers, PROMPTS[: args.limit], args.max_tokens)
         finally:
             stop_all(servers)
     print("\n" + report(PROMPTS[: args.limit], results, config["method"], args.dtype))
     tree = best_tree(trace)
     if tree is not None:
         print("\nOne of its trees, with the accepted path marked:\n\n" + draw(tree, model))
-
-
-def _prepare_smollm2() -> Path:
-    if not (default_dir() / "config.json").exists():
-        print("preparing SmolLM2-135M-Instruct", file=sys.stderr)
-    return prepare()
+        if args.picture is not None:
+            args.picture.write_text(tree_svg(tree["parents"], _tokens(tree, model), {0, *tree["accepted_rows"]}) + "\n")

@@ -124,9 +124,9 @@ def _proposers() -> Finding:
 
 def _drafters() -> Finding:
     from vllm_specplug.config import shipped_drafters
-    from vllm_specplug.proposer import method_names
+    from vllm_specplug.proposer import loadable_methods
 
-    found = [f"{name} ({method})" for method in method_names() for name in shipped_drafters(method)]
+    found = [f"{name} ({method})" for method in loadable_methods() for name in shipped_drafters(method)]
     return Finding("shipped drafters", ", ".join(found) or "none")
 
 

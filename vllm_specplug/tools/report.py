@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -220,42 +221,78 @@ Section = Callable[[dict[str, Any]], str]
 SECTIONS: tuple[Section, ...] = (summary, speedups, concurrency, tau, acceptance, calibration, step_cost, stages, trees)
 
 
-def build_page(report: dict[str, Any], tables: Sequence[dict[str, Any]] = ()) -> str:
-    """Return the whole page.
+def others(files: dict[str, Any]) -> str:
+    """Show further result files, each as a table of its values."""
+    parts = []
+    for name, content in files.items():
+        rows = [[key, str(value)] for key, value in _values(content)]
+        parts.append(section_html(name, "All values of this file.", table=html_table(["value", ""], rows)))
+    return "".join(parts)
 
-    Args:
-        report: the JSON of ``specplug bench``.
-        tables: reproductions, each with ``title``, ``source``, ``claim``, ``verdict``, ``headers`` and ``rows``.
+
+def _values(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested JSON with their paths; lists of plain values stay whole."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _values(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(content, list) and any(isinstance(item, dict | list) for item in content):
+        for index, item in enumerate(content):
+            yield from _values(item, f"{path}[{index}]")
+    else:
+        yield path, content
+
+
+@dataclass(frozen=True)
+class Results:
+    """What files of results contain.
+
+    Attributes:
+        benchmarks: JSON of ``specplug bench``.
+        reproductions: each with ``title``, ``source``, ``claim``, ``verdict``, ``headers`` and ``rows``.
+        others: any other results, by file name.
     """
-    s = report["settings"]
-    title = f"specplug bench: {s['model']}, {report['provenance']['date'][:10]}"
-    body = "".join(section(report) for section in SECTIONS) + reproductions(tables)
-    return page_html(title, origin(report), body)
+
+    benchmarks: list[dict[str, Any]] = field(default_factory=list)
+    reproductions: list[dict[str, Any]] = field(default_factory=list)
+    others: dict[str, Any] = field(default_factory=dict)
 
 
-def read_results(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read one file of ``specplug bench`` and any number of reproduction files.
+def build_page(results: Results) -> str:
+    """Return the whole page."""
+    titles, origins, body = [], [], ""
+    for report in results.benchmarks:
+        titles.append(f"{report['settings']['model']}, {report['provenance']['date'][:10]}")
+        origins.append(origin(report))
+        body += "".join(section(report) for section in SECTIONS)
+    title = "specplug bench: " + "; ".join(titles) if titles else "specplug results"
+    if results.reproductions or results.benchmarks:
+        body += reproductions(results.reproductions)
+    return page_html(title, " ".join(origins), body + others(results.others))
+
+
+def read_results(paths: Sequence[Path]) -> Results:
+    """Read files of ``specplug bench``, of the reproductions and of other benchmarks.
 
     Raises:
-        ValueError: a file is neither, or the number of benchmark files is not one.
+        ValueError: a file cannot be read, or is not a JSON object.
     """
-    reports, tables = [], []
+    results = Results()
     for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
-        if isinstance(content, dict) and "methods" in content and "settings" in content:
-            reports.append(content)
-        elif isinstance(content, dict) and "reproductions" in content:
-            tables += content["reproductions"]
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} has no results: give a JSON object, for example from specplug bench --out")
+        if "methods" in content and "settings" in content:
+            results.benchmarks.append(content)
+        elif "reproductions" in content:
+            results.reproductions.extend(content["reproductions"])
         else:
-            raise ValueError(
-                f"{path} was written neither by specplug bench --output nor by benchmarks/papers/reproduce_*.py"
-            )
-    if len(reports) != 1:
-        raise ValueError(f"give one file of specplug bench --output, not {len(reports)}")
-    return reports[0], tables
+            results.others[path.name] = content
+    return results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,7 +302,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="JSON",
-        help="one file of specplug bench --output, and files of benchmarks/papers/reproduce_*.py",
+        help="result files: of specplug bench, benchmarks/papers/reproduce_*.py or any other benchmark",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="HTML", help="where to write (default: %(default)s)"
@@ -274,5 +311,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug report``: write the page and print its path."""
-    args.out.write_text(build_page(*read_results(args.results)), encoding="utf-8")
+    args.out.write_text(build_page(read_results(args.results)), encoding="utf-8")
     print(args.out)

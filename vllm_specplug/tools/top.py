@@ -6,6 +6,7 @@ import argparse
 import time
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -13,6 +14,10 @@ from rich.live import Live
 from rich.table import Table
 
 _VLLM = "vllm:spec_decode_num_"
+
+
+class NoSpeculation(ValueError):
+    """The server runs without speculation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,15 +49,25 @@ def run(args: argparse.Namespace) -> None:
 
 def read(url: str) -> dict[str, float]:
     """Read the speculation counters of a server, summed over its engines; see ``counters_of``."""
-    with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as response:
-        return counters_of(response.read().decode())
+    address = f"{url.rstrip('/')}/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=10) as response:
+            return counters_of(response.read().decode())
+    except (OSError, ValueError, HTTPException) as error:
+        if isinstance(error, NoSpeculation):
+            raise
+        reason = getattr(error, "reason", error)
+        raise ValueError(
+            f"{address} cannot be read ({getattr(reason, 'strerror', None) or reason}): give the URL of a running vLLM "
+            "server, for example http://127.0.0.1:8000"
+        ) from None
 
 
 def counters_of(text: str) -> dict[str, float]:
     """Return counters by name; ``depth 1`` etc. for acceptance by depth, ``fallback: REASON`` for fallbacks.
 
     Raises:
-        ValueError: the text reports no speculation.
+        NoSpeculation: the text reports no speculation.
     """
     counters: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -68,7 +83,7 @@ def counters_of(text: str) -> dict[str, float]:
                 key = f"fallback: {sample.labels['reason']}"
             counters[key] = counters.get(key, 0.0) + sample.value
     if "drafts" not in counters:
-        raise ValueError("this server reports no speculation: was it started with a --speculative-config?")
+        raise NoSpeculation("this server reports no speculation: was it started with a --speculative-config?")
     return counters
 
 

@@ -109,15 +109,25 @@ def publish(replicas: int = 1) -> str:
         replicas: data parallel replicas that will count in it.
 
     Returns:
-        The path of the file, for the worker; the file is removed when this process ends.
+        The path of the file, for the worker.  Nothing of it is left when this process ends, however it ends.
     """
     global _shown
-    handle, path = tempfile.mkstemp(prefix="specplug-metrics-")
-    os.truncate(handle, _SIZE * replicas)
-    os.close(handle)
-    Finalize(None, lambda: Path(path).unlink(missing_ok=True), exitpriority=0)
+    path = _file_in_memory(_SIZE * replicas)
     if _shown is not None:
         REGISTRY.unregister(_shown)
     _shown = CountersCollector(Counters(path))
     REGISTRY.register(_shown)
+    return path
+
+
+def _file_in_memory(size: int) -> str:
+    """Make a file without a name on any disk; where there is none (not on Linux), a temporary file."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("specplug-metrics")
+        os.truncate(handle, size)
+        return f"/proc/{os.getpid()}/fd/{handle}"
+    handle, path = tempfile.mkstemp(prefix="specplug-metrics-")
+    os.truncate(handle, size)
+    os.close(handle)
+    Finalize(None, lambda: Path(path).unlink(missing_ok=True), exitpriority=0)
     return path

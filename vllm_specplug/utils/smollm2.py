@@ -117,6 +117,16 @@ def _write_weights(reader, config: dict, out: Path) -> None:
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
+def check_target(target: str | None) -> None:
+    """Check that a target given on the command line is a model's folder; None stands for SmolLM2.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if target is not None and not (Path(target) / "config.json").is_file():
+        raise ValueError(f"--target {target}: there is no config.json; give the folder of a Hugging Face model")
+
+
 def prepare(out: Path | str | None = None) -> Path:
     """Write the model to ``out`` (default :func:`default_dir`) unless it is there already.
 

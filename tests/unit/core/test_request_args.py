@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from vllm_specplug.config import ConfigError
-from vllm_specplug.core.request_args import wants_speculation
+from vllm_specplug.config import ConfigError, TreeOptions
+from vllm_specplug.core.request_args import check_request, wants_speculation
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,16 @@ def test_speculation(extra_args, wants):
 def test_not_a_truth_value(value):
     with pytest.raises(ConfigError, match="speculation must be true or false"):
         wants_speculation({"speculation": value})
+
+
+@pytest.mark.parametrize(("name", "meant"), [("speculate", "speculation"), ("typical_epsilom", "typical_epsilon")])
+def test_a_typo_is_refused(name, meant):
+    with pytest.raises(ConfigError, match=f"unknown argument '{name}': did you mean '{meant}'"):
+        check_request({name: 1}, TreeOptions())
+
+
+def test_arguments_of_others_are_left_alone():
+    check_request({"watermark_key": 7, "stream_id": "a", "speculation": True}, TreeOptions())
 
 
 def test_nothing_that_drafts_is_loaded():

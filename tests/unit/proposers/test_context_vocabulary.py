@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.proposers.eagle2 import context_vocabulary
-from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
+from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary, fair_shares
 
 LM_HEAD = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 DRAFT_IDS = torch.tensor([1, 2, 5])
@@ -15,7 +14,7 @@ EVERY = HIDDEN @ LM_HEAD.T
 
 @pytest.fixture
 def vocabulary():
-    return ContextVocabulary(LM_HEAD.__getitem__, len(LM_HEAD), DRAFT_IDS)
+    return ContextVocabulary(LM_HEAD.__getitem__, len(LM_HEAD), DRAFT_IDS, max_extra=512)
 
 
 def update(vocabulary, **texts):
@@ -66,9 +65,17 @@ def test_a_text_that_got_shorter_is_processed_anew(vocabulary):
     assert vocabulary.ids.tolist() == [1, 2, 5, 10]
 
 
-def test_each_request_has_a_share_for_its_latest_tokens(vocabulary, monkeypatch):
-    monkeypatch.setattr(context_vocabulary, "MAX_EXTRA_IDS", 4)
+def test_each_request_has_a_share_for_its_latest_tokens():
+    vocabulary = ContextVocabulary(LM_HEAD.__getitem__, len(LM_HEAD), DRAFT_IDS, max_extra=3)
     update(vocabulary, a=[7, 8, 9, 7], b=[11])
     assert vocabulary.ids.tolist() == [1, 2, 5, 7, 9, 11]  # 7 came again after 8
-    update(vocabulary, **{name: [10 + place] for place, name in enumerate("abcde")})
-    assert vocabulary.ids is DRAFT_IDS
+    update(vocabulary, **{name: [10 + place, 15 + place] for place, name in enumerate("abcde")})
+    assert len(vocabulary.ids) == len(DRAFT_IDS) + 3
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "shares"),
+    [([100, 2], 10, [8, 2]), ([9, 9], 10, [5, 5]), ([1, 9, 4], 10, [1, 5, 4]), ([5, 5, 5], 2, [0, 1, 1]), ([], 4, [])],
+)
+def test_what_a_short_request_does_not_want_goes_to_a_long_one(wanted, total, shares):
+    assert fair_shares(wanted, total) == shares

@@ -50,7 +50,9 @@ class Engine:
 
     def __call__(self, prompts, seeds):
         self.prompts += prompts
-        return [[4 + (sum(ids) + i) % (VOCAB - 4) for i in range(3)] for ids in prompts]
+        # The last request ends first.
+        for index, ids in reversed(list(enumerate(prompts))):
+            yield index, [4 + (sum(ids) + i) % (VOCAB - 4) for i in range(3)]
 
 
 @pytest.fixture
@@ -198,7 +200,7 @@ def test_full_disk_keeps_complete_conversations(target, tmp_path):
     with full_disk(5000), pytest.raises(OSError, match="could not be written.*it resumes"):
         answer(target, path, rows, batch=10)
     kept = path.read_text()
-    assert kept.endswith("\n") and len(kept.splitlines()) % 10 == 0 and len(kept) < 5000
+    assert kept.endswith("\n") and 10 <= len(kept.splitlines()) < 100 and len(kept) < 5000
     assert len(answer(target, path, rows)) == 100 and path.read_text().startswith(kept)
 
 

@@ -120,10 +120,10 @@ def test_training_learns(target, data, tmp_path):
 
 
 def test_bad_input(target, data, tmp_path):
-    with pytest.raises(ValueError, match="align_steps must be at least 1"):
+    with pytest.raises(ValueError, match="--align-steps must be at least 1"):
         eagle3.Eagle3Options(align_steps=0)
     plain = make_features(target, make_answers(3), tmp_path / "plain")
-    with pytest.raises(ValueError, match="the data has none: extract them first"):
+    with pytest.raises(ValueError, match="the data has none: use `specplug data --eagle3`"):
         train(target, plain, tmp_path / "out")
     train(target, data, tmp_path / "head")
     options = eagle3.Eagle3Options()

@@ -139,7 +139,7 @@ def test_command_line_and_bad_options(target, answers, tmp_path):
     words = ["--target", target, "--answers", str(tmp_path / "answers.jsonl"), "--out", str(tmp_path / "out")]
     joint.run(parser.parse_args([*words, "--epochs", "1", "--draft-vocab-size", str(DRAFT), "--lora-rank", "2"]))
     assert (tmp_path / "out" / joint.BACKBONE / "config.json").exists()
-    with pytest.raises(ValueError, match="heads_first is a share"):
+    with pytest.raises(ValueError, match="--heads-first must be at least 0 and at most 1"):
         options(heads_first=1.5)
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="--lora-rank must be at least 1"):
         options(lora_rank=0)

@@ -25,7 +25,7 @@ from vllm_specplug.types import PADDING
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"skip_ratio": 0}, "skips nothing"),
+        ({"skip_ratio": 0}, "skip_ratio=0.* is out of range: choose 0.01 to 0.8"),
         ({"skip_ratio": -0.1}, "out of range"),
         ({"skip_ratio": 0.81}, "0.8"),
         ({"skip_ratio": "half"}, "must be a number"),

@@ -69,11 +69,12 @@ def test_linear_schedule_falls_to_zero():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "wavy"}, "schedule 'wavy' is unknown: choose one of cosine, linear"),
-        ({"accumulate": 0}, "accumulate must be at least 1"),
-        ({"distill_loss": "topq"}, "distill_loss 'topq' is unknown: choose one of topk, topp"),
-        ({"distill_weight": 1.0, "topk_weight": 1.0}, "give only distill_weight"),
-        ({"distill_weight": 1.0, "ce_weight": 0.0}, "needs ce_weight"),
+        ({"schedule": "wavy"}, "--schedule 'wavy' is unknown: choose one of cosine, linear"),
+        ({"accumulate": 0}, "--accumulate must be at least 1"),
+        ({"distill_loss": "topq"}, "--distill-loss 'topq' is unknown: choose one of topk, topp"),
+        ({"lr": -1.0}, "--lr must be above 0, not -1.0"),
+        ({"warmup": 1.5}, "--warmup must be at least 0 and at most 1, not 1.5"),
+        ({"distill_weight": 1.0, "ce_weight": 0.0}, "needs a --ce-weight above 0"),
     ],
 )
 def test_options_that_cannot_be_trained(changes, message):
@@ -223,10 +224,10 @@ def write_answers(file):
 
 def test_hass_defaults_are_the_papers():
     options = hass.HassTrainOptions()
-    assert (options.align_steps, options.distill_loss, options.topk, options.harmony) == (3, "topk", 10, 1.0)
+    assert (options.align_steps, options.distill_loss, options.topk, options.distill_weight) == (3, "topk", 10, 1.0)
     first, second = hass.published_schedule(options)
-    assert (first.epochs, first.lr, first.harmony) == (40, 3e-5, 0.0)
-    assert (second.epochs, second.lr, second.harmony, second.topk) == (10, 1e-5, 1.0, 10)
+    assert (first.epochs, first.lr, first.distill_weight) == (40, 3e-5, 0.0)
+    assert (second.epochs, second.lr, second.distill_weight, second.topk) == (10, 1e-5, 1.0, 10)
     for phase in (first, second):
         assert (phase.align_steps, phase.warmup, phase.clip, phase.clip_value) == (3, 0.01, 0.0, 0.5)
         assert (phase.noise, phase.noise_length, phase.feature_weight, phase.ce_weight) == (0.2, 512, 1.0, 0.1)

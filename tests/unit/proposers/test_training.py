@@ -208,9 +208,9 @@ def test_a_state_of_other_settings_is_refused(target, data, tmp_path):
         train(target, data, tmp_path, lr=0.5, noise=0.0)
 
 
-@pytest.mark.parametrize("bad", [{"align_steps": 0}, {"ce_weight": 0.0, "topk_weight": 1.0}])
+@pytest.mark.parametrize("bad", [{"align_steps": 0}, {"ce_weight": 0.0, "distill_weight": 1.0}])
 def test_options_that_cannot_be_trained_are_refused(bad):
-    with pytest.raises(ValueError, match="align_steps must|needs ce_weight"):
+    with pytest.raises(ValueError, match="--align-steps must|needs a --ce-weight"):
         small(**bad)
 
 
@@ -246,7 +246,7 @@ def test_command_line_runs_from_an_answers_file_to_a_checkpoint(target, answers,
     parser = argparse.ArgumentParser()
     eagle.add_arguments(parser)
     files = ["--answers", str(tmp_path / "train.jsonl"), "--dev-answers", str(tmp_path / "dev.jsonl")]
-    options = ["--epochs", "1", "--draft-vocab-size", str(DRAFT), "--align-steps", "2", "--topk-weight", "1.0"]
+    options = ["--epochs", "1", "--draft-vocab-size", str(DRAFT), "--align-steps", "2", "--distill-weight", "1.0"]
     assert eagle.run(parser.parse_args(["--target", target, "--out", str(tmp_path / "out"), *files, *options])) == 0
     source = load_head(tmp_path / "out")[0]["specplug"]
     assert source["prompts"] == 16 and len(source["dev_alpha"]) == 6 and source["dev_chain_tau"] >= 1.0

@@ -279,7 +279,7 @@ def test_bench_of_servers(server, tmp_path, capsys):
     questions, out = tmp_path / "q.jsonl", tmp_path / "out.json"
     questions.write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
     command = ["bench", "--questions", str(questions), "--max-tokens", "6", "--concurrency", "1,2", "--repeats", "2"]
-    assert cli.main([*command, "--server", url, "--server", f"ours={url}", "--output", str(out)]) == 0
+    assert cli.main([*command, "--server", url, "--server", f"ours={url}", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     ours = report["methods"]["ours"]
     assert ours["overall"]["agree"] == 4 and ours["overall"]["tau"] == 1.8
@@ -292,7 +292,7 @@ def test_bench_of_servers(server, tmp_path, capsys):
     fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
     assert {body["max_tokens"] for body in fake.bodies} == {6}
     fake.bodies.clear()
-    spread = ["--max-tokens", "8", "--spread", "0.5", "--server", url, "--output", str(out)]
+    spread = ["--max-tokens", "8", "--spread", "0.5", "--server", url, "--out", str(out)]
     assert cli.main([*command, *spread]) == 0
     assert {body["max_tokens"] for body in fake.bodies} == {4, 9}
     assert json.loads(out.read_text())["settings"]["spread"] == 0.5

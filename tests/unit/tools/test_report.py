@@ -139,7 +139,7 @@ def test_figures_by_depth_repeat_and_concurrency(results):
 
 
 def test_a_page_stands_alone_and_is_well_formed(results):
-    text = report.build_page(results, [CLAIM])
+    text = report.build_page(report.Results([results], [CLAIM]))
     page = Page(text)
     assert not page.links and "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "script" not in page.tags and "Not measured" not in text
@@ -158,17 +158,22 @@ def test_a_bare_run_says_what_is_missing(results):
             method.pop(key, None)
         method["overall"]["acceptance_by_depth"] = []
     results.pop("step_cost")
-    text = report.build_page(results)
+    text = report.build_page(report.Results([results]))
     Page(text)
     assert text.count("Not measured in this run") == 7
     assert "--look-inside" in text and "--concurrency" in text
 
 
-def test_the_published_results_make_a_page():
-    published = Path(__file__).parents[3] / "benchmarks" / "results" / "end_to_end.json"
-    text = report.build_page(json.loads(published.read_text()))
-    Page(text)
-    assert svgs(text)
+PUBLISHED = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.json"))
+
+
+def test_every_published_result_makes_a_page():
+    for file in PUBLISHED:
+        results = report.read_results([file])
+        page = Page(report.build_page(results))
+        assert len(page.cells) > 4, file
+        assert bool(svgs(report.build_page(results))) == bool(results.benchmarks)
+    assert len(report.read_results(PUBLISHED).benchmarks) > 5
 
 
 def test_bars_are_as_high_as_their_values():
@@ -208,11 +213,17 @@ def test_command(results, tmp_path, capsys):
     claims.write_text(json.dumps({"reproductions": [CLAIM]}))
     assert cli.main(["report", str(run), str(claims), "--out", str(out)]) == 0
     assert "Dynamic against static" in out.read_text()
-    for files, said in (([claims], "not 0"), ([run, run], "not 2"), ([tmp_path / "none"], "none")):
-        assert cli.main(["report", *map(str, files), "--out", str(out)]) == 2
-        assert said in capsys.readouterr().err
-    claims.write_text("[1]")
-    assert cli.main(["report", str(claims)]) == 2 and "neither" in capsys.readouterr().err
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"rows": [{"ms": 7.25}]}))
+    assert cli.main(["report", str(other), "--out", str(out)]) == 0
+    assert "rows[0].ms" in out.read_text() and "7.25" in out.read_text()
+    for content, said in ((None, "No such file"), ("{", "is not JSON"), ("[1]", "has no results")):
+        file = tmp_path / f"bad{len(said)}.json"
+        if content is not None:
+            file.write_text(content)
+        assert cli.main(["report", str(file), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and "Errno" not in error
 
 
 def test_a_browser_shows_the_page(results, tmp_path):
@@ -225,7 +236,7 @@ def test_a_browser_shows_the_page(results, tmp_path):
         "<script>document.title = document.documentElement.scrollWidth + '/' + innerWidth + ' ' "
         "+ document.querySelectorAll('svg').length</script>"
     )
-    page.write_text(report.build_page(results, [CLAIM]).replace("</body>", probe + "</body>"))
+    page.write_text(report.build_page(report.Results([results], [CLAIM])).replace("</body>", probe + "</body>"))
     command = [
         browser,
         "--headless=new",

@@ -16,7 +16,7 @@ from vllm_specplug.hosts.compat.check import check_symbols
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.hosts.compat.mixed import problem, users_class
 from vllm_specplug.kernels import xformers_context
-from vllm_specplug.proposer import find_method, method_names
+from vllm_specplug.proposer import find_method, loadable_methods
 
 #: By (whether on a CPU, whether on the V2 runner).
 WORKERS = {
@@ -133,13 +133,6 @@ REFUSED = (
         {"async_scheduling": True},
     ),
     Refusal(
-        "LoRA",
-        lambda s: _given(s.engine_args.enable_lora, "--enable-lora"),
-        "not served yet",
-        "leave out --enable-lora",
-        {"enable_lora": True},
-    ),
-    Refusal(
         "KV connectors other than " + " and ".join(CONNECTORS),
         lambda s: _given((name := _connector(s)) is not None and name not in CONNECTORS, f"kv_connector {name}"),
         "accepted rows reach the pages after the forward in which a connector may store them; only connectors that "
@@ -244,7 +237,7 @@ def check_options(options: TreeOptions, runner: _Runner) -> None:
 
 def _check_part(options: TreeOptions, runner: _Runner) -> None:
     if not runner.serves(options.method):
-        served = ", ".join(name for name in method_names() if runner.serves(name))
+        served = ", ".join(name for name in loadable_methods() if runner.serves(name))
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
         )

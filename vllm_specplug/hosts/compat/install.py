@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.config import is_our_method
+from vllm_specplug.config import ConfigError, is_our_method, nearest, shipped_drafters, unknown_method
 from vllm_specplug.hosts.compat.check import check_version
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
+from vllm_specplug.proposer import loadable_methods, method_names
 
 
 def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,6 +25,7 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
             if value is not None:
                 given.setdefault(key, value)
         if not is_our_method(given.get("method")):
+            _check_others(given)
             return original(self, target_model_config, target_parallel_config)
         from vllm_specplug.hosts.compat.speculative_config import build
 
@@ -32,15 +34,41 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
     return create_speculative_config
 
 
+def _check_others(given: dict[str, Any]) -> None:
+    """Refuse a misspelt method of ours, and a drafter of ours without a method, before vLLM asks a model hub for it.
+
+    Raises:
+        ConfigError: naming the method that was meant.
+    """
+    from typing import get_args
+
+    from vllm.config.speculative import SpeculativeMethod
+
+    method, model = given.get("method"), given.get("model")
+    if isinstance(method, str) and method not in get_args(SpeculativeMethod) and nearest(method, method_names()):
+        raise unknown_method(method)
+    if method is None and isinstance(model, str):
+        serving = [name for name in loadable_methods() if model in shipped_drafters(name)]
+        if serving:
+            raise ConfigError(
+                f"{model!r} is a drafter of vllm-specplug: add the key 'method', one of {', '.join(serving)}"
+            )
+
+
 def _wrap_validate_spec_decode(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _validate_spec_decode(self, speculative_config):
         # Our walk runs vLLM's whole sampler at every node, so min_p and logit_bias work as in plain decoding.
         options = getattr(speculative_config, "specplug", None)
         if options is not None:
+            from vllm.exceptions import VLLMValidationError
+
             from vllm_specplug.core.request_args import check_request
 
-            return check_request(self.extra_args, options)
+            try:
+                return check_request(self.extra_args, options)
+            except ConfigError as error:  # vLLM's own class is answered with status 400 and the message
+                raise VLLMValidationError(str(error)) from error
         return original(self, speculative_config)
 
     return _validate_spec_decode

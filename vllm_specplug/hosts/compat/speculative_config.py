@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ def build(
         ConfigError, CheckpointError: with the fix in the message.
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
+    _check_keys(given)
     options = parse_options(given)
     on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
     _check_vllm(options, on_cpu, v2)
@@ -131,6 +132,22 @@ def build(
         v2_runner=v2,
         metrics_file=publish(target_parallel_config.data_parallel_size),
     )
+
+
+def _check_keys(given: dict[str, Any]) -> None:
+    """Refuse keys that only vLLM's own method of the same name has.
+
+    Raises:
+        ConfigError: saying how to get vLLM's method.
+    """
+    ours = {field.name for field in fields(find_method(given["method"]).options)}
+    theirs = sorted((set(given) - ours - {"method"}) & {field.name for field in fields(SpeculativeConfig)})
+    if theirs:
+        raise ConfigError(
+            f"the installed plugin vllm-specplug serves the method {given['method']!r} and has no key "
+            f"{', '.join(map(repr, theirs))}, which vLLM's own methods have: leave it out, or set the environment "
+            "variable VLLM_PLUGINS='' (or to a list of other plugins) to get vLLM's own method"
+        )
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:

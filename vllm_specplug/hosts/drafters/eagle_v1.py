@@ -83,9 +83,16 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         super()._maybe_share_lm_head(target_language_model)
         head = TargetHead(self._target_model, self.vllm_config.model_config.get_hidden_size(), self.dtype)
         self._scorer = EagleScorer(self.model, head, bool(self.options.draft_int8))
-        if self._scorer.head is not None and self.device.type == "cpu" and head.gathers:
+        if (
+            self._scorer.head is not None
+            and self.device.type == "cpu"
+            and head.gathers
+            and self.options.context_vocabulary
+        ):
             vocab_size = self.vllm_config.model_config.get_vocab_size()
-            self._vocabulary = ContextVocabulary(head.rows, vocab_size, self._scorer.draft_ids)
+            self._vocabulary = ContextVocabulary(
+                head.rows, vocab_size, self._scorer.draft_ids, self.options.context_vocabulary
+            )
 
     # ---- drafting paused
 

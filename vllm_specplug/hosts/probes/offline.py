@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_specplug.proposers.training.answers import Conversation
@@ -20,6 +21,7 @@ def start_engine(
     # In one process the engine's threads use all cores; a worker process leaves one to a scheduler that waits busily.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(
         str(target),
@@ -30,13 +32,19 @@ def start_engine(
         disable_log_stats=True,
     )
 
-    def generate(prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        sampling = [
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed if temperature else None)
-            for seed in seeds
-        ]
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+    def generate(prompts: list[list[int]], seeds: list[int]) -> Iterator[tuple[int, list[int]]]:
+        engine = llm.llm_engine
+        for index, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            sampling = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=seed if temperature else None,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                yield int(output.request_id), list(output.outputs[0].token_ids)
 
     return generate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +12,24 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, build_logitsprocs
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
+_VLLM_LOGGER = logging.getLogger("vllm.v1.sample.logits_processor")
+
+
+def _is_true_here(record: logging.LogRecord) -> bool:
+    """Drop vLLM's warning that min_p and logit_bias will not work: ``restore_processors`` makes them work."""
+    return "won't work with speculative decoding" not in record.getMessage()
+
 
 @contextlib.contextmanager
 def custom_processors_hidden(model_config: Any) -> Iterator[None]:
     """Hide custom processors: vLLM's runner refuses them with a speculative config."""
     hidden, model_config.logits_processors = model_config.logits_processors, None
+    _VLLM_LOGGER.addFilter(_is_true_here)
     try:
         yield
     finally:
         model_config.logits_processors = hidden
+        _VLLM_LOGGER.removeFilter(_is_true_here)
 
 
 def restore_processors(runner: Any) -> bool:

@@ -20,11 +20,12 @@ from vllm_specplug.tools.bench.results import (
     build_report,
     render,
     render_concurrency,
+    render_short,
     write_table,
 )
 from vllm_specplug.tools.bench.server import Server
 from vllm_specplug.tools.bench.workers import Part, measure, started
-from vllm_specplug.utils.smollm2 import prepare
+from vllm_specplug.utils.smollm2 import check_target, prepare
 
 
 def parse_levels(text: str) -> list[int]:
@@ -49,14 +50,21 @@ def parse_server(text: str) -> tuple[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug bench``."""
-    parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--methods", default="plain,ngram,eagle-chain,eagle2", metavar="A,B:LABEL", help="%(default)s")
+    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--methods",
+        default="plain,ngram,eagle-chain,eagle2",
+        metavar="A,B:LABEL",
+        help="methods to compare, plain first; NAME:LABEL names a variant (default: %(default)s)",
+    )
     parser.add_argument(
         "--method-config", action="append", default=[], metavar="NAME=JSON", help="change a method's configuration"
     )
     parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="M", help="tokens of the longest answer (default: %(default)s)"
+    )
     parser.add_argument(
         "--spread",
         type=float,
@@ -64,7 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="limit answers to M (1 - S) up to M (1 + S) tokens, by question, so that they do not all end together",
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="of the weights (default: %(default)s)",
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
     )
@@ -94,9 +107,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run scheduler and worker of each engine in one process: no messages between them, so less noise",
     )
-    parser.add_argument("--kv-gib", type=int, default=1, metavar="G", help="key/value cache of each engine")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument(
+        "--kv-gib",
+        type=int,
+        default=1,
+        metavar="G",
+        help="size of each engine's key/value cache in GiB (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
+    parser.add_argument("--short", action="store_true", help="with --table: the overall figures only")
     parser.add_argument(
         "--concurrency-table",
         type=Path,
@@ -118,6 +138,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--spread must be at least 0 and below 1")
     if not 0 <= args.temperature <= 2:
         raise ValueError("--temperature must be from 0 to 2")
+    check_target(args.target)
     labels = [label for label, _ in args.server]
     if labels and (BASELINE not in labels or len(set(labels)) != len(labels)):
         raise ValueError("--server: one label must be 'plain' (the baseline), and each label must be given once")
@@ -158,7 +179,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         results, peaks = measure(servers, parts, args.max_tokens, args.temperature)
         return build_report([server.method for server in servers], results, peaks, settings)
     engine = {
-        "model": str(args.model or prepare()),
+        "model": str(args.target or prepare()),
         "dtype": args.dtype,
         "max_model_len": 2048,
         "max_num_seqs": max(8, *args.concurrency),
@@ -179,7 +200,8 @@ def run(args: argparse.Namespace) -> None:
     """Run ``specplug bench``."""
     tables: list[tuple[str, tuple[str, str]]] = []
     if args.table is not None:
-        tables.append((render(json.loads(args.table.read_text()), markdown=True), MARKS))
+        report = json.loads(args.table.read_text())
+        tables.append((render_short(report) if args.short else render(report, markdown=True), MARKS))
     if args.concurrency_table is not None:
         reports = {file.name: json.loads(file.read_text()) for file in args.concurrency_table}
         tables.append((render_concurrency(reports), CONCURRENCY_MARKS))
@@ -189,5 +211,5 @@ def run(args: argparse.Namespace) -> None:
         return
     report = run_benchmark(args)
     print(render(report))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if args.out is not None:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")

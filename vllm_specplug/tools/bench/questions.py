@@ -38,6 +38,8 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         if line.strip():
             try:
                 questions.append(parse_question(json.loads(line), number))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: is not JSON ({error})") from None
             except (ValueError, AttributeError, IndexError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not questions:

@@ -152,6 +152,22 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
     return "\n\n".join([*parts, origin(report)])
 
 
+def render_short(report: dict[str, Any]) -> str:
+    """Return the overall figures in five columns and their origin, in Markdown."""
+    rows = [
+        [
+            label,
+            f"{o['tokens_per_s']:.1f}",
+            f"{o['speedup']:.2f}x",
+            _or_dash(o["tau"], "{:.2f}"),
+            f"{o['agree']}/{o['questions']}",
+        ]
+        for label, o in ((label, method["overall"]) for label, method in report["methods"].items())
+    ]
+    headers = ["method", "tokens/s", "speedup", "tau", "same text"]
+    return "\n\n".join([format_table(headers, rows, markdown=True), origin(report)])
+
+
 def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
     """Return a Markdown table of speedups over plain by concurrent requests, with a row per method and run.
 

@@ -1,0 +1,77 @@
+"""The pages for people: their links lead somewhere, and their commands and options exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from vllm_specplug.proposer import find_method, method_names
+from vllm_specplug.tools import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+
+
+def heading_ids(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.is_file(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in heading_ids(file), f"{page.name}: {target}#{anchor}"
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of every `specplug ...` in code blocks and code spans that has an argument."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"```(?:\w*)\n(.*?)```", text, re.DOTALL)).splitlines()
+    spans = re.findall(r"`(specplug [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = [line.strip().removeprefix("$ ") for line in [*blocks, *spans]]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("specplug ")]
+
+
+def check_command(words: list[str]) -> None:
+    """Check a command's words and flags against the real parser; missing required arguments do not matter."""
+    plain = [word for word in words if not word.startswith("-")]
+    command = next((c for c in cli.COMMANDS if tuple(plain[: len(c.words)]) == c.words), None)
+    assert command is not None or [c for c in cli.COMMANDS if c.words[0] == plain[0]] or plain[0] == "COMMAND", words
+    if command is None:
+        return
+    parser = cli.build_parser(list(command.words))
+    for word in command.words:
+        parser = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[word]
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        assert flag in known, f"{' '.join(words)}: {flag}"
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.parent.name != "results" and p.name != "errors.md"], ids=lambda page: page.name
+)
+def test_commands_exist(page):
+    for words in commands_of(page):
+        check_command(words)
+
+
+def test_unknown_flags_are_found():
+    with pytest.raises(AssertionError, match="--nonsense"):
+        check_command(["bench", "--nonsense"])
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_option_is_documented(name):
+    page = (ROOT / "docs" / "options.md").read_text()
+    documented = set(re.findall(r"`(\w+)`", page))
+    missing = {field.name for field in fields(find_method(name).options)} - documented
+    assert not missing
