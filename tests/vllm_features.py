@@ -76,6 +76,18 @@ WORKS = (
         "compressed-tensors, GPTQ, AWQ and online formats are tested",
     ),
     Support("LoRA", "tests/hosts/test_lora.py::test_same_as_plain", "drafts come from the base model"),
+    Support(
+        "several KV cache groups",
+        "tests/hosts/test_kv_groups.py::test_same_as_plain",
+        "(vLLM's hybrid KV cache manager) of windows and full layers",
+    ),
+    Support("layers of different shapes", "tests/hosts/test_kv_groups.py::test_layers_of_different_shapes"),
+    Support("learned positions", "tests/hosts/test_kv_groups.py::test_learned_positions"),
+    Support(
+        "M-RoPE, multi-modal targets",
+        "tests/hosts/test_images.py::test_same_as_plain",
+        "requests with text and images; drafters read the text",
+    ),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
 

@@ -28,6 +28,7 @@ NAMES = {
 }
 PATCH, MERGE = 4, 2
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 VISION = {
     "depth": 1,
     "embed_dim": 32,
@@ -67,7 +68,7 @@ def write_target(path: Path) -> Path:
 
     tiny.write_target(path, family="qwen2")
     text = json.loads((path / "config.json").read_text())
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+    text |= {"rope_parameters": ROPE}
     config = Qwen2VLConfig(
         text_config={name: value for name, value in text.items() if name not in ("architectures", "model_type")},
         vision_config=VISION,

@@ -125,6 +125,15 @@ def write_target(
     return _write(path, llama_config(num_hidden_layers=num_layers, **FAMILIES[family]), tensors)
 
 
+def write_target_with_windows(path: Path, window: int) -> Path:
+    """A target with a sliding window in every second of its four layers: vLLM puts those in a KV cache group."""
+    write_target(path, num_layers=4)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def drafter_tensors(seed: int = 1) -> dict[str, torch.Tensor]:
     """An EAGLE head that passes the embedding through: what the target predicts without its layers."""
     generator = torch.Generator().manual_seed(seed)

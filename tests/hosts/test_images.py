@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from vllm import SamplingParams
 
-from tests.doubles import images
-from tests.hosts.conftest import acceptance_length, drafts_after_pauses, make_prompts, token_ids
+from tests.doubles import images, tiny
+from tests.hosts.conftest import acceptance_length, drafts_after_pauses, make_prompts, runner_of, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = [SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)]
@@ -24,6 +26,11 @@ OPTIONS = {
 def start(engine, checkpoints, tmp_path_factory):
     """``start(drafter=None, tree=None)``: an engine of the target."""
     checkpoints["images"] = images.write_target(tmp_path_factory.mktemp("images") / "target")
+    drafter = tiny.write_drafter(tmp_path_factory.mktemp("drafter") / "mrope")
+    config = json.loads((drafter / "config.json").read_text())
+    config["rope_parameters"] = images.ROPE
+    (drafter / "config.json").write_text(json.dumps(config))
+    checkpoints["with M-RoPE"] = drafter
     processor = images.make_processor(checkpoints["images"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images.vllm_module().Qwen2VLProcessingInfo, "get_hf_processor", lambda _self, **_: processor)
@@ -42,11 +49,12 @@ def plain(start, prompts):
     return token_ids(start().generate(prompts, GREEDY, use_tqdm=False))
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "reduced"])
+@pytest.mark.parametrize("drafter", ["eagle", "reduced", "with M-RoPE"])
 def test_same_as_plain(start, prompts, plain, drafter):
     llm = start(drafter)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
+    assert runner_of(llm).drafter.uses_mrope == (drafter == "with M-RoPE")
 
 
 def test_lookup(start, prompts, plain):
@@ -55,9 +63,10 @@ def test_lookup(start, prompts, plain):
     assert acceptance_length(llm) > 1.05
 
 
-def test_a_pause_in_drafting(start, prompts, plain, monkeypatch):
+@pytest.mark.parametrize("drafter", ["eagle", "with M-RoPE"])
+def test_a_pause_in_drafting(start, prompts, plain, monkeypatch, drafter):
     """Rows that were missed, of images too, are read at the target's positions: the drafts are the same as without."""
-    llm = start("eagle", {"budget": "measured"}, enable_prefix_caching=False)
+    llm = start(drafter, {"budget": "measured"}, enable_prefix_caching=False)
     answers, share = drafts_after_pauses(monkeypatch, llm, prompts, GREEDY)
     assert answers == plain and share > 0.98
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -31,11 +30,7 @@ OWN = {"block_size": 32}
 @pytest.fixture(scope="module")
 def start(engine, checkpoints, tmp_path_factory):
     """``start(drafter=None, tree=None, **options)``: an engine of a target with windows in every second layer."""
-    path = tiny.write_target(tmp_path_factory.mktemp("groups") / "target", num_layers=4)
-    config = json.loads((path / "config.json").read_text())
-    config |= {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    (path / "config.json").write_text(json.dumps(config))
-    checkpoints["groups"] = path
+    checkpoints["groups"] = tiny.write_target_with_windows(tmp_path_factory.mktemp("groups") / "target", WINDOW)
     return lambda drafter=None, tree=None, **more: engine(drafter, tree, target="groups", **{**OWN, **more})
 
 

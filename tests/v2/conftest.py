@@ -128,6 +128,13 @@ def heads(checkpoints, features, tmp_path_factory):  # noqa: F811
     return "medusa"
 
 
+@pytest.fixture(scope="session")
+def grouped(checkpoints, tmp_path_factory):  # noqa: F811
+    """A target with three KV cache groups, the drafter's layer in one of them; no context is longer than a window."""
+    checkpoints["grouped"] = tiny.write_target_with_windows(tmp_path_factory.mktemp("grouped") / "target", 512)
+    return "grouped"
+
+
 def answers(llm, prompts, params=GREEDY):
     """Token ids of every answer, and the log-probability of every token."""
     outputs = llm.generate(prompts, params, use_tqdm=False)

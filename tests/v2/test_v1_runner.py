@@ -102,3 +102,11 @@ def test_controls(llm, prompts, plain, monkeypatch, spoil):
     """The negative controls: each must make the identity tests fail."""
     spoil(monkeypatch)
     check_control(llm, prompts, plain)
+
+
+def test_kv_cache_groups(engine, grouped, prompts):
+    expected = answers(engine(target=grouped, **{**PLAIN, "block_size": 64}), prompts)
+    llm = engine("eagle", TREE, target=grouped, **OWN, **ENGINE)
+    assert len(runner_of(llm)._committed) == 3
+    assert same(answers(llm, prompts), expected)
+    assert acceptance_length(llm) > 1.2

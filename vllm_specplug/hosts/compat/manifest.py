@@ -65,8 +65,11 @@ _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
-#: What tells a target's layers apart, on every runner.
+#: What tells a target's layers and their parts apart, on every runner.
 _LAYERS = (
+    VllmSymbol("vllm.model_executor.models:supports_multimodal", ("model",)),
+    VllmSymbol("vllm.model_executor.layers.logits_processor:LogitsProcessor.forward", ("self", "lm_head")),
+    VllmSymbol("vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding"),
     VllmSymbol("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ("self", "vllm_config")),
     VllmSymbol("vllm.model_executor.layers.mamba.abstract:MambaBase"),
     VllmSymbol("vllm.v1.attention.backend:AttentionType"),
@@ -89,6 +92,10 @@ _V1 = (
     VllmSymbol(f"{_RUNNER}.sample_tokens", ("self", "grammar_output")),
     VllmSymbol(f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")),
     VllmSymbol(f"{_RUNNER}._build_attention_metadata", ("self", "num_tokens", "num_reqs", "max_query_len")),
+    VllmSymbol(f"{_RUNNER}.initialize_kv_cache", ("self", "kv_cache_config")),
+    VllmSymbol(f"{_RUNNER}._calc_mrope_positions", ("self", "scheduler_output")),
+    VllmSymbol(f"{_RUNNER}._get_positions", ("self", "num_tokens")),
+    VllmSymbol(f"{_RUNNER}._prepare_mm_inputs", ("self", "num_tokens")),
     VllmSymbol(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
     VllmSymbol(f"{_RUNNER}._bookkeeping_sync", ("self", "scheduler_output", "sampler_output")),
     VllmSymbol(f"{_RUNNER}._input_fits_in_drafter", ("self", "common_attn_metadata")),
@@ -106,7 +113,6 @@ _V1 = (
     ),
     VllmSymbol(f"{_PROPOSER}.propose", ("self", "num_speculative_tokens", "target_token_ids")),
     VllmSymbol(f"{_PROPOSER}._maybe_share_lm_head", ("self", "target_language_model")),
-    VllmSymbol(f"{_PROPOSER}._maybe_share_embeddings", ("self", "target_language_model")),
     VllmSymbol(f"{_LORA}.maybe_setup_dummy_loras", ("self", "lora_config")),
     VllmSymbol(
         f"{_LORA}.maybe_select_dummy_loras",
@@ -115,6 +121,8 @@ _V1 = (
     ),
     VllmSymbol(f"{_LORA}._set_active_loras", ("self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests")),
     *_TARGET_HEAD,
+    VllmSymbol(f"{_PROPOSER}._get_positions", ("self", "num_tokens")),
+    VllmSymbol(f"{_PROPOSER}._set_positions", ("self", "num_tokens", "positions")),
     VllmSymbol("vllm.v1.spec_decode.eagle:EagleProposer.__init__", ("self", "vllm_config", "device", "runner")),
     VllmSymbol("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     VllmSymbol("vllm.v1.attention.selector:_cached_get_attn_backend"),
@@ -273,6 +281,7 @@ MANIFEST_V2 = (
         f"{_V2}.model_states.default:DefaultModelState.prepare_attn",
         ("self", "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "attn_groups", "kv_cache_config"),
     ),
+    VllmSymbol(f"{_V2}.model_states.default:DefaultModelState.prepare_inputs", ("self", "input_batch", "req_states")),
     VllmSymbol(
         f"{_V2_REJECTION}:RejectionSampler.__call__",
         ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),

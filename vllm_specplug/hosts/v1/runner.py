@@ -116,8 +116,8 @@ class TreeModelRunner(DraftPhase, ABC):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         self._verify_start = time.perf_counter()
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._step = None
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if scheduler_output.scheduled_spec_decode_tokens:
             begin = time.perf_counter()
             self._step = self._stage(scheduler_output, num_scheduled_tokens, prepared[1])
@@ -166,22 +166,23 @@ class TreeModelRunner(DraftPhase, ABC):
         self.positions[flat_rows.to(self.positions.device)] = positions.to(self.positions.device)
         if self.uses_mrope:
             moves = torch.from_numpy((tree.depths.numpy() - np.arange(width))[valid])
-            step.moves = flat_rows.to(self.device), moves.to(self.device)
-            self._move_rope_positions(step)
+            step.moves = flat_rows, moves
+            self._move_rope_positions(self.mrope_positions.gpu, step)
         start, lens = torch.from_numpy(row_start.astype(np.int32)), torch.from_numpy(num_rows.astype(np.int32))
         all_rows = flat_rows.numel() == step.num_tokens
         return self._tree_rows(context_lens.to(torch.int32), start, lens, layout.mask, masked, flat_rows, all_rows)
 
-    def _move_rope_positions(self, step: StagedStep) -> None:
+    @staticmethod
+    def _move_rope_positions(positions: torch.Tensor, step: StagedStep) -> None:
         """Move M-RoPE positions as far as the plain ones: behind a prompt, all components advance alike."""
         if step.moves is not None:
-            rows, moves = step.moves
-            self.mrope_positions.gpu[:, rows] += moves
+            rows, moves = (values.to(positions.device) for values in step.moves)
+            positions[:, rows] += moves
 
     def _calc_mrope_positions(self, scheduler_output: Any) -> None:
         super()._calc_mrope_positions(scheduler_output)
-        if self._step is not None:  # vLLM computes them again after it has pruned an image
-            self._move_rope_positions(self._step)
+        if self._step is not None:  # vLLM computes them again, and copies them, after it has pruned a video
+            self._move_rope_positions(self.mrope_positions.cpu, self._step)
 
     @abstractmethod
     def _tree_rows(
