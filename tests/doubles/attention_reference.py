@@ -50,7 +50,12 @@ def tree_attention(
 
 
 def partial_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to some of a row's keys, with what ``merge_attention`` needs to add the others.
 
@@ -59,6 +64,7 @@ def partial_attention(
         key, value: float ``[num_reqs, num_keys, num_kv_heads, head_dim]``; NaN only in keys that no row sees.
         visible: bool ``[num_reqs, num_rows, num_keys]``.
         scale: factor of the scores.
+        soft_cap: of the scores; 0: none.
 
     Returns:
         Outputs like ``query``, float32 or wider, and float ``[num_reqs, num_rows, num_heads]``: the log of the sum of
@@ -68,6 +74,8 @@ def partial_attention(
     key, value = key.repeat_interleave(group_size, dim=2), value.repeat_interleave(group_size, dim=2)
     compute = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("rihd,rjhd->rhij", query.to(compute), key.to(compute)) * scale
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
     scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
     # The softmax of a row that sees nothing is NaN.
     weights = scores.softmax(dim=3).where(visible.any(dim=2)[:, None, :, None], 0)
@@ -97,6 +105,11 @@ def merge_attention(
 class ReferenceContext(ContextAttention):
     """Context attention in plain torch, on any device."""
 
+    caps_scores = True
+
+    def __init__(self, soft_cap: float = 0.0):
+        self.soft_cap = soft_cap
+
     def __call__(self, query, kv_cache, block_table, context_lens, scale, max_context_len):
         num_pages = -(-max_context_len // kv_cache.shape[2])
         pages = kv_cache[block_table[:, :num_pages].long().clamp(min=0)]
@@ -106,4 +119,5 @@ class ReferenceContext(ContextAttention):
         )
         visible = torch.arange(key.shape[1], device=query.device) < context_lens.unsqueeze(1)
         value = value.where(visible[:, :, None, None], 0)  # never-written slots may hold NaN
-        return partial_attention(query, key, value, visible.unsqueeze(1).expand(-1, query.shape[1], -1), scale)
+        visible = visible.unsqueeze(1).expand(-1, query.shape[1], -1)
+        return partial_attention(query, key, value, visible, scale, self.soft_cap)

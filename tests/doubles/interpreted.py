@@ -7,13 +7,14 @@ this module makes ``device_tree_backends`` and the V2 runner select them on CPUs
 from __future__ import annotations
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.hosts.attention.paged import BACKENDS, TreeImpl, TreeTritonBackend
+from vllm_specplug.hosts.attention.paged import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
 from vllm_specplug.hosts.compat.speculative_config import WORKERS
 from vllm_specplug.hosts.v1.gpu_runner import TreeDeviceModelRunner
 from vllm_specplug.hosts.v1.gpu_worker import DeviceWorkerV1
@@ -24,6 +25,8 @@ from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_re
 
 
 class _PagedReference(TritonAttentionImpl):
+    """vLLM's part; ``traits`` comes from ``TreeImpl``."""
+
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         written = (slot_mapping >= 0).nonzero().squeeze(1)  # a slot below 0 is padding
         slots, page = slot_mapping[written], kv_cache.shape[2]
@@ -32,6 +35,8 @@ class _PagedReference(TritonAttentionImpl):
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *_) -> torch.Tensor:
         if attn_metadata is None:
             return output.fill_(0)
+        if self.kv_sharing_target_layer_name is not None:
+            key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
         start = attn_metadata.query_start_loc[:-1]
         lens = attn_metadata.query_start_loc[1:] - start
         longest = int(lens.max())
@@ -50,6 +55,7 @@ class _PagedReference(TritonAttentionImpl):
             lens,
             torch.ones(len(lens), longest, longest, dtype=torch.bool).tril(),
             self.scale,
+            traits=self.traits,
         )
         return output
 

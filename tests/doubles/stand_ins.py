@@ -19,7 +19,7 @@ import torch
 from tests.doubles.attention_reference import partial_attention
 
 
-def attend_pages(query, key, value, block_table, lens, num_rows, scale, nothing):
+def attend_pages(query, key, value, block_table, lens, num_rows, scale, nothing, soft_cap=0.0):
     """Attention of ``num_rows`` rows of each request to its pages; no value is looked at.
 
     Args:
@@ -38,7 +38,8 @@ def attend_pages(query, key, value, block_table, lens, num_rows, scale, nothing)
     visible = torch.arange(keys.shape[1]) < lens.unsqueeze(1)
     values = values.where(visible[:, :, None, None], 0)
     rows = query.unflatten(0, (num_reqs, num_rows))
-    output, sums = partial_attention(rows, keys, values, visible.unsqueeze(1).expand(-1, num_rows, -1), scale)
+    visible = visible.unsqueeze(1).expand(-1, num_rows, -1)
+    output, sums = partial_attention(rows, keys, values, visible, scale, soft_cap)
     sums = sums.where(sums > float("-inf"), nothing).float()
     return output.flatten(0, 1).to(query.dtype), sums.flatten(0, 1).T.contiguous()
 
@@ -55,28 +56,28 @@ def install_flash(patch: Any, version: int) -> None:
     spec.loader.exec_module(interface)
     patch.setitem(sys.modules, name, interface)
 
-    def attend(q, k, v, starts, lens, max_q, max_k, table, scale, causal, nothing):
+    def attend(q, k, v, starts, lens, max_q, max_k, table, scale, causal, softcap, nothing):
         num_rows = q.shape[0] // lens.shape[0]
         assert torch.equal(starts, torch.arange(0, q.shape[0] + 1, num_rows, dtype=torch.int32))
         assert not causal and max_q == num_rows and max_k <= table.shape[1] * k.shape[1]
         assert torch.equal(lens.clamp(max=max_k), lens)
-        return attend_pages(q, k, v, table, lens, num_rows, scale, nothing)
+        return attend_pages(q, k, v, table, lens, num_rows, scale, nothing, softcap)
 
     def version_2(q, k, v, out, starts, _k_starts, lens, _leftpad, table, _alibi, max_q, max_k, dropout, scale,
                   _zero, causal, left, right, softcap, _probs, _splits, _generator):  # fmt: skip
-        assert (out, dropout, left, right, softcap) == (None, 0.0, -1, -1, 0.0)
-        return attend(q, k, v, starts, lens, max_q, max_k, table, scale, causal, float("inf"))
+        assert (out, dropout, left, right) == (None, 0.0, -1, -1)
+        return attend(q, k, v, starts, lens, max_q, max_k, table, scale, causal, softcap, float("inf"))
 
     def version_3(q, k, v, _k_new, _v_new, _q_v, out, starts, k_starts, _k_new_starts, _used_q, lens, max_q, max_k,
                   table, _index, _leftpad, _cos, _sin, _rotary, _q_scale, _k_scale, _v_scale, scale, causal, left,
                   right, softcap, *_):  # fmt: skip
-        assert (out, k_starts, left, right, softcap) == (None, None, -1, -1, 0.0)
-        return *attend(q, k, v, starts, lens, max_q, max_k, table, scale, causal, float("-inf")), None, None
+        assert (out, k_starts, left, right) == (None, None, -1, -1)
+        return *attend(q, k, v, starts, lens, max_q, max_k, table, scale, causal, softcap, float("-inf")), None, None
 
     def version_4(q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale, causal,
-                  return_lse, cu_seqlens_k, window_size_left, **_):  # fmt: skip
+                  return_lse, cu_seqlens_k, window_size_left, softcap, **_):  # fmt: skip
         assert return_lse and cu_seqlens_k is None and window_size_left is None
-        lens = (cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale, causal)
+        lens = (cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale, causal, softcap)
         return *attend(q, k, v, *lens, float("-inf")), None, None
 
     cute = ModuleType("vllm.vllm_flash_attn.cute.interface")
@@ -88,7 +89,7 @@ def install_flash(patch: Any, version: int) -> None:
 
     from vllm_specplug.hosts.attention import flash_context
 
-    patch.setattr(flash_context, "get_flash_attn_version", lambda head_size: version)
+    patch.setattr(flash_context, "get_flash_attn_version", lambda **_: version)
 
 
 def install_xformers(patch: Any) -> None:

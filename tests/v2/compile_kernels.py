@@ -1,15 +1,21 @@
-"""Compiles every launch of the Triton kernels, without a GPU; prints shared memory by kernel.
+"""Compiles every launch of the Triton kernels for GPUs, without one; prints what each needs.
 
-Run by ``test_compiling`` in a process of its own, since the interpreter's kernels cannot be compiled.
+``python -m tests.v2.compile_kernels`` prints a table, with ``--json`` its rows.  ``test_compiling`` runs it in a
+process of its own, since the interpreter's kernels cannot be compiled.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -18,10 +24,22 @@ from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.attention_reference import ReferenceContext
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.kernels import triton_tiles, triton_tree_attention
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+
+#: Bytes of shared memory that a program can have, by compute capability.
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+HEAD_SIZES = (64, 128, 256)
+COLUMNS = ("kernel", "sm", "case", "head", "BLOCK_M", "BLOCK_N", "warps", "stages", "registers", "spilled", "shared")
+#: The window is narrower than the mask, so that it is computed in the tree too.
+TRAITS = {
+    "plain": NO_TRAITS,
+    "traits": AttentionTraits(window=9, soft_cap=30.0, sinks=torch.zeros(8), alibi_slopes=torch.zeros(8)),
+}
+MERGED_TRAITS = {"plain": NO_TRAITS, "traits": AttentionTraits(soft_cap=30.0, sinks=torch.zeros(8))}
 
 
 class Elsewhere:
@@ -40,16 +58,60 @@ class Elsewhere:
         return 0
 
 
-def attention(rows: int, head_size: int, num_splits: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
+class Compiled:
+    """Collects a row of ``COLUMNS`` per compiled kernel; installed in place of ``JITFunction.run``."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.case, self._run = "", JITFunction.run
+
+    def target(self, capability: int) -> None:
+        driver.set_active(Elsewhere(capability))
+        triton_tiles._shared_memory = lambda _: SHARED_MEMORY[capability]
+
+    def __call__(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = self._run(function, *args, grid=grid, warmup=True, **kwargs)
+        usage = resources(kernel.asm["cubin"])
+        self.rows.append(
+            {
+                "kernel": function.__name__.strip("_"),
+                "sm": driver.active.target.arch,
+                "case": self.case,
+                "head": kwargs.get("HEAD_SIZE", ""),
+                "BLOCK_M": kwargs.get("BLOCK_M", ""),
+                "BLOCK_N": kwargs.get("BLOCK_N", ""),
+                "warps": kernel.metadata.num_warps,
+                "stages": kernel.metadata.num_stages,
+                "registers": usage["REG"],
+                "spilled": usage["STACK"] + usage["LOCAL"],
+                "shared": kernel.metadata.shared,
+            }
+        )
+        return kernel
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Read the registers and bytes of stack and local memory of a kernel."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", shown)}
+
+
+def attention(rows: int, head_size: int, case: str = "plain", splits: bool = True, dtype=torch.bfloat16) -> None:
+    """Launch the tree attention and, in half precision, the continuation of a context's attention."""
     inputs = make_inputs(
-        (40, 3), (rows, 2), num_heads=4, num_kv_heads=2, head_size=head_size, block_size=16, dtype=dtype,
+        (40, 3), (rows, 2), num_heads=8, num_kv_heads=2, head_size=head_size, block_size=16, dtype=dtype,
         kv_layout=TOKEN_LAYOUT,
     )  # fmt: skip
     del inputs["kv_layout"]
     inputs["bits"] = ancestor_bits(inputs.pop("mask"))
-    triton_tree_attention.tree_attention(**inputs, max_query_len=rows, num_splits=num_splits)
-    if dtype == torch.bfloat16:  # of the other, which takes seconds, the larger one
-        merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows)
+    sizes = {"max_query_len": rows, "num_splits": 2 if splits else 1}
+    triton_tree_attention.tree_attention(**inputs, **sizes, traits=TRAITS[case])
+    if splits and dtype != torch.float32:
+        merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows, traits=MERGED_TRAITS[case])
 
 
 def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
@@ -60,35 +122,39 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     store_trees(parents, slots, parents, parents, bits, 6)
     stage_rows(slots.int(), offsets, ints, offsets, parents, bits, flat, ints, ints, ints, bits, num_reqs)
     _, path, _ = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
-    caches = [torch.zeros(2, 2, 16, 128, dtype=torch.bfloat16)]
+    caches = [torch.zeros(2, 2, 16, 256, dtype=torch.bfloat16)]
     move_rows(cache_pointers(caches), caches[0], flat, path, path)
     for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
         match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), given, ints, 1, 16)
 
 
-def main() -> None:
-    compiled: dict[str, list[int]] = {}
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        assert "cubin" in kernel.asm
-        name = f"{self.__name__} {driver.active.target.arch}"
-        compiled.setdefault(name, []).append(kernel.metadata.shared)
-        return kernel
-
-    JITFunction.run = compile_only
-    triton_tiles._shared_memory = lambda _: 227 << 10
-    driver.set_active(Elsewhere(90))
-    attention(1, 64)  # the smallest tiles
-    attention(61, 64, num_splits=1)
+def compile_all() -> list[dict[str, Any]]:
+    """Compile; return a row per kernel."""
+    compiled = Compiled()
+    JITFunction.run = lambda self, *args, **kwargs: compiled(self, *args, **kwargs)
+    for capability in SHARED_MEMORY:
+        compiled.target(capability)
+        for head_size in HEAD_SIZES:
+            for compiled.case in TRAITS:
+                attention(61, head_size, compiled.case)
+        compiled.case = "float32"
+        attention(61, 256, dtype=torch.float32)
+    compiled.case = "float16, smallest"
+    attention(1, 64, splits=False, dtype=torch.float16)
+    compiled.case = ""
     small_kernels()
-    triton_tiles._shared_memory = lambda _: 99 << 10
-    driver.set_active(Elsewhere(89))
-    # The largest tiles on a device with little shared memory.
-    attention(61, 128)
-    attention(61, 256, num_splits=1, dtype=torch.float32)
-    json.dump(compiled, sys.stdout)
+    return compiled.rows
+
+
+def main() -> None:
+    rows = compile_all()
+    if "--json" in sys.argv:
+        json.dump(rows, sys.stdout)
+        return
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|" + " --- |" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.contexts import make_match_inputs as make_keys_inputs
 from tests.doubles.reference_step import move_rows as reference_moves
 from tests.doubles.reference_step import walk_tokens
-from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
+from tests.unit.kernels.test_tree_attention import TOLERANCE
+from tests.unit.kernels.test_tree_attention import exact as exact_with
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
 from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
@@ -26,6 +28,16 @@ def on_device(values):
     return {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in values.items()}
 
 
+def exact(inputs):
+    """The reference's output in float64 arithmetic, with the traits of the inputs."""
+    traits = inputs.get("traits", NO_TRAITS)
+    return exact_with({name: value for name, value in inputs.items() if name != "traits"}, traits)
+
+
+def traits_on_device(traits):
+    return AttentionTraits(**on_device(vars(traits)))
+
+
 def run_attention(inputs, **changes):
     """The kernel on a copy of ``inputs``; the output on the CPU."""
     device = on_device({**inputs, "output": inputs["output"].clone()})
@@ -33,6 +45,8 @@ def run_attention(inputs, **changes):
     mask = device.pop("mask")
     rows = mask.shape[1]
     device["bits"] = ancestor_bits(mask)
+    if "traits" in device:
+        device["traits"] = traits_on_device(device["traits"])
     tree_attention(**device, max_query_len=rows, **changes)
     return device["output"].cpu()
 
@@ -44,8 +58,8 @@ def assert_matches(inputs, **changes):
     assert written.any()
     assert torch.equal(written, ~output.isnan()), "rows named by no request were written, or garbage leaked"
     deviation = (output - expected)[written].abs().max() / expected[written].abs().max()
-    # Weights are rounded to bfloat16 too, for the tensor cores; the interpreter truncates where hardware rounds.
-    assert deviation <= TOLERANCE[inputs["query"].dtype] * (2 if inputs["query"].dtype == torch.bfloat16 else 1)
+    # Weights are rounded to 16 bits too, for the tensor cores; the interpreter truncates where hardware rounds.
+    assert deviation <= TOLERANCE[inputs["query"].dtype] * (1 if inputs["query"].dtype == torch.float32 else 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,6 +94,81 @@ def test_attention_control_with_a_wrong_bit():
     right = run_attention(inputs)
     row = int(inputs["query_start"][0]) + 8
     assert not torch.allclose(wrong[row], right[row])
+
+
+# ---- traits of a layer
+
+
+def per_head(num_heads, factor=1.0):
+    return factor * torch.randn(num_heads, generator=torch.Generator().manual_seed(3)).abs()
+
+
+#: The heads are 4; trees of 17 rows are about 5 deep.
+TRAITS = {
+    "window over all": AttentionTraits(window=100),
+    "window in the context": AttentionTraits(window=20),
+    "window in the tree": AttentionTraits(window=3),
+    "window of one": AttentionTraits(window=1),
+    "soft cap": AttentionTraits(soft_cap=0.4),
+    "sinks": AttentionTraits(sinks=per_head(4)),
+    "high sinks": AttentionTraits(sinks=per_head(4) + 30),
+    "alibi": AttentionTraits(alibi_slopes=per_head(4, 0.1)),
+    "all": AttentionTraits(window=7, soft_cap=2.0, sinks=per_head(4), alibi_slopes=per_head(4, 0.1)),
+}
+
+
+def trait_inputs(traits, contexts=(57, 5, 0), rows=(17, 3, 2), **changes):
+    sizes = dict(num_heads=4, num_kv_heads=2, head_size=32, block_size=16, kv_layout=TOKEN_LAYOUT)
+    return make_inputs(contexts, rows, **{**sizes, **changes}) | {"traits": traits}
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("name", TRAITS)
+def test_attention_traits(name, num_splits):
+    assert_matches(trait_inputs(TRAITS[name]), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("name", ["window in the tree", "all"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_traits_in_half(name, dtype):
+    assert_matches(trait_inputs(TRAITS[name], dtype=dtype))
+
+
+@pytest.mark.parametrize("window", [9, 66, 70])
+@pytest.mark.parametrize("slopes", [None, per_head(4, 0.02)])
+def test_attention_traits_over_words_of_the_mask(window, slopes):
+    """Chains of more than 64 rows: distances go on over the mask's words."""
+    traits = AttentionTraits(window=window, alibi_slopes=slopes)
+    assert_matches(trait_inputs(traits, (40,), (5,), tree_lens=(130,), causal=True))
+
+
+def test_a_window_does_not_read_what_it_hides():
+    """vLLM may have given the pages before a window to another request, or holes in the table."""
+    inputs = trait_inputs(AttentionTraits(window=20), (64,), (9,))
+    expected = run_attention(inputs)
+    inputs["kv_cache"][inputs["block_table"][0, :2].long()] = float("nan")
+    assert torch.equal(run_attention(inputs).nan_to_num(7), expected.nan_to_num(7))
+    # Position 45 is the first that the root sees.
+    inputs["kv_cache"][inputs["block_table"][0, 2].long(), :, 45 - 32] = float("nan")
+    assert not torch.equal(run_attention(inputs).nan_to_num(7), expected.nan_to_num(7))
+
+
+def changed(traits, **changes):
+    return AttentionTraits(**{**vars(traits), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"window": 6}, {"window": 8}, {"window": 0}, {"soft_cap": 0.0}, {"soft_cap": 2.1}, {"sinks": None},
+     {"alibi_slopes": None}],
+)  # fmt: skip
+def test_controls_of_traits(changes):
+    """The negative controls: each change must be seen."""
+    inputs = trait_inputs(TRAITS["all"])
+    expected = exact(inputs)
+    output = run_attention({**inputs, "traits": changed(TRAITS["all"], **changes)}).double()
+    written = ~expected.isnan()
+    assert (output - expected)[written].abs().max() / expected[written].abs().max() > 1e-3
 
 
 def make_trees(num_rows=(12, 1, 7, 70), width=70, seed=0, chain=False, vocab=4):

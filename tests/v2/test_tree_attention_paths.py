@@ -12,10 +12,10 @@ from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.attention_reference import ReferenceContext
 from tests.doubles.stand_ins import install_flash, install_xformers
 from tests.hosts.conftest import runner_of
-from tests.unit.kernels.test_tree_attention import TOLERANCE, exact
+from tests.unit.kernels.test_tree_attention import TOLERANCE
 from tests.v2.conftest import ENGINE, NoLookAtTheDevice, answers, same, watch_rounds
 from tests.v2.test_identity import TREE
-from tests.v2.test_kernels import DEVICE, on_device
+from tests.v2.test_kernels import DEVICE, TRAITS, exact, on_device, per_head, trait_inputs, traits_on_device
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention import flash_context
@@ -25,6 +25,7 @@ from vllm_specplug.hosts.compat.check import VllmReport, check_symbols
 from vllm_specplug.hosts.compat.features import Setting, check_tree_attention
 from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
 from vllm_specplug.kernels import xformers_context
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.context_attention import ContextAttention
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
@@ -44,6 +45,7 @@ def run(context, inputs, **options):
     del device["kv_layout"]
     mask = device.pop("mask")
     device["bits"] = ancestor_bits(mask)
+    device["traits"] = traits_on_device(device.get("traits", NO_TRAITS))
     merged_tree_attention(context, **device, max_query_len=mask.shape[1], **options)
     return device["output"].cpu()
 
@@ -114,6 +116,41 @@ def test_shapes(num_heads, num_kv_heads, head_size, block_size):
 def test_tree_lengths(rows, nodes):
     inputs = make_inputs((40, 7, 3), (rows, 2, 0), tree_lens=(nodes, 3, 0), kv_layout=TOKEN_LAYOUT)
     assert_matches(ReferenceContext(), inputs)
+
+
+@HERE_ONLY
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_soft_cap_and_sinks(monkeypatch, version):
+    install_flash(monkeypatch, version)
+    traits = AttentionTraits(soft_cap=0.4, sinks=per_head(4))
+    inputs = trait_inputs(traits, head_size=64)
+    assert_matches(flash_context.FlashContext(64, 0.4), inputs)
+    with pytest.raises(AssertionError):
+        assert_matches(flash_context.FlashContext(64), inputs)
+    inputs["traits"] = AttentionTraits(soft_cap=0.4)
+    expected = exact(inputs)
+    inputs["traits"] = traits
+    with pytest.raises(AssertionError):
+        assert_matches(flash_context.FlashContext(64, 0.4), inputs, expected)
+
+
+@HERE_ONLY
+@pytest.mark.parametrize("name, wrong", [("flash", {"window in the tree", "alibi"}),
+                                         ("xformers", {"window in the tree", "alibi", "soft cap"})])  # fmt: skip
+def test_layers_with_other_traits_keep_triton(monkeypatch, caplog, name, wrong):
+    """A window over a context hides more of it the deeper the row; the rows' depths are unknown to the kernel."""
+    install_flash(monkeypatch, 3) if name == "flash" else install_xformers(monkeypatch)
+    traits = {which: TRAITS[which] for which in ("window in the tree", "alibi", "soft cap", "sinks")}
+    layers = {
+        which: SimpleNamespace(impl=SimpleNamespace(head_size=64, context=None, traits=one))
+        for which, one in traits.items()
+    }
+    with caplog.at_level("INFO", "vllm_specplug"):
+        use_tree_attention(layers, name)
+    assert {which for which, layer in layers.items() if layer.impl.context is None} == wrong
+    assert f"{len(wrong)} of 4 layers use 'triton'" in caplog.text
+    with pytest.raises(ValueError, match="use triton_tree_attention"):
+        run(layers["sinks"].impl.context, trait_inputs(traits["alibi"]))
 
 
 @HERE_ONLY
@@ -282,9 +319,11 @@ def test_refused_by_the_engine(engine):
 
 @HERE_ONLY
 def test_refused_with_the_layers(monkeypatch):
-    layer = SimpleNamespace(impl=SimpleNamespace(head_size=64, context=None), kv_cache=torch.zeros(3, 2, 16, 128))
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(head_size=64, context=None, traits=NO_TRAITS), kv_cache=torch.zeros(3, 2, 16, 128)
+    )
     install_flash(monkeypatch, 2)
-    monkeypatch.setattr(flash_context, "get_flash_attn_version", lambda head_size: None)
+    monkeypatch.setattr(flash_context, "get_flash_attn_version", lambda **_: None)
     with pytest.raises(ConfigError, match="no FlashAttention for this device, or use tree_attention='triton'"):
         use_tree_attention({"layer": layer}, "flash")
     install_xformers(monkeypatch)

@@ -1,6 +1,7 @@
 """The context part of tree attention: the interface to third-party attention kernels.
 
-All rows of a tree see the whole context.  Any unmasked attention that also returns its log-sum-exp can be used.
+Any unmasked attention that also returns its log-sum-exp can be used, where all rows of a tree attend to the context
+alike.  With a sliding window or ALiBi, that depends on a row's depth.
 """
 
 from __future__ import annotations
@@ -9,9 +10,40 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from vllm_specplug.kernels.attention_traits import AttentionTraits
+
+#: By device and step: multiples on the device.  Recorded CUDA graphs hold their addresses.
+_multiples: dict[tuple[torch.device, int], torch.Tensor] = {}
+_NUM_MULTIPLES = 4096
+
+
+def multiples_on_device(step: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return 0, ``step``, ... as int32 ``[count]``; not to be written.  Usually without a launch."""
+    known = _multiples.get((device, step))
+    if known is not None and count <= _NUM_MULTIPLES:
+        return known[:count]
+    is_recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if count > _NUM_MULTIPLES or is_recording:  # memory allocated now would belong to the graph
+        return torch.arange(count, dtype=torch.int32, device=device) * step
+    known = torch.arange(_NUM_MULTIPLES, dtype=torch.int32, device=device) * step
+    _multiples[device, step] = known
+    return known[:count]
+
 
 class ContextAttention(ABC):
-    """Attention of rows to the whole context of their request, over vLLM's pages."""
+    """Attention of rows to the whole context of their request, over vLLM's pages, without sinks.
+
+    Attributes:
+        caps_scores: whether the kernel supports a soft cap.
+    """
+
+    caps_scores = False
+
+    @classmethod
+    def supports(cls, traits: AttentionTraits) -> bool:
+        """Return whether the kernel can attend to the contexts of a layer with these traits."""
+        alike = traits.window == 0 and traits.alibi_slopes is None
+        return alike and (cls.caps_scores or traits.soft_cap == 0)
 
     def check_cache(self, kv_cache: torch.Tensor) -> None:
         """Run the kernel once, before any request is served.

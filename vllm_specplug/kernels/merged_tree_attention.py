@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.context_attention import ContextAttention
-from vllm_specplug.kernels.triton_tiles import attend_tree, load_queries, store_output, tile_options
+from vllm_specplug.kernels.triton_tiles import add_sinks, attend_tree, load_queries, store_output, tile_options
 
 
 @triton.jit
@@ -27,8 +28,8 @@ def _continue_kernel(
     value_ptr, value_stride, value_head_stride,
     tree_start_ptr, tree_lens_ptr,
     bits_ptr, bits_stride, bits_row_stride,
-    scale, num_row_blocks,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    sinks_ptr, scale, num_row_blocks,
+    SOFT_CAP: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Add the tree to the context attention of one tile of queries."""
@@ -60,7 +61,11 @@ def _continue_kernel(
     seen = (in_query & (empty == 0))[:, None] & in_head[None, :]
     acc = tl.load(start[:, None] + dims[None, :], mask=seen, other=0.0).to(tl.float32)
 
-    top, total, acc = attend_tree(tile, tree, request, kv_head, scale, top, total, acc, BLOCK_N, PRECISION, WIDEN)
+    if sinks_ptr is not None:
+        top, total, acc = add_sinks(sinks_ptr, tile, top, total, acc)
+    top, total, acc = attend_tree(
+        tile, tree, None, None, request, kv_head, scale, top, total, acc, 0, SOFT_CAP, BLOCK_N, PRECISION, WIDEN
+    )
     store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
 
 
@@ -83,15 +88,22 @@ def merged_tree_attention(
     max_query_len: int,
     max_context_len: int | None = None,
     uniform: bool = False,
+    traits: AttentionTraits = NO_TRAITS,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
     Args:
-        attend_context: attends to the context.
+        attend_context: attends to the context, with the soft cap of ``traits`` and without sinks.
         query .. max_context_len: as in ``triton_tree_attention.tree_attention``; the context of a request without query
             rows should be 0, else it is read in vain.
         uniform: whether ``query`` holds exactly ``max_query_len`` rows of each request, without gaps.
+        traits: see ``attention_traits``; sinks of any float dtype.
+
+    Raises:
+        ValueError: ``attend_context`` does not support the traits.
     """
+    if not attend_context.supports(traits):
+        raise ValueError(f"{type(attend_context).__name__} does not support {traits}: use triton_tree_attention")
     num_reqs, num_kv_heads = context_lens.shape[0], tree_key.shape[1]
     if uniform:
         rows = query[: num_reqs * max_query_len].unflatten(0, (num_reqs, max_query_len))
@@ -114,6 +126,6 @@ def merged_tree_attention(
         tree_value, tree_value.stride(0), tree_value.stride(1),
         tree_start, tree_lens,
         bits, bits.stride(0), bits.stride(1),
-        scale, num_row_blocks,
-        GROUP=group, **tiles,
+        traits.sinks, scale, num_row_blocks,
+        SOFT_CAP=traits.soft_cap, GROUP=group, **tiles,
     )  # fmt: skip

@@ -13,16 +13,31 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplug.kernels.attention_traits import AttentionTraits
+
 #: The interpreter's dot product misreads bfloat16 as integers, so its inputs are widened there.
 _INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Update a running softmax (maximum, sum and weighted values) with one tile of keys."""
+def attend(
+    q, k, v, visible, distance, slopes, scale, top, total, acc,
+    SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Update a running softmax (maximum, sum and weighted values) with one tile of keys.
+
+    Args:
+        distance: of each key from each row; read only with slopes.
+        slopes: ALiBi slope of each row; None: none.
+    """
     if WIDEN:
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if SOFT_CAP > 0.0:
+        # tanh in a form that does not overflow
+        scores = SOFT_CAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFT_CAP)) + 1.0))
+    if slopes is not None:
+        scores -= slopes[:, None] * distance
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows with no visible key so far
@@ -31,6 +46,16 @@ def attend(q, k, v, visible, scale, top, total, acc, PRECISION: tl.constexpr, WI
     total = total * decay + tl.sum(weights, axis=1)
     acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new_top, total, acc
+
+
+@triton.jit
+def add_sinks(sinks_ptr, tile, top, total, acc):
+    """Add the sink of each row's head to a running softmax: a score without a value."""
+    _, _, in_query, _, head, _, _ = tile
+    sink = tl.load(sinks_ptr + head, mask=in_query, other=0.0).to(tl.float32)
+    new_top = tl.maximum(top, sink)
+    decay = tl.exp(top - new_top)
+    return new_top, total * decay + tl.exp(sink - new_top), acc * decay[:, None]
 
 
 @triton.jit
@@ -66,21 +91,46 @@ def store_output(output_ptr, output_stride, output_head_stride, tile, total, acc
 
 
 @triton.jit
+def count_bits(words):
+    """Count the ones of each int64."""
+    pairs = words - ((words >> 1) & 0x5555555555555555)
+    fours = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+    bytes_ = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((bytes_ * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def count_visible(tile, tree, request, BLOCK_M: tl.constexpr):
+    """Count the tree keys that each row sees: the distance from the row to the context's last key."""
+    _, row, in_query, _, _, _, _ = tile
+    tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride = tree[7:]
+    word = bits_ptr + request * bits_stride + row * bits_row_stride
+    count = tl.zeros([BLOCK_M], tl.int32)
+    for number in range((tl.load(tree_lens_ptr + request) + 63) // 64):
+        count += count_bits(tl.load(word + number, mask=in_query, other=0))
+    return count
+
+
+@triton.jit
 def attend_tree(
-    tile, tree, request, kv_head, scale, top, total, acc,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    tile, tree, num_visible, slopes, request, kv_head, scale, top, total, acc,
+    TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend to a request's tree keys, tile by tile; each row sees what its mask allows.
 
     Args:
         tile: from ``load_queries``.
         tree: the kernels' arguments from ``key_ptr`` to ``bits_row_stride``.
+        num_visible: from ``count_visible``; None where no distance is needed.
+        slopes: ALiBi slope of each row; None: none.
     """
     q, row, in_query, _, _, dims, in_head = tile
     key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride = tree[:6]
     tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride = tree[6:]
     tree_len = tl.load(tree_lens_ptr + request)
     tree_start = tl.load(tree_start_ptr + request)
+    behind = num_visible  # visible keys that do not precede the word of the tile
     for first in range(0, tree_len, BLOCK_N):
         node = first + tl.arange(0, BLOCK_N)
         valid = node < tree_len
@@ -93,8 +143,17 @@ def attend_tree(
         # A tile lies within one word: it starts at a multiple of BLOCK_N, which divides the word's bits.
         word = bits_ptr + request * bits_stride + row * bits_row_stride + first // 64
         words = tl.load(word, mask=in_query, other=0)
-        visible = (((words[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0) & valid[None, :]
-        top, total, acc = attend(q, k, v, visible, scale, top, total, acc, PRECISION, WIDEN)
+        bit = (node % 64).to(tl.int64)
+        visible = (((words[:, None] >> bit[None, :]) & 1) != 0) & valid[None, :]
+        distance = None
+        if TREE_WINDOW > 0 or slopes is not None:
+            up_to = (tl.full([BLOCK_N], 2, tl.int64) << bit) - 1  # all ones for the last bit
+            distance = behind[:, None] - count_bits(words[:, None] & up_to[None, :])
+            if (first + BLOCK_N) % 64 == 0:
+                behind -= count_bits(words)
+            if TREE_WINDOW > 0:
+                visible &= distance < TREE_WINDOW
+        top, total, acc = attend(q, k, v, visible, distance, slopes, scale, top, total, acc, SOFT_CAP, PRECISION, WIDEN)
     return top, total, acc
 
 
@@ -119,6 +178,22 @@ def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
         "num_warps": 4,
         # 100 KiB of shared memory hold only two stages.
         "num_stages": 3 if not wide and _shared_memory(query.device) >= 160 << 10 else 2,
+    }
+
+
+def trait_options(traits: AttentionTraits, bits: torch.Tensor) -> dict[str, Any]:
+    """Return the kernels' arguments for a layer's traits; those of absent traits compile to nothing.
+
+    Args:
+        bits: int64 ``[..., num_words]``; see ``layout.ancestor_bits``.
+    """
+    return {
+        "sinks_ptr": traits.sinks,
+        "slopes_ptr": traits.alibi_slopes,
+        "WINDOW": traits.window,
+        # A row sees at most as many tree keys as its mask has bits: a wider window hides none of them.
+        "TREE_WINDOW": traits.window if traits.window < 64 * bits.shape[-1] else 0,
+        "SOFT_CAP": traits.soft_cap,
     }
 
 

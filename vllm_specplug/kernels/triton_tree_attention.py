@@ -14,22 +14,34 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplug.kernels.triton_tiles import attend, attend_tree, load_queries, store_output, tile_options
+from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.kernels.triton_tiles import (
+    add_sinks,
+    attend,
+    attend_tree,
+    count_visible,
+    load_queries,
+    store_output,
+    tile_options,
+    trait_options,
+)
 
 MAX_SPLITS = 32
 
 
 @triton.jit
 def _attend_context(
-    tile, cache, request, kv_head, split, scale, top, total, acc,
-    NUM_SPLITS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    tile, cache, num_visible, slopes, request, kv_head, split, scale, top, total, acc,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, NUM_SPLITS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend to this split's share of a request's context, tile by tile.
 
     Args:
         tile: from ``load_queries``.
         cache: the kernel's arguments from ``cache_ptr`` to ``context_lens_ptr``.
+        num_visible: tree keys that each row sees; None where no distance is needed.
+        slopes: ALiBi slope of each row; None: none.
     """
     q, _, in_query, _, _, dims, in_head = tile
     cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride = cache[:4]
@@ -37,10 +49,17 @@ def _attend_context(
     context = tl.load(context_lens_ptr + request)
     # Plain arithmetic: each function of Triton's library costs the interpreter milliseconds.
     tiles = (context + BLOCK_N - 1) // BLOCK_N
-    share = (tiles + NUM_SPLITS - 1) // NUM_SPLITS
-    for number in range(split * share, tl.minimum((split + 1) * share, tiles)):
+    begin = 0
+    if WINDOW > 0:
+        # A row sees itself, so none sees more.  vLLM may have freed the pages before.
+        begin = tl.maximum(context + 1 - WINDOW, 0)
+    first = begin // BLOCK_N
+    share = (tiles - first + NUM_SPLITS - 1) // NUM_SPLITS
+    for number in range(first + split * share, tl.minimum(first + (split + 1) * share, tiles)):
         position = number * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = position < context
+        if WINDOW > 0:
+            valid &= position >= begin
         page = tl.load(block_table_ptr + request * block_table_stride + position // PAGE, mask=valid, other=0)
         slot = (
             cache_ptr
@@ -52,7 +71,13 @@ def _attend_context(
         loads = valid[:, None] & in_head[None, :]
         k = tl.load(slot[:, None] + dims[None, :], mask=loads, other=0.0)
         v = tl.load(slot[:, None] + HEAD_SIZE + dims[None, :], mask=loads, other=0.0)
-        top, total, acc = attend(q, k, v, valid[None, :] & in_query[:, None], scale, top, total, acc, PRECISION, WIDEN)
+        visible = valid[None, :] & in_query[:, None]
+        distance = None
+        if WINDOW > 0 or slopes is not None:
+            distance = num_visible[:, None] + (context - 1 - position)[None, :]
+            if WINDOW > 0:
+                visible &= distance < WINDOW
+        top, total, acc = attend(q, k, v, visible, distance, slopes, scale, top, total, acc, SOFT_CAP, PRECISION, WIDEN)
     return top, total, acc
 
 
@@ -68,7 +93,8 @@ def _tree_attention_kernel(
     tree_start_ptr, tree_lens_ptr,
     bits_ptr, bits_stride, bits_row_stride,
     parts_ptr, tops_ptr, totals_ptr,
-    scale, num_heads, max_query_len, num_row_blocks,
+    sinks_ptr, slopes_ptr, scale, num_heads, max_query_len, num_row_blocks,
+    WINDOW: tl.constexpr, TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -96,12 +122,23 @@ def _tree_attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, HEAD_PADDED], 0.0, tl.float32)
+    num_visible = None
+    if WINDOW > 0 or slopes_ptr is not None:
+        num_visible = count_visible(tile, tree, request, BLOCK_M)
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + tile[4], mask=tile[2], other=0.0).to(tl.float32)
     top, total, acc = _attend_context(
-        tile, cache, request, kv_head, split, scale, top, total, acc,
-        NUM_SPLITS, HEAD_SIZE, PAGE, BLOCK_N, PRECISION, WIDEN,
+        tile, cache, num_visible, slopes, request, kv_head, split, scale, top, total, acc,
+        WINDOW, SOFT_CAP, NUM_SPLITS, HEAD_SIZE, PAGE, BLOCK_N, PRECISION, WIDEN,
     )  # fmt: skip
     if split == NUM_SPLITS - 1:  # the split with the fewest context tiles
-        top, total, acc = attend_tree(tile, tree, request, kv_head, scale, top, total, acc, BLOCK_N, PRECISION, WIDEN)
+        top, total, acc = attend_tree(
+            tile, tree, num_visible, slopes, request, kv_head, scale, top, total, acc,
+            TREE_WINDOW, SOFT_CAP, BLOCK_N, PRECISION, WIDEN,
+        )  # fmt: skip
+        if sinks_ptr is not None:
+            top, total, acc = add_sinks(sinks_ptr, tile, top, total, acc)
 
     if NUM_SPLITS == 1:
         store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
@@ -164,6 +201,7 @@ def tree_attention(
     max_query_len: int,
     max_context_len: int | None = None,
     num_splits: int | None = None,
+    traits: AttentionTraits = NO_TRAITS,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
@@ -184,6 +222,7 @@ def tree_attention(
         max_query_len: upper bound of ``query_lens``.
         max_context_len: upper bound of ``context_lens``; only limits the number of splits.
         num_splits: programs that share one context; by default as many as fill the device.
+        traits: see ``attention_traits``; sinks of any float dtype.  With a window, each row sees a tree key.
     """
     num_heads, head_size = query.shape[1:]
     _, num_kv_heads, page, _ = kv_cache.shape
@@ -193,7 +232,8 @@ def tree_attention(
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
         num_programs = num_reqs * num_row_blocks * num_kv_heads
-        num_splits = _num_splits(query.device, num_programs, max_context_len, tiles["BLOCK_N"])
+        longest = min((n for n in (max_context_len, traits.window) if n), default=None)
+        num_splits = _num_splits(query.device, num_programs, longest, tiles["BLOCK_N"])
     parts = tops = totals = query  # never read without splits
     if num_splits > 1:
         tops = torch.empty(num_reqs, max_query_len, num_heads, num_splits, dtype=torch.float32, device=query.device)
@@ -210,8 +250,8 @@ def tree_attention(
         tree_start, tree_lens,
         bits, bits.stride(0), bits.stride(1),
         parts, tops, totals,
-        scale, num_heads, max_query_len, num_row_blocks,
-        NUM_SPLITS=num_splits, GROUP=group, PAGE=page, **tiles,
+        scale=scale, num_heads=num_heads, max_query_len=max_query_len, num_row_blocks=num_row_blocks,
+        **trait_options(traits, bits), NUM_SPLITS=num_splits, GROUP=group, PAGE=page, **tiles,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.kernels.context_attention import ContextAttention
+from vllm_specplug.kernels.context_attention import ContextAttention, multiples_on_device
 
 HEAD_SIZES = (16, 32, 64, 128, 256, 512)
 _TILES = (64, 32, 16)
@@ -36,7 +36,7 @@ class XformersContext(ContextAttention):
     """Context attention by ``memory_efficient_attention_partial``.
 
     Args:
-        head_size: head size of the layers.
+        head_size: of the layer.
 
     Raises:
         ValueError: xformers cannot be used.
@@ -88,7 +88,7 @@ class XformersContext(ContextAttention):
         device = context_lens.device
         return self._bias.PagedBlockDiagonalPaddedKeysMask(
             q_seqinfo=self._bias._SeqLenInfo(
-                seqstart=torch.arange(0, num_reqs * num_rows + 1, num_rows, dtype=torch.int32, device=device),
+                seqstart=multiples_on_device(num_rows, num_reqs + 1, device),
                 # With one row each, the kernel would take another code path, with other shapes.
                 max_seqlen=max(num_rows, 2),
                 min_seqlen=num_rows,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-from vllm_specplug.kernels.context_attention import ContextAttention
+from vllm_specplug.kernels.context_attention import ContextAttention, multiples_on_device
 
 
 class FlashContext(ContextAttention):
@@ -17,14 +16,19 @@ class FlashContext(ContextAttention):
     attention).
 
     Args:
-        head_size: of the layers.
+        head_size: of the layer.
+        soft_cap: of the layer; 0: none.
 
     Raises:
         ValueError: vLLM has no FlashAttention for this device.
     """
 
-    def __init__(self, head_size: int):
-        self._version = get_flash_attn_version(head_size=head_size)
+    caps_scores = True
+
+    def __init__(self, head_size: int, soft_cap: float = 0.0):
+        self._soft_cap = soft_cap
+        needed = {"requires_softcap": True} if soft_cap else {}
+        self._version = get_flash_attn_version(head_size=head_size, **needed)
         if self._version is None:
             raise ValueError("vLLM has no FlashAttention for this device")
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
@@ -38,17 +42,17 @@ class FlashContext(ContextAttention):
             canonicalize_singleton_dim_strides(part)
             for part in kv_cache.transpose(1, 2).split(head_size, dim=-1)
         )
-        starts = torch.arange(0, num_reqs * num_rows + 1, num_rows, dtype=torch.int32, device=query.device)
         output, sums = self._attend(
             q=query.flatten(0, 1),
             k=key,
             v=value,
-            cu_seqlens_q=starts,
+            cu_seqlens_q=multiples_on_device(num_rows, num_reqs + 1, query.device),
             max_seqlen_q=num_rows,
             seqused_k=context_lens,
             max_seqlen_k=max_context_len,
             softmax_scale=scale,
             causal=False,
+            softcap=self._soft_cap,
             block_table=block_table,
             return_softmax_lse=True,
             fa_version=self._version,

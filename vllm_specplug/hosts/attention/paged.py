@@ -7,12 +7,14 @@ vLLM's backend ``TRITON_ATTN`` is extended here, ``FLASH_ATTN`` in ``flash.py``.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
@@ -27,9 +29,12 @@ from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention.backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
+from vllm_specplug.kernels.attention_traits import AttentionTraits
 from vllm_specplug.kernels.context_attention import ContextAttention
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
+
+logger = logging.getLogger("vllm_specplug")
 
 
 @dataclass
@@ -86,6 +91,16 @@ class TreeImpl:
 
     context: ContextAttention | None = None
 
+    @functools.cached_property
+    def traits(self) -> AttentionTraits:
+        """What the layer does besides the plain softmax.  Sinks are vLLM's own weights, of the model's dtype."""
+        return AttentionTraits(
+            window=self.sliding_window[0] + 1,  # vLLM does not count the row itself; -1: no window
+            soft_cap=float(self.logits_soft_cap or 0),
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+        )
+
     def forward(
         self,
         layer,
@@ -105,6 +120,8 @@ class TreeImpl:
             return output
         if tree.scratch is not None:
             key, value = tree.scratch[layer.layer_name].write(key, value)
+        elif self.kv_sharing_target_layer_name is not None:
+            key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
         attend = tree_attention
         if self.context is not None:
             attend = functools.partial(merged_tree_attention, self.context, uniform=tree.uniform)
@@ -124,8 +141,26 @@ class TreeImpl:
             self.scale,
             max_query_len=tree.max_query_len,
             max_context_len=tree.max_context_len,
+            traits=self.traits,
         )
         return output
+
+
+def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read this forward's keys and values where a layer has none of its own.
+
+    vLLM gives it no key and value, but the cache of another layer, which has written them before.
+
+    Args:
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        slots: int ``[num_rows]``; of padding rows -1, whose result is arbitrary.
+
+    Returns:
+        Key and value, each ``[num_rows, num_kv_heads, head_size]``.
+    """
+    page = kv_cache.shape[2]
+    key, value = kv_cache[slots // page, :, slots % page].chunk(2, dim=-1)
+    return key, value
 
 
 class PagedTreeBuilder(TreeBuilder):
@@ -181,6 +216,8 @@ def device_tree_backends() -> AbstractContextManager[None]:
 def use_tree_attention(layers: dict[str, Any], name: str) -> None:
     """Select one of ``config.TREE_ATTENTIONS`` for the layers' tree rows.
 
+    Layers with traits that it does not support keep ``triton``.
+
     Raises:
         ConfigError: it cannot run here.
     """
@@ -190,9 +227,22 @@ def use_tree_attention(layers: dict[str, Any], name: str) -> None:
         from vllm_specplug.hosts.attention.flash_context import FlashContext as Context
     else:
         from vllm_specplug.kernels.xformers_context import XformersContext as Context
+    kept = 0
     for layer in layers.values():
+        impl = layer.impl
+        if not Context.supports(impl.traits):
+            kept += 1
+            continue
         with _refused_as(name):
-            layer.impl.context = Context(layer.impl.head_size)
+            soft_cap = {"soft_cap": impl.traits.soft_cap} if Context.caps_scores else {}
+            impl.context = Context(impl.head_size, **soft_cap)
+    if kept:
+        logger.info(
+            "tree_attention=%r: %d of %d layers use 'triton' (sliding window, ALiBi or soft cap)",
+            name,
+            kept,
+            len(layers),
+        )
 
 
 def check_caches(layers: dict[str, Any], name: str) -> None:
