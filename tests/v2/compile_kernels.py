@@ -87,6 +87,8 @@ class Compiled:
                 "shared": kernel.metadata.shared,
             }
         )
+        if "--json" not in sys.argv:
+            print("| " + " | ".join(str(self.rows[-1][column]) for column in COLUMNS) + " |", flush=True)
         return kernel
 
 
@@ -147,14 +149,12 @@ def compile_all() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    as_json = "--json" in sys.argv
+    if not as_json:
+        print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
     rows = compile_all()
-    if "--json" in sys.argv:
+    if as_json:
         json.dump(rows, sys.stdout)
-        return
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + " --- |" * len(COLUMNS))
-    for row in rows:
-        print("| " + " | ".join(str(row[column]) for column in COLUMNS) + " |")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Every Triton kernel against its torch reference, on inputs of the same factories."""
 
+import functools
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.contexts import make_match_inputs as make_keys_inputs
@@ -13,11 +17,13 @@ from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
 from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
+from vllm_specplug.kernels import triton_tree_attention
 from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
-from vllm_specplug.kernels.triton_tree_attention import tree_attention
+from vllm_specplug.kernels.triton_tiles import warm_up
+from vllm_specplug.kernels.triton_tree_attention import _find_part, tree_attention
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 from vllm_specplug.types import PADDING, Walk
 
@@ -63,7 +69,7 @@ def assert_matches(inputs, **changes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_splits", [None, 1, 2, 8])
+@pytest.mark.parametrize("num_splits", [1, 8])
 @pytest.mark.parametrize("context", [0, 1, 100, 200])
 def test_attention_context(dtype, num_splits, context):
     inputs = make_inputs((context, 5), (17, 3), block_size=16, dtype=dtype, kv_layout=TOKEN_LAYOUT)
@@ -83,6 +89,59 @@ def test_attention_tree_lengths(rows, nodes):
     """Query and tree rows differ in number at a drafter's levels; trees may need several words and tiles."""
     inputs = make_inputs((40, 7, 3), (rows, 2, 0), tree_lens=(nodes, 3, 0), kv_layout=TOKEN_LAYOUT)
     assert_matches(inputs)
+
+
+@triton.jit
+def _find_parts_kernel(found_ptr, num_items, num_reqs, context_lens_ptr, WINDOW: tl.constexpr):
+    item = tl.program_id(0)
+    request, part, share = _find_part(item, num_items, num_reqs, context_lens_ptr, WINDOW, 64)
+    tl.store(found_ptr + 3 * item, request)
+    tl.store(found_ptr + 3 * item + 1, part)
+    tl.store(found_ptr + 3 * item + 2, share)
+
+
+@pytest.mark.parametrize("window", [0, 1000])
+@pytest.mark.parametrize("num_reqs", [1, 3, 130])
+def test_parts_of_uneven_contexts(num_reqs, window):
+    """Every context is covered once, by parts of one length."""
+    context_lens = ints(*([9000, 0, 129] + [640, 1] * 70)[:num_reqs])
+    num_items = num_reqs + 6
+    found = torch.zeros(num_items, 3, dtype=torch.int32, device=DEVICE)
+    _find_parts_kernel[(num_items,)](found, num_items, num_reqs, context_lens, window)
+    first = (context_lens + 1 - window).clamp(min=0) // 64 if window else torch.zeros_like(context_lens)
+    tiles = (-(-context_lens // 64) - first).tolist()
+    share = max(-(-sum(tiles) // 6), 2)
+    expected = [[r, part, share] for r in range(num_reqs) for part in range(max(1, -(-tiles[r] // share)))]
+    assert found[: len(expected)].tolist() == expected
+    assert (found[len(expected) :, 0] >= num_reqs).all()
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_attention_over_uneven_contexts(window):
+    inputs = trait_inputs(AttentionTraits(window=window), (900, 0, 130), (3, 2, 4))
+    assert_matches(inputs, num_splits=4)
+
+
+def test_warm_up_launches_every_variant(monkeypatch):
+    """Whatever rows and splits a step has, its kernels were compiled at start."""
+    launched, run = set(), triton_tree_attention._tree_attention_kernel.run
+    names = ("SPLIT", "BLOCK_M", "BLOCK_N", "HEAD_SIZE", "PAGE", "GROUP", "num_warps", "num_stages", "WINDOW")
+
+    def noted(*args, **kwargs):
+        launched.add(tuple(kwargs[name] for name in names))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(triton_tree_attention._tree_attention_kernel, "run", noted)
+    inputs = on_device(trait_inputs(AttentionTraits(window=20), rows=(70, 3, 0), contexts=(300, 5, 0)))
+    attends = [functools.partial(tree_attention, num_splits=splits) for splits in (1, 2)]
+    warm_up(attends, inputs["kv_cache"], 4, ancestor_bits(inputs["mask"]), inputs["traits"])
+    warmed = set(launched)
+    assert len(warmed) == 2 * len({16, 32, 64, 128})
+    for rows in (1, 7, 9, 17, 40, 70):
+        for num_splits in (1, 2, 5):
+            made = trait_inputs(AttentionTraits(window=20), (300,), (rows,))
+            assert_matches(made, num_splits=num_splits)
+    assert launched == warmed
 
 
 def test_attention_control_with_a_wrong_bit():
@@ -125,7 +184,8 @@ def trait_inputs(traits, contexts=(57, 5, 0), rows=(17, 3, 2), **changes):
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("name", TRAITS)
 def test_attention_traits(name, num_splits):
-    assert_matches(trait_inputs(TRAITS[name]), num_splits=num_splits)
+    contexts = (57, 5, 0) if num_splits == 1 else (200, 5, 0)  # a part has 128 keys at least
+    assert_matches(trait_inputs(TRAITS[name], contexts), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("name", ["window in the tree", "all"])
@@ -283,6 +343,12 @@ def test_walk_and_moves(seed):
     for cache, before, after in zip(moved, caches, rows, strict=True):
         assert torch.equal(cache.cpu().transpose(1, 2).flatten(0, 1), after)
         assert not torch.equal(cache.cpu(), before)
+
+
+def test_layers_that_share_a_cache_move_its_rows_once():
+    """Moved twice at the same time, a row that came late may go on to a place before."""
+    first, second = torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 8)
+    assert len(cache_pointers([first, second, first])) == 2
 
 
 def test_caches_of_one_shape_are_required():

@@ -21,6 +21,8 @@ import triton.language as tl
 from vllm_specplug.types import PADDING
 
 _PADDING = tl.constexpr(PADDING)
+#: Rows that ``move_rows`` moves at once.
+_MOVES = tl.constexpr(8)
 
 
 @triton.jit
@@ -276,24 +278,29 @@ def _move_rows_kernel(
     head = tl.program_id(1)
     cache = tl.cast(tl.load(caches_ptr + tl.program_id(2)), tl.pointer_type(like_ptr.dtype.element_ty))
     content = tl.arange(0, CONTENT_PADDED)
-    inside = content < CONTENT
-    # In path order: a source is never a row that an earlier move has written (see core/kv.py).  The root stays.
-    depth = 1
-    source_row = tl.load(source_rows_ptr + request * WIDTH)
-    while (depth < WIDTH) & (source_row >= 0):
-        source_row = tl.load(source_rows_ptr + request * WIDTH + depth)
-        target_row = tl.load(target_rows_ptr + request * WIDTH + depth)
-        if source_row != target_row:
-            source = tl.load(slot_mapping_ptr + source_row)
-            target = tl.load(slot_mapping_ptr + target_row)
-            read = cache + (source // PAGE) * block_stride + head * head_stride + (source % PAGE) * slot_stride
-            write = cache + (target // PAGE) * block_stride + head * head_stride + (target % PAGE) * slot_stride
-            tl.store(write + content, tl.load(read + content, mask=inside), mask=inside)
-        depth += 1
+    # In path order: a source is never a row that an earlier move has written (see core/kv.py).  So several moves are
+    # made at once, all reads before all writes.  The root stays.
+    first = 1
+    last_source = tl.load(source_rows_ptr + request * WIDTH)
+    while (first < WIDTH) & (last_source >= 0):
+        depth = first + tl.arange(0, _MOVES)
+        source_row = tl.load(source_rows_ptr + request * WIDTH + depth, mask=depth < WIDTH, other=_PADDING)
+        target_row = tl.load(target_rows_ptr + request * WIDTH + depth, mask=depth < WIDTH, other=_PADDING)
+        moved = (source_row >= 0) & (source_row != target_row)
+        source = tl.load(slot_mapping_ptr + source_row, mask=moved, other=0)
+        target = tl.load(slot_mapping_ptr + target_row, mask=moved, other=0)
+        read = cache + (source // PAGE) * block_stride + head * head_stride + (source % PAGE) * slot_stride
+        write = cache + (target // PAGE) * block_stride + head * head_stride + (target % PAGE) * slot_stride
+        inside = moved[:, None] & (content < CONTENT)[None, :]
+        rows = tl.load(read[:, None] + content[None, :], mask=inside)
+        tl.debug_barrier()
+        tl.store(write[:, None] + content[None, :], rows, mask=inside)
+        last_source = tl.min(source_row, axis=0)
+        first += _MOVES
 
 
 def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of the layers' caches, for ``move_rows``.
+    """Return the addresses of the layers' caches, each once (layers may share one), for ``move_rows``.
 
     Raises:
         ValueError: the caches differ in shape, strides or dtype.
@@ -302,7 +309,8 @@ def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
     for cache in caches:
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise ValueError(f"the layers' caches differ: {cache.shape} {cache.dtype}, {first.shape} {first.dtype}")
-    return torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.uint64, device=first.device)
+    addresses = dict.fromkeys(cache.data_ptr() for cache in caches)
+    return torch.tensor(list(addresses), dtype=torch.uint64, device=first.device)
 
 
 def move_rows(
@@ -315,7 +323,7 @@ def move_rows(
     """Move the accepted rows' key/value behind the context, in all layers.
 
     Args:
-        pointers: uint64 ``[num_layers]``, from ``cache_pointers``.
+        pointers: uint64 ``[num_caches]``, from ``cache_pointers``.
         like: one of the caches, ``[num_blocks, num_kv_heads, block_size, content]``, contiguous in the last.
         slot_mapping: int64 ``[num_tokens]``; slot of each row of the forward.
         source_rows, target_rows: int64 ``[num_reqs, max_emitted]``, contiguous; see ``core.step.StepPlan``.
@@ -334,5 +342,5 @@ def move_rows(
         PAGE=page,
         CONTENT=content,
         CONTENT_PADDED=triton.next_power_of_2(content),
-        num_warps=1,
+        num_warps=4,
     )

@@ -7,6 +7,8 @@ share their keys.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -167,15 +169,17 @@ def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
     head_size = query.shape[2]
     head_padded = triton.next_power_of_2(head_size)
     row_bytes, wide = head_padded * query.element_size(), query.dtype == torch.float32
+    # At most 32 KiB of queries and 16 KiB of keys per tile.
+    block_m = max(16, min(128, triton.next_power_of_2(num_rows), (32 << 10) // row_bytes))
     return {
         "HEAD_SIZE": head_size,
         "HEAD_PADDED": head_padded,
-        # At most 32 KiB of queries and 16 KiB of keys per tile.
-        "BLOCK_M": max(16, min(64, triton.next_power_of_2(num_rows), (32 << 10) // row_bytes)),
+        "BLOCK_M": block_m,
         "BLOCK_N": max(16, min(64, (16 << 10) // row_bytes)),
         "PRECISION": "ieee" if wide else "tf32",
         "WIDEN": _INTERPRETED,
-        "num_warps": 4,
+        # At most 64 registers of a thread for the output.
+        "num_warps": 8 if block_m * max(head_padded, 128) >= 128 * 128 else 4,
         # 100 KiB of shared memory hold only two stages.
         "num_stages": 3 if not wide and _shared_memory(query.device) >= 160 << 10 else 2,
     }
@@ -195,6 +199,35 @@ def trait_options(traits: AttentionTraits, bits: torch.Tensor) -> dict[str, Any]
         "TREE_WINDOW": traits.window if traits.window < 64 * bits.shape[-1] else 0,
         "SOFT_CAP": traits.soft_cap,
     }
+
+
+def warm_up(
+    attends: Sequence[Callable[..., None]],
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    bits: torch.Tensor,
+    traits: AttentionTraits,
+) -> None:
+    """Compile what a layer may launch: the kernels of each attention, once per tile height.
+
+    Args:
+        attends: called like ``triton_tree_attention.tree_attention``, with a request that has no rows.
+        kv_cache: of the layer; not read.
+        num_heads: of the layer's queries, which have the cache's dtype.
+        bits: int64 ``[>= 1, max_query_len, num_words]``, for the most rows of a request; not read.
+        traits: of the layer.
+    """
+    _, num_kv_heads, _, width = kv_cache.shape
+    query = kv_cache.new_zeros(1, num_heads, width // 2)
+    key, nothing = query[:, :num_kv_heads], torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
+    heights: dict[int, int] = {}
+    for rows in range(1, bits.shape[1] + 1):
+        heights.setdefault(tile_options(query, rows * (num_heads // num_kv_heads))["BLOCK_M"], rows)
+    for rows, attend in itertools.product(heights.values(), attends):
+        attend(
+            query, query, kv_cache, nothing[None], nothing, nothing, nothing, key, key, nothing, nothing, bits[:1], 1.0,
+            max_query_len=rows, traits=traits,
+        )  # fmt: skip
 
 
 @functools.cache

@@ -6,11 +6,11 @@ vLLM's backend ``TRITON_ATTN`` is extended here, ``FLASH_ATTN`` in ``flash.py``.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.kernels.attention_traits import AttentionTraits
 from vllm_specplug.kernels.context_attention import ContextAttention
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.kernels.triton_tiles import warm_up
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
 
 logger = logging.getLogger("vllm_specplug")
@@ -91,7 +92,7 @@ class TreeImpl:
 
     context: ContextAttention | None = None
 
-    @functools.cached_property
+    @cached_property
     def traits(self) -> AttentionTraits:
         """What the layer does besides the plain softmax.  Sinks are vLLM's own weights, of the model's dtype."""
         return AttentionTraits(
@@ -124,7 +125,7 @@ class TreeImpl:
             key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
         attend = tree_attention
         if self.context is not None:
-            attend = functools.partial(merged_tree_attention, self.context, uniform=tree.uniform)
+            attend = partial(merged_tree_attention, self.context, uniform=tree.uniform)
         attend(
             query,
             output,
@@ -255,6 +256,20 @@ def check_caches(layers: dict[str, Any], name: str) -> None:
         if layer.impl.context is not None:
             with _refused_as(name):
                 layer.impl.context.check_cache(layer.kv_cache)
+
+
+def compile_kernels(layers: dict[str, Any], bits: torch.Tensor) -> None:
+    """Compile the kernels of the layers' tree rows, so that no step waits for them.
+
+    Args:
+        bits: int64 ``[>= 1, max_query_len, num_words]``, as wide as those of any step; not read.
+    """
+    for layer in layers.values():
+        impl = layer.impl
+        attends = [partial(tree_attention, num_splits=splits) for splits in (1, 2)]
+        if impl.context is not None:
+            attends = [partial(merged_tree_attention, impl.context)]
+        warm_up(attends, layer.kv_cache, impl.num_heads, bits, impl.traits)
 
 
 @contextmanager

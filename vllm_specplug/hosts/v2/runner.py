@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.step import StepPlan, before_forward
-from vllm_specplug.hosts.attention.paged import check_caches
+from vllm_specplug.hosts.attention.paged import check_caches, compile_kernels
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
@@ -144,10 +144,9 @@ class TreeRunner:
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        check_caches(
-            get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase),
-            self.speculative_config.specplug.tree_attention,
-        )
+        attention = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        check_caches(attention, self.speculative_config.specplug.tree_attention)
+        compile_kernels(attention, self.speculator.trees.bits)
         layers = self.compilation_config.static_forward_context
         #: By KV cache group: slot mapping, one cache, addresses of all.
         self._committed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
