@@ -10,6 +10,7 @@ known on the CPU, so a CUDA graph can capture the launches.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -304,7 +305,7 @@ def tree_attention(
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
         longest = min((n for n in (max_context_len, traits.window) if n), default=None)
-        num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, longest, tiles["BLOCK_N"])
+        num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, longest, tiles)
     # Requests get parts by their contexts' lengths; as many as there are requests may be the rest of a division.
     num_items = num_reqs * (num_splits + 1 if num_splits > 1 else 1)
     part_of = parts = tops = totals = query  # never read without splits
@@ -335,11 +336,11 @@ def tree_attention(
         )  # fmt: skip
 
 
-def _num_splits(device: torch.device, num_programs: int, max_context_len: int | None, block_n: int) -> int:
-    """Return how many programs should share a context, so that every multiprocessor gets two programs."""
-    wanted = 2 * _num_processors(device) // max(num_programs, 1)
+def _num_splits(device: torch.device, num_programs: int, max_context_len: int | None, tiles: dict[str, Any]) -> int:
+    """Return how many programs should share a context, so that every multiprocessor gets the warps that fit on it."""
+    wanted = 8 // tiles["num_warps"] * _num_processors(device) // max(num_programs, 1)
     if max_context_len is not None:
-        wanted = min(wanted, max_context_len // (MIN_SHARE.value * block_n))
+        wanted = min(wanted, max_context_len // (MIN_SHARE.value * tiles["BLOCK_N"]))
     return max(1, min(wanted, MAX_SPLITS))
 
 

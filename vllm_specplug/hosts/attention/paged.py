@@ -119,9 +119,11 @@ class TreeImpl:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if tree is None:
             return output
+        source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if tree.scratch is not None:
-            key, value = tree.scratch[layer.layer_name].write(key, value)
-        elif self.kv_sharing_target_layer_name is not None:
+            scratch = tree.scratch[source or layer.layer_name]
+            key, value = (scratch.key, scratch.value) if source is not None else scratch.write(key, value)
+        elif source is not None:
             key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
         attend = tree_attention
         if self.context is not None:
@@ -148,9 +150,7 @@ class TreeImpl:
 
 
 def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read this forward's keys and values where a layer has none of its own.
-
-    vLLM gives it no key and value, but the cache of another layer, which has written them before.
+    """Read this forward's keys and values for a layer that shares the cache of another, which has written them.
 
     Args:
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
