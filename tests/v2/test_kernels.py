@@ -122,6 +122,18 @@ def test_attention_over_uneven_contexts(window):
     assert_matches(inputs, num_splits=4)
 
 
+def test_number_of_splits(monkeypatch):
+    """As many programs as an H100 runs at once: one of 8 warps or two of 4 on each of 132 multiprocessors."""
+    monkeypatch.setattr(triton_tree_attention, "_num_processors", lambda _: 132)
+    wide, narrow = {"num_warps": 8, "BLOCK_N": 64}, {"num_warps": 4, "BLOCK_N": 64}
+
+    def splits(num_programs, longest, tiles):
+        return triton_tree_attention._num_splits(torch.device("cuda"), num_programs, longest, tiles)
+
+    assert [splits(16 * batch, None, wide) for batch in (1, 2, 4, 8, 9)] == [8, 4, 2, 1, 1]
+    assert [splits(8, longest, narrow) for longest in (None, 8192, 1024, 100)] == [32, 32, 8, 1]
+
+
 def test_warm_up_launches_every_variant(monkeypatch):
     """Whatever rows and splits a step has, its kernels were compiled at start."""
     launched, run = set(), triton_tree_attention._tree_attention_kernel.run
