@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Tokens that are read in front of the trees, and tokens around each other place that is read.
-LAST_READ, ALSO_READ = 24, 8
+LAST_READ, ALSO_READ = 16, 8
 
 
 @dataclass(frozen=True)
