@@ -104,4 +104,4 @@ def _log_with_vllm() -> None:
     """Make our log lines a part of vLLM's: same place, format and level, also when vLLM sets these up later."""
     ours = logging.getLogger("vllm_specplug")
     ours.parent = logging.getLogger("vllm")
-    ours.setLevel(logging.NOTSET)  # forgets which levels were enabled under the former parent
+    ours.setLevel(ours.level)  # forgets which levels were enabled under the former parent
