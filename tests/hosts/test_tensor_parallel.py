@@ -74,7 +74,9 @@ def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, 
     program, out = folder / "program.py", folder / "out.json"
     program.write_text(PROGRAM)
     # Costs are measured anew; kernels are not compiled again.
-    (folder / "torch_extensions").symlink_to(get_default_build_root())
+    kernels = Path(get_default_build_root())
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "torch_extensions").symlink_to(kernels)
     # One core each: the ranks spin while they wait for each other.
     cores = sorted(os.sched_getaffinity(0))
     settings = {
