@@ -47,7 +47,11 @@ WORKS = (
         "tests/hosts/test_tensor_parallel.py::test_same_as_plain",
         "V1 on a CPU: every method, budget and verification",
     ),
-    Support("Ray executor", "tests/hosts/test_tensor_parallel.py::test_ray"),
+    Support(
+        "Ray executor",
+        "tests/hosts/test_tensor_parallel.py::test_ray",
+        "vLLM itself refuses it on a CPU; the test lets Ray count the ranks as devices",
+    ),
     Support("data parallelism", "tests/hosts/test_data_parallel.py::test_replicas_behind_one_server", "dense targets"),
     Support(
         "asynchronous scheduling by default",

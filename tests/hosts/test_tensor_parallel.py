@@ -30,6 +30,12 @@ def kept(worker):
     found = {"tokens": runner.input_batch.token_ids_cpu.tolist()}
     return found | {"budget": type(runner.serving_budget).__name__, "searched": swift and swift.search().all_steps}
 
+def ray_serves_cpus():
+    # vLLM starts Ray's actors for devices that Ray counts.
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.ray_device_key = "GPU"
+
 def make_params(temperature):
     # A temperature of its own for every second request; some without a seed.
     return [
@@ -39,6 +45,11 @@ def make_params(temperature):
 
 if __name__ == "__main__":
     model, options, runs, out = sys.argv[1:]
+    if "ray" in options:
+        import ray
+
+        ray_serves_cpus()
+        ray.init(num_gpus=2, include_dashboard=False, runtime_env={"worker_process_setup_hook": ray_serves_cpus})
     llm = LLM(model, **ENGINE | json.loads(options))
     results = []
     for temperature in json.loads(runs):
@@ -63,7 +74,9 @@ def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, 
     program, out = folder / "program.py", folder / "out.json"
     program.write_text(PROGRAM)
     # Costs are measured anew; kernels are not compiled again.
-    (folder / "torch_extensions").symlink_to(get_default_build_root())
+    kernels = Path(get_default_build_root())
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder / "torch_extensions").symlink_to(kernels)
     # One core each: the ranks spin while they wait for each other.
     cores = sorted(os.sched_getaffinity(0))
     settings = {
