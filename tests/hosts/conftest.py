@@ -22,6 +22,7 @@ os.environ.update(
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.distributed import parallel_state
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
@@ -234,6 +235,13 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+@pytest.fixture
+def expert_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense engine of this process has made no group for experts; one of a single rank is like any other."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
 
 
 @pytest.fixture

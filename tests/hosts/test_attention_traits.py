@@ -11,12 +11,11 @@ import pytest
 import torch
 import transformers
 from vllm import LLM, SamplingParams
-from vllm.distributed import parallel_state
+from vllm.model_executor.layers.attention import Attention
 
 from tests.doubles import knowing, tiny
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug import proposer
-from vllm_specplug.hosts.attention.cpu import TreeAttentionImpl
 from vllm_specplug.hosts.attention.rows import CpuTreeRows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -100,13 +99,6 @@ def known(monkeypatch):
 
 
 @pytest.fixture
-def expert_group(monkeypatch):
-    """A dense engine of this process has made no group for experts; one of a single rank is like any other."""
-    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
-        monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
-
-
-@pytest.fixture
 def serve(engine, known, expert_group):
     """``serve(target, prompts, **options)``: plain vLLM's answers, and an engine that is told them."""
 
@@ -126,7 +118,7 @@ def serve(engine, known, expert_group):
 
 def layers_of(llm: Any) -> dict[str, Any]:
     layers = runner_of(llm).compilation_config.static_forward_context
-    return {name: layer for name, layer in layers.items() if isinstance(layer.impl, TreeAttentionImpl)}
+    return {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
 
 
 @pytest.mark.parametrize(
@@ -149,9 +141,8 @@ def test_same_as_plain(targets, serve, monkeypatch, name, faults):
         with monkeypatch.context() as patch:
             for layer_name, layer in layers_of(llm).items():
                 traits = honest[layer_name]
-                changed = {field: value for field, value in fault.items() if getattr(traits, field) is not None}
                 if traits.window or "window" not in fault:
-                    patch.setattr(layer.impl, "traits", replace(traits, **changed))
+                    patch.setattr(layer.impl, "traits", replace(traits, **fault))
             assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != expected, fault
 
 
@@ -159,9 +150,15 @@ def test_layers_that_share_keys_and_values(targets, serve, monkeypatch):
     prompts = make_prompts(8)
     expected, llm = serve(targets["shared KV"], prompts, disable_hybrid_kv_cache_manager=True)
     assert sum(layer.impl.kv_sharing_target_layer_name is not None for layer in layers_of(llm).values()) == 2
+    honest, only_trees = CpuTreeRows.rows_of, set()
+
+    def rows_of(self, layer_name):
+        only_trees.add(self.all_rows)
+        return honest(self, layer_name)
+
+    monkeypatch.setattr(CpuTreeRows, "rows_of", rows_of)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-    assert acceptance_length(llm) > 2.5
-    honest = CpuTreeRows.rows_of
+    assert acceptance_length(llm) > 2.5 and only_trees == {True, False}
 
     def one_row_off(self, layer_name):
         key, value, start = honest(self, layer_name)

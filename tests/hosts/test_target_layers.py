@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
+from vllm import LLM
 from vllm.model_executor.layers.attention import (
     Attention,
     ChunkedLocalAttention,
@@ -18,6 +20,8 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from tests.hosts.conftest import ENGINE
+from tests.hosts.test_attention_traits import SIZES
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.backends import check_attention
 from vllm_specplug.hosts.attention.cpu import TreeAttentionImpl, check_layers
@@ -53,6 +57,58 @@ def test_what_is_accepted():
 def test_other_mechanisms_are_refused(odd, reason):
     with pytest.raises(ConfigError, match=f"causal self-attention: odd .*{reason}.*; serve this model without"):
         check_layers({"first": layer(), "odd": odd})
+
+
+#: Config class and fields of a target, and the reason for which it is refused.
+REFUSED = {
+    "chunked": (
+        "Llama4TextConfig",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "attention_chunk_size": 32},
+        r"layers\.0\.self_attn\.attn \(ChunkedLocalAttention\) does not show a token all tokens",
+    ),
+    "MLA": (
+        "DeepseekV2Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+        },
+        r"layers\.0\.self_attn\.attn \(MLAAttention\) does not keep one key and one value",
+    ),
+    "attention and Mamba": (
+        "FalconH1Config",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+        r"mixer \(MambaMixer2\) has a recurrent state",
+    ),
+    "attention and linear attention": (
+        "Qwen3NextConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+        r"linear_attn \(\w*GatedDeltaNet\w*\) has a recurrent state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_real_targets_are_refused(tmp_path, expert_group, name):
+    config_class, fields, reason = REFUSED[name]
+    config = getattr(transformers, config_class)(**{**SIZES, "num_hidden_layers": 4, **fields})
+    config.architectures = [config_class.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        LLM(str(tmp_path), load_format="dummy", speculative_config={"method": "lookup"}, **ENGINE)
 
 
 def test_other_backends_and_quantised_caches_are_refused():

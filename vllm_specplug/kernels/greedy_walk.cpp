@@ -1,4 +1,4 @@
-// Greedy decoding directly from bfloat16 or float32 logits.  vLLM first converts all logits to float32, in memory that
+// Greedy decoding directly from float32, bfloat16 or float16 logits.  vLLM first converts all logits to float32, in memory that
 // it maps anew at every step.  As in torch.argmax, the first of equal values counts, -0 equals 0, NaN is the largest.
 
 #include <ATen/Parallel.h>
@@ -20,24 +20,32 @@ namespace {
 constexpr int64_t kBlock = 2048; // values per maximum
 constexpr int64_t kPadding = -1;
 
-template <typename Int>
-struct Vector {
-  typedef Int type __attribute__((vector_size(64)));
+// Bits of floating-point numbers as integers.
+template <typename Integer, Integer infinity_bits>
+struct Format {
+  using Int = Integer;
+  typedef Int Vector __attribute__((vector_size(64)));
+  static constexpr Int infinity = infinity_bits;
 };
+using Float32 = Format<int32_t, 0x7f800000>;
+using BFloat16 = Format<int16_t, 0x7f80>;
+using Float16 = Format<int16_t, 0x7c00>;
 
 // Maps the bits of floats to integers in the same order; for one value or a vector.
-template <typename Int, typename V>
+template <typename F, typename V>
 inline V order(V bits) {
-  constexpr Int largest = std::numeric_limits<Int>::max(), infinity = sizeof(Int) == 2 ? 0x7f80 : 0x7f800000;
+  using Int = typename F::Int;
+  constexpr Int largest = std::numeric_limits<Int>::max();
   const V sign = bits >> (8 * sizeof(Int) - 1); // 0 or -1
   const V magnitude = bits & largest;
   const V value = (magnitude ^ sign) - sign, nan = V{} + largest;
-  return magnitude > infinity ? nan : value;
+  return magnitude > F::infinity ? nan : value;
 }
 
-template <typename Int>
-Int largest_of(const Int* values, int64_t size) {
-  using V = typename Vector<Int>::type;
+template <typename F>
+typename F::Int largest_of(const typename F::Int* values, int64_t size) {
+  using Int = typename F::Int;
+  using V = typename F::Vector;
   constexpr int64_t lanes = sizeof(V) / sizeof(Int);
   Int maximum = std::numeric_limits<Int>::min();
   int64_t i = 0;
@@ -46,45 +54,49 @@ Int largest_of(const Int* values, int64_t size) {
     for (; i + lanes <= size; i += lanes) {
       V bits;
       std::memcpy(&bits, values + i, sizeof(V));
-      const V here = order<Int>(bits);
+      const V here = order<F>(bits);
       maxima = here > maxima ? here : maxima;
     }
     for (int64_t lane = 0; lane < lanes; ++lane) maximum = std::max<Int>(maximum, maxima[lane]);
   }
-  for (; i < size; ++i) maximum = std::max<Int>(maximum, order<Int>(values[i]));
+  for (; i < size; ++i) maximum = std::max<Int>(maximum, order<F>(values[i]));
   return maximum;
 }
 
-template <typename Int>
-int64_t first_largest(const Int* row, int64_t size) {
+template <typename F>
+int64_t first_largest(const void* data, int64_t offset, int64_t size) {
+  using Int = typename F::Int;
+  const Int* row = static_cast<const Int*>(data) + offset;
   Int maximum = std::numeric_limits<Int>::min();
   int64_t found = 0;
   for (int64_t begin = 0; begin < size; begin += kBlock) {
-    const Int here = largest_of(row + begin, std::min(size - begin, kBlock));
+    const Int here = largest_of<F>(row + begin, std::min(size - begin, kBlock));
     if (here > maximum) {
       maximum = here;
       found = begin;
     }
   }
-  while (order<Int>(row[found]) != maximum) ++found;
+  while (order<F>(row[found]) != maximum) ++found;
   return found;
 }
 
-// The first largest values of the rows of bfloat16 or float32 logits.
+// The first largest values of the rows of logits.
 class Rows {
  public:
   Rows(const at::Tensor& logits, const char* name) : logits_(logits.stride(-1) == 1 ? logits : logits.contiguous()) {
     TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, name, ": logits must be [num_rows, vocab_size]");
-    TORCH_CHECK(logits.scalar_type() == at::kBFloat16 || logits.scalar_type() == at::kFloat, name,
-                ": logits must be bfloat16 or float32");
+    const auto dtype = logits.scalar_type();
+    TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, name,
+                ": logits must be float32, bfloat16 or float16");
   }
   int64_t count() const { return logits_.size(0); }
   int64_t token(int64_t row) const {
     TORCH_CHECK_INDEX(row >= 0 && row < count(), "greedy decoding: there are no logits for row ", row);
     const int64_t offset = row * logits_.stride(0), size = logits_.size(1);
-    if (logits_.scalar_type() == at::kFloat)
-      return first_largest(static_cast<const int32_t*>(logits_.const_data_ptr()) + offset, size);
-    return first_largest(static_cast<const int16_t*>(logits_.const_data_ptr()) + offset, size);
+    const void* data = logits_.const_data_ptr();
+    if (logits_.scalar_type() == at::kFloat) return first_largest<Float32>(data, offset, size);
+    if (logits_.scalar_type() == at::kHalf) return first_largest<Float16>(data, offset, size);
+    return first_largest<BFloat16>(data, offset, size);
   }
 
  private:

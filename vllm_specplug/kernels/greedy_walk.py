@@ -11,17 +11,19 @@ import torch
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.types import TokenTree, Walk
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def is_available(logits: torch.Tensor) -> bool:
     """Return whether the ops can be used on these logits."""
-    return logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) and operators() is not None
+    return logits.device.type == "cpu" and logits.dtype in _DTYPES and operators() is not None
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of the first largest logit of each row, int32 ``[num_rows, 1]``.
 
     Args:
-        logits: bfloat16 or float32 ``[num_rows, vocab_size]``.
+        logits: float32, bfloat16 or float16 ``[num_rows, vocab_size]``.
     """
     return operators().greedy_tokens.default(logits)
 
@@ -33,7 +35,7 @@ def greedy_walk(
 
     Args:
         tree: the verified trees.
-        logits: bfloat16 or float32 ``[num_logits_rows, vocab_size]``.
+        logits: float32, bfloat16 or float16 ``[num_logits_rows, vocab_size]``.
         first_rows: int64 ``[num_reqs]``; row of each request's root in ``logits``.
         active: bool ``[num_reqs]``; requests to walk; the others emit nothing.
         max_emitted: most tokens to emit.

@@ -252,11 +252,9 @@ struct Unit {
 template <typename T>
 using KeyElement = std::conditional_t<std::is_same_v<T, uint16_t>, uint32_t, float>;
 
-// KeyElements of one row.
+// Elements of a row per KeyElement.
 template <typename T>
-constexpr int key_words(int head_size) {
-  return std::is_same_v<T, uint16_t> ? head_size / 2 : head_size;
-}
+constexpr int kPerWord = std::is_same_v<T, uint16_t> ? 2 : 1;
 
 // Keys [head_size or words][columns]; values [columns][head_size], either as stored (T) or as float32 in the scratch.
 template <typename T>
@@ -389,7 +387,7 @@ int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_l
   const uint8_t* mask = mask_of(p, unit);
   int first = context;
   scratch.all_visible_from = 0;
-  for (int i = 0; i < num_queries(unit, p.group); ++i, mask += p.mask_row_stride) {
+  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i, mask += p.mask_row_stride) {
     int visible = 0;
     for (int j = 0; j < tree_len; ++j) visible += mask[j];
     scratch.visible[i] = visible;
@@ -407,7 +405,7 @@ bool context_distances(const Problem<T>& p, const Unit& unit, int position, int 
                        Scratch& scratch) {
   const bool masked = position < scratch.all_visible_from;
   if (!masked && !p.slopes) return false;
-  for (int i = 0; i < num_queries(unit, p.group); ++i) {
+  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
     const int end = context + scratch.visible[i]; // the query's own position is end - 1
     const int hidden = p.window ? std::clamp(end - p.window - position, 0, columns) : 0;
     std::memset(scratch.mask[i], 0, hidden);
@@ -431,13 +429,13 @@ void tree_distances(const Problem<T>& p, int i, int columns, Scratch& scratch) {
   }
 }
 
-// Copies `columns` tree keys, [columns][head_size], to key[key_words][kChunk].
+// Copies `columns` tree keys, [columns][head_size], to key[head_size or words][kChunk].
 template <typename T>
 void transpose_keys(const T* rows, int64_t stride, int columns, int head_size, KeyElement<T>* key) {
-  const int words = key_words<T>(head_size);
+  const int words = head_size / kPerWord<T>;
   for (int j = 0; j < columns; j += kLanes)
     for (int word = 0; word < words; word += kLanes) {
-      const T* in = rows + j * stride + word * (head_size / words);
+      const T* in = rows + j * stride + word * kPerWord<T>;
       const int tile_rows = std::min(kLanes, columns - j);
       if constexpr (std::is_same_v<T, Half>) {
         float tile[kLanes][kLanes];
@@ -453,12 +451,13 @@ void transpose_keys(const T* rows, int64_t stride, int columns, int head_size, K
 template <typename T>
 Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int columns, Scratch& scratch) {
   const uint8_t* mask = mask_of(p, unit) + position;
-  for (int i = 0; i < num_queries(unit, p.group); ++i) {
+  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
     std::memcpy(scratch.mask[i], mask + i * p.mask_row_stride, columns);
     std::memset(scratch.mask[i] + columns, 0, round_up(columns, kLanes) - columns);
     if (p.slopes || (p.window && scratch.visible[i] > p.window)) tree_distances(p, i, columns, scratch);
-    int& shown = scratch.shown[i];
-    for (shown = columns; shown > 0 && !scratch.mask[i][shown - 1];) --shown;
+    int shown = columns;
+    while (shown > 0 && !scratch.mask[i][shown - 1]) --shown;
+    scratch.shown[i] = shown;
   }
   const int64_t row = p.tree_start[unit.request] + position;
   const T* key = p.tree_key + row * p.key_stride + unit.kv_head * p.key_head_stride;
@@ -526,7 +525,7 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
       columns = *std::max_element(scratch.shown + query_row(0), scratch.shown + query_row(rows - 1) + 1);
       if (columns == 0) continue;
     }
-    const int words = key_words<T>(head_size);
+    const int words = head_size / kPerWord<T>;
     const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + row * words;
     for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
       const int width = round_up(std::min(segments[s].columns, columns), kLanes);

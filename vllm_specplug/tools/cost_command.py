@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-config", metavar="JSON", default=json.dumps(METHODS["eagle2"]), help="(default: %(default)s)"
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--max-num-seqs", type=int, default=max(BATCHES), metavar="R", help="(default: %(default)s)")
     parser.add_argument(
         "--questions", type=Path, metavar="FILE", help="also answer these and learn from them, by category"

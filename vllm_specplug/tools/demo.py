@@ -95,7 +95,7 @@ def draw(tree: dict, model: Path) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug demo``."""
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens per answer")
     parser.add_argument("--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts")
     parser.add_argument("--model", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")

@@ -10,7 +10,7 @@ from vllm_specplug.kernels import cpu_ops
 from vllm_specplug.kernels.greedy_walk import greedy_tokens, greedy_walk, is_available
 
 NAN, INF = float("nan"), float("inf")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +85,6 @@ def test_a_root_without_logits_is_an_error():
 
 
 def test_other_dtypes_are_left_to_the_host():
-    assert is_available(torch.zeros(1, 2)) and not is_available(torch.zeros(1, 2, dtype=torch.float16))
-    with pytest.raises(RuntimeError, match="bfloat16 or float32"):
+    assert is_available(torch.zeros(1, 2)) and not is_available(torch.zeros(1, 2, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="float32, bfloat16 or float16"):
         greedy_tokens(torch.zeros(1, 2, dtype=torch.float64))

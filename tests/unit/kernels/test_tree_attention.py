@@ -64,7 +64,7 @@ def test_context_lengths(backend, kv_layout, dtype, block_size, context):
     assert_matches(inputs, backend)
 
 
-@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [16, 32, 64, 80, 112, 128, 160, 256, 512])
 @pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
 def test_head_sizes(backend, kv_layout, dtype, head_size):
     assert_matches(make_inputs((150,), (10,), head_size=head_size, dtype=dtype, kv_layout=kv_layout), backend)

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="limit answers to M (1 - S) up to M (1 + S) tokens, by question, so that they do not all end together",
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
     )
