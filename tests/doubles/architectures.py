@@ -46,6 +46,7 @@ class Architecture:
             model repeats its last token.
         embedding: scale of the embedding; small where the model multiplies it by the root of its hidden size.
         num_blocks: KV blocks of 32 tokens, few enough that requests are preempted.
+        options: of the engine.
     """
 
     config: str
@@ -54,6 +55,7 @@ class Architecture:
     gain: float = 0.7
     embedding: float = 1.0
     num_blocks: int = 12
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 YARN = {
@@ -82,9 +84,8 @@ ARCHITECTURES = {
     "SmolLM3": Architecture("SmolLM3Config", "a layer without positions", {"no_rope_layers": [1, 0]}, **TIED),
     "Cohere": Architecture("CohereConfig", "tied LM head, scaled logits", {"logit_scale": 0.25}, **TIED),
     "BLOOM": Architecture("BloomConfig", "ALiBi, norm of the embedding", **TIED),
-    "Phi-3": Architecture("Phi3Config", "sliding window", WINDOW),
-    "Mistral": Architecture("MistralConfig", "sliding window", {"head_dim": 32, **WINDOW}),
-    "Starcoder2": Architecture("Starcoder2Config", "sliding window, biases", WINDOW, **TIED),
+    "Phi-3": Architecture("Phi3Config", "sliding window", WINDOW, num_blocks=10),
+    "Starcoder2": Architecture("Starcoder2Config", "sliding window, biases", WINDOW, num_blocks=10, **TIED),
     "Gemma 2": Architecture(
         "Gemma2Config",
         "alternating windows, soft caps",
@@ -103,7 +104,41 @@ ARCHITECTURES = {
         {"head_dim": 32, "logit_scale": 0.25, **ALTERNATING},
         **TIED,
     ),
+    "Gemma 3n": Architecture(
+        "Gemma3nTextConfig",
+        "layers that share a KV cache, alternating windows",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+            **WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        **TIED_SCALED,
+    ),
+    "Gemma 4": Architecture(
+        "Gemma4TextConfig",
+        "head sizes that differ by layer, alternating windows",
+        {
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            **ALTERNATING,
+        },
+        **TIED_SCALED,
+    ),
     "OLMo 3": Architecture("Olmo3Config", "alternating windows", ALTERNATING),
+    "Qwen2-VL": Architecture(
+        "Qwen2VLConfig",
+        "M-RoPE, multi-modal (images: tests/hosts/test_images.py)",
+        options={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 0, "video": 0}},
+    ),
     "Qwen3-MoE": Architecture("Qwen3MoeConfig", "MoE", {"head_dim": 32, **EXPERTS}),
     "Mixtral": Architecture("MixtralConfig", "MoE", EXPERTS),
     "OLMoE": Architecture("OlmoeConfig", "MoE", EXPERTS),
@@ -119,6 +154,7 @@ ARCHITECTURES = {
         },
     ),
 }
+
 #: Models that are refused: a layer that the message names, and what it says of it.
 REFUSED = {
     "Jamba": (
@@ -127,7 +163,7 @@ REFUSED = {
             "",
             {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 8, **EXPERTS},
         ),
-        "model.layers.0.mamba",
+        "model.layers.0.mixer",
         "recurrent state",
     ),
     "Mamba": (Architecture("MambaConfig", "", {"state_size": 16}), "layers.0.mixer", "recurrent state"),
