@@ -160,7 +160,8 @@ def _proofs() -> Finding:
 def _proof(result: dict[str, Any]) -> str:
     facts, passed = result["facts"], not result["fault"]
     which = f"{Path(str(facts['model'])).name} {str(facts['dtype']).removeprefix('torch.')} with {facts['method']}"
-    verdict = f"passed, at most {result['difference']:.2g} of {result['bound']:.2g}" if passed else result["fault"]
+    numbers = "rows differ by {difference:.2g}, bound {bound:.2g}"
+    verdict = f"passed, {numbers.format(**result)}" if passed else result["fault"]
     return f"{which}, {result['date']}: {verdict}"
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from vllm_specplug.core.proof import MARGIN, Evidence, Row, grow_proof_tree
+from vllm_specplug.core.proof import CONTROL_SHARE, MARGIN, Evidence, Row, grow_proof_tree
 
 VOCAB = 50
 
@@ -62,12 +62,21 @@ def test_rows_within_the_bound_pass():
     assert evidence().fault() == "" and evidence().has_power()
 
 
-def test_the_bound_follows_two_plain_runs():
-    found = evidence(plain=0.1)
+def test_in_float32_the_bound_follows_two_plain_runs():
+    found = evidence(plain=0.1, dtype=torch.float32)
     assert found.bound() == pytest.approx(MARGIN * found.plain[0].difference())
     # Where they agree in every bit, it is rounding.
-    assert 0 < evidence(plain=0.0).bound() < 0.1
     assert evidence(plain=0.0, dtype=torch.float32).bound() < 1e-4
+    assert 0 < evidence(plain=0.0).noise() < 0.1
+
+
+def test_in_16_bits_the_rows_are_judged_together_by_the_control():
+    found = evidence()
+    assert found.bound() == pytest.approx(CONTROL_SHARE * found.control[0].difference())
+    found.trees.append(row("an outlier", found.plain[0].plain, 0.4))
+    assert found.trees[-1].difference() > found.bound() > found.difference(found.trees) and found.fault() == ""
+    found.trees[:2] = [row(name, found.plain[0].plain, 0.4) for name in ("first", "second")]
+    assert found.fault().startswith("first differs by 0.")
 
 
 def test_the_first_row_that_differs_is_named():

@@ -155,7 +155,7 @@ def test_doctor_shows_the_proofs(monkeypatch, tmp_path):
     proof_files.save(facts, "", difference=0.1, bound=0.42)
     assert proof_files.load(facts)["bound"] == 0.42
     assert doctor._proofs().value.startswith("tiny bfloat16 with eagle2, ")
-    assert doctor._proofs().value.endswith(": passed, at most 0.1 of 0.42")
+    assert doctor._proofs().value.endswith(": passed, rows differ by 0.1, bound 0.42")
     proof_files.save(facts, "the row at depth 2 differs")
     assert proof_files.load(facts) is None and doctor._proofs().value.endswith(": the row at depth 2 differs")
     (tmp_path / "vllm-specplug" / "proofs" / "x.json").write_text("{")
