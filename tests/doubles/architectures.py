@@ -84,8 +84,8 @@ ARCHITECTURES = {
     "SmolLM3": Architecture("SmolLM3Config", "a layer without positions", {"no_rope_layers": [1, 0]}, **TIED),
     "Cohere": Architecture("CohereConfig", "tied LM head, scaled logits", {"logit_scale": 0.25}, **TIED),
     "BLOOM": Architecture("BloomConfig", "ALiBi, norm of the embedding", **TIED),
-    "Phi-3": Architecture("Phi3Config", "sliding window", WINDOW, num_blocks=10),
-    "Starcoder2": Architecture("Starcoder2Config", "sliding window, biases", WINDOW, num_blocks=10, **TIED),
+    "Phi-3": Architecture("Phi3Config", "sliding window", WINDOW, num_blocks=11),
+    "Starcoder2": Architecture("Starcoder2Config", "sliding window, biases", WINDOW, num_blocks=11, **TIED),
     "Gemma 2": Architecture(
         "Gemma2Config",
         "alternating windows, soft caps",

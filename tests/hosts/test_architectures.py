@@ -37,7 +37,9 @@ PARAMS = [
     SamplingParams(temperature=0.8 * (i % 2), top_p=0.95 if i % 2 else 1.0, seed=i, max_tokens=40, ignore_eos=True)
     for i in range(len(PROMPTS))
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+#: vLLM finds no shorter prefix where a head lies beside layers with windows: it drops a block of each group.
+LONG_PROMPT = [{"prompt_token_ids": [3 + 7 * i % 147 for i in range(190)]}]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Answers:
 
     Attributes:
         mixed: to ``PROMPTS`` with ``PARAMS``.
-        first, grown, second: to the second prompt; that prompt with its answer; what is answered to it.
+        first, grown, second: to the long prompt; that prompt with its answer; what is answered to it.
     """
 
     mixed: list[Any]
@@ -89,10 +91,10 @@ def model(request, tmp_path_factory, start) -> tuple[str, Path, Answers]:
         write_head(folder / "head", write_target(folder / "target", ARCHITECTURES[request.param]))
     plain = start(folder / "target", **ARCHITECTURES[request.param].options)
     mixed = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    first = token_ids(plain.generate(PROMPTS[1:2], GREEDY, use_tqdm=False))
+    first = token_ids(plain.generate(LONG_PROMPT, GREEDY, use_tqdm=False))
     grown = [
         {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
-        for prompt, answer in zip(PROMPTS[1:2], first, strict=True)
+        for prompt, answer in zip(LONG_PROMPT, first, strict=True)
     ]
     second = token_ids(plain.generate(grown, GREEDY, use_tqdm=False))
     return request.param, folder, Answers(mixed, first, grown, second)
@@ -113,14 +115,14 @@ def start_trees(start: Callable[..., Any], name: str, folder: Path, method: str)
     architecture, with_head = ARCHITECTURES[name], method == "eagle2"
     speculative = SPECULATIVE[method] | ({"model": str(folder / "head")} if with_head else {})
     num_blocks = architecture.num_blocks
-    if with_head and "layer_types" in architecture.settings:
-        num_blocks += 5  # beside groups of different layers, the head is a group of its own
+    if "layer_types" in architecture.settings:  # several groups; the head is one of its own
+        num_blocks += 8 if with_head else 4
     return start(
         folder / "target",
         speculative_config=speculative,
         num_gpu_blocks_override=num_blocks,
         max_num_batched_tokens=CHUNK,
-        max_model_len=160,
+        max_model_len=256,
         **architecture.options,
     )
 
@@ -136,12 +138,12 @@ def test_same_as_plain(model, start, results, method):
     assert mixed[1::2] == plain.mixed[1::2], "seeded"
     tau, preemptions = acceptance_length(llm, before), int(counters(llm)["preemptions"])
     assert preemptions > 0
-    assert token_ids(llm.generate(PROMPTS[1:2], GREEDY, use_tqdm=False)) == plain.first
+    assert token_ids(llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)) == plain.first
     outputs = llm.generate(plain.grown, GREEDY, use_tqdm=False)
     assert token_ids(outputs) == plain.second
     cached = sum(output.num_cached_tokens for output in outputs)
-    # TODO: with a head beside alternating windows no cached block is found at these lengths.
-    assert cached >= 32 or method == "eagle2" and "layer_types" in ARCHITECTURES[name].settings
+    # Where block sizes differ, vLLM finds prefixes at common multiples of them only, one less beside a head.
+    assert cached >= 32 or (name, method) == ("Gemma 4", "eagle2")
     chunked = sum(len(prompt["prompt_token_ids"]) > CHUNK for prompt in PROMPTS)
     assert chunked > 0
     found = {"greedy": "same", "seeded": "same", "preemptions": preemptions, "cached tokens": cached}
