@@ -121,7 +121,7 @@ def test_it_is_kept(proven, kept_nothing, monkeypatch):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(proven, kept_nothing, monkeypatch, fault):
     fault(monkeypatch)
-    with pytest.raises(ProofFailed, match="differs by .* from plain decoding, bound"):
+    with pytest.raises(ProofFailed, match="differs by .* from plain decoding; the rows together by .*, bound"):
         prove_again(proven)
     assert proof_files.kept()[0]["fault"]
 
@@ -149,7 +149,7 @@ def test_windows_and_soft_caps_that_are_wrong_are_caught(engine, tmp_path, monke
             for impl in impls:
                 if impl.traits.window or "window" not in fault:
                     patch.setattr(impl, "traits", replace(impl.traits, **fault))
-            with pytest.raises(ProofFailed, match="differs by .* from plain decoding, bound"):
+            with pytest.raises(ProofFailed, match="differs by .* from plain decoding; the rows together by .*, bound"):
                 prove_again(llm)
 
 

@@ -106,7 +106,7 @@ def test_verification_of_the_v1_runner(monkeypatch):
     layer = SimpleNamespace(kv_cache=on_device(7, 2, 16, 16))
     table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=on_device(30, dtype=torch.int64)))
     runner = SimpleNamespace(
-        _caches=(layer.kv_cache, on_device(1, dtype=torch.int64)),
+        _committed=[(0, layer.kv_cache, on_device(1, dtype=torch.int64))],
         device=DEVICE,
         input_batch=SimpleNamespace(block_table=[table]),
     )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -139,5 +140,5 @@ def test_requests():
     SamplingParams(min_p=0.1, logit_bias={3: 1.0})._validate_spec_decode(config)
     SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))._validate_spec_decode(config)
     SamplingParams(extra_args={"speculation": False})._validate_spec_decode(config)
-    with pytest.raises(ConfigError, match="speculation must be"):
+    with pytest.raises(VLLMValidationError, match="speculation must be"):
         SamplingParams(extra_args={"speculation": "no"})._validate_spec_decode(config)
