@@ -67,7 +67,7 @@ _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 #: What tells a target's layers and their parts apart, on every runner.
 _LAYERS = (
-    VllmSymbol("vllm.model_executor.models:supports_multimodal", ("model",)),
+    VllmSymbol("vllm.model_executor.models.interfaces:supports_multimodal", ("model",)),
     VllmSymbol("vllm.model_executor.layers.logits_processor:LogitsProcessor.forward", ("self", "lm_head")),
     VllmSymbol("vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding"),
     VllmSymbol("vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ("self", "vllm_config")),

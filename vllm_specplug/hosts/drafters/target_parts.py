@@ -15,7 +15,7 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization.base_config import method_has_implemented_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models import supports_multimodal
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.proposer import TargetInfo
