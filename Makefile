@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast bench install clean
+.PHONY: demo test test-hosts test-others test-fast bench install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -16,11 +16,18 @@ demo: install
 
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
 # (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
-# `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.
-PYTEST := $(RUN) -m pytest -q --durations=15 --durations-min=1
+# `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.  Two processes run at once,
+# each with one thread: the hosts tier takes about as long as the others together.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
 test: install
-	$(PYTEST) tests/unit tests/hosts tests/e2e
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-hosts test-others
+
+test-hosts: install
+	$(PYTEST) tests/hosts
+
+test-others: install
+	$(PYTEST) tests/unit tests/e2e
 	$(PYTEST) tests/v2
 
 test-fast: install

@@ -73,10 +73,11 @@ def start() -> Iterator[Callable[..., Any]]:
         # vLLM looks at each model class in a new process, which takes seconds.
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         yield start
-        # Each engine's end collects garbage.
-        gc.collect()
+        # Each engine's end collects garbage: what the tests have made is hidden from it until all have ended.
         gc.freeze()
         kept.clear()
+        gc.unfreeze()
+        gc.collect()
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
