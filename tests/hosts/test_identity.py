@@ -142,8 +142,8 @@ def test_rejected_rows_never_reach_the_pages(engine, prompts):
 @pytest.mark.parametrize("batch", [1, 8])
 def test_control_with_a_broken_plan(engine, prompts, plain, monkeypatch, batch):
     """The negative control: the first rows are committed, not the accepted ones, and the tests above must fail."""
+    llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)  # proven at its start: broken behind it
     broken_plan(monkeypatch)
-    llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)
     outputs = [llm.generate(prompts[i : i + batch], GREEDY, use_tqdm=False) for i in range(0, len(prompts), batch)]
     assert [ids for output in outputs for ids in token_ids(output)] != plain
 
@@ -162,6 +162,6 @@ def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
         rows = torch.arange(tree.parents.shape[1])
         return TreeLayout(context_lens.long().unsqueeze(1) + rows, layout.mask)
 
-    monkeypatch.setattr(v1_runner, "lay_out", flat)
     llm = engine("eagle", {"draft_depth": 3}, enable_prefix_caching=False)
+    monkeypatch.setattr(v1_runner, "lay_out", flat)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain

@@ -18,6 +18,7 @@ from tests.hosts.conftest import (
     runner_of,
     token_ids,
 )
+from tests.hosts.test_attention_traits import known, serve  # noqa: F401
 
 #: Long enough for blocks of 32 tokens to be freed behind the window.
 GREEDY = SamplingParams(temperature=0, max_tokens=72, ignore_eos=True)
