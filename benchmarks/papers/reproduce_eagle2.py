@@ -152,8 +152,11 @@ def table(title: str, source: str, claim: str, found: dict[Size, dict[str, Cycle
 def main() -> None:
     """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("target", "head", "answers", "features", "out"):
-        parser.add_argument(f"--{name}", required=True, type=str if name in ("target", "head") else Path)
+    parser.add_argument("--target", required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser.add_argument("--head", required=True, metavar="DIR", help="folder of the EAGLE or HASS head")
+    parser.add_argument("--answers", required=True, type=Path, metavar="FILE", help="answers.jsonl of `specplug data`")
+    parser.add_argument("--features", required=True, type=Path, metavar="DIR", help="features; made if missing")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--limit", type=int, default=None, help="answers to use (default: all)")
     parser.add_argument("--serve", action="store_true", help="check one figure in the real engine")
     args = parser.parse_args()

@@ -215,10 +215,18 @@ def parse_sweep(text: str) -> list[tuple[int, float]]:
 def main() -> None:
     """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True)
-    for name in ("data", "dev-data", "heads", "out"):
-        parser.add_argument(f"--{name}", required=True, type=Path)
-    parser.add_argument("--align", type=lambda text: [int(k) for k in text.split(",")], default=[1, 2, 3, 4, 5])
+    parser.add_argument("--target", required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser.add_argument("--data", required=True, type=Path, metavar="DIR", help="folder of `specplug data`: training")
+    parser.add_argument("--dev-data", required=True, type=Path, metavar="DIR", help="the same: held-out answers")
+    parser.add_argument("--heads", required=True, type=Path, metavar="DIR", help="folder for the trained heads")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
+    parser.add_argument(
+        "--align",
+        type=lambda text: [int(k) for k in text.split(",")],
+        default=[1, 2, 3, 4, 5],
+        metavar="N,..",
+        help="alignment steps to compare (default: 1,2,3,4,5)",
+    )
     parser.add_argument("--start-from", type=Path, metavar="HEAD", help="common start (default: trained, unaligned)")
     parser.add_argument("--base-epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=6e-4, help="of the alignment; the sweep's is half of it")

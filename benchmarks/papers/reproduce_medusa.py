@@ -143,10 +143,19 @@ def budget_sweep(sparse: Paths, values: list[float], taus: dict[int, float], ste
 def main() -> None:
     """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("target", "model", "answers", "features", "out"):
-        parser.add_argument(f"--{name}", required=True, type=str if name in ("target", "model") else Path)
-    parser.add_argument("--steps", type=Path, help="file of specplug steps")
-    parser.add_argument("--serve", type=lambda text: [int(n) for n in text.split(",")], default=[], metavar="N,..")
+    parser.add_argument("--target", required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser.add_argument("--model", required=True, metavar="HEADS", help="Medusa heads: a folder or a shipped name")
+    parser.add_argument("--answers", required=True, type=Path, metavar="FILE", help="answers.jsonl of `specplug data`")
+    parser.add_argument("--features", required=True, type=Path, metavar="DIR", help="features; made if missing")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
+    parser.add_argument("--steps", type=Path, metavar="FILE", help="file of `specplug steps`")
+    parser.add_argument(
+        "--serve",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[],
+        metavar="N,..",
+        help="also serve trees of so many nodes, to check their tau",
+    )
     parser.add_argument("--serve-limit", type=int, default=32, help="answers of the second half to serve")
     args = parser.parse_args()
 

@@ -166,8 +166,8 @@ def by_ratio(found: dict[float, dict[str, Drafts]], matchness: dict[float, float
 def main() -> None:
     """Run the command (see the module's docstring)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--questions", required=True, type=Path)
-    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--questions", required=True, type=Path, metavar="FILE", help="JSONL in Spec-Bench's layout")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.45], help="the last: the ablation")
     parser.add_argument("--searched", type=Path, help="take the sets from this file of benchmarks/end_to_end/swift.py")
     parser.add_argument("--steps", type=int, default=300, help="candidates of each search")
@@ -177,6 +177,8 @@ def main() -> None:
     questions = read_questions(args.questions)
     by_task = [[q.text for q in questions if q.category == task] for task in TASKS]
     mixed = [text for group in zip(*by_task, strict=False) for text in group]
+    if len(mixed) < args.count + (args.searched is None):
+        parser.error(f"--questions: too few; --count {args.count} needs more of each category: {', '.join(TASKS)}")
     texts, held_out = mixed[: -args.count], mixed[-args.count :]
     engine = Engine(args.max_tokens, eager=True, num_speculative_tokens=NODES, draft_depth=DEPTH)
     layers, threshold = engine.drafter.state.options.num_layers, engine.drafter.options.min_confidence

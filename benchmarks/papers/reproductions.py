@@ -68,6 +68,7 @@ def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: An
         more: other entries of the file.
     """
     content = {"reproductions": list(tables), **more, "provenance": provenance(baseline)}
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
     print(markdown(content))

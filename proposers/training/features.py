@@ -156,7 +156,7 @@ def read_target_config(target_dir: str | os.PathLike) -> dict:
     """
     file = Path(target_dir) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{target_dir} is not a Hugging Face folder: it has no config.json")
+        raise ValueError(f"{target_dir} is not a Hugging Face folder: it has no config.json; download the model first")
     return json.loads(file.read_text())
 
 

@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         0 or the command's own exit code; 2 for an error of usage or of the machine; 1 for a defect; 130 if interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, see docs/commands.md
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
         argcomplete.autocomplete(build_parser([], every=True))

@@ -145,6 +145,8 @@ def run(args: argparse.Namespace) -> None:
     if not 1 <= args.limit <= len(PROMPTS):
         raise ValueError(f"--limit must be from 1 to {len(PROMPTS)}, not {args.limit}")
     config = _method_config(args.speculative_config)
+    if args.picture is not None and not args.picture.absolute().parent.is_dir():
+        raise ValueError(f"--picture {args.picture}: create its folder first")
     check_target(args.target)
     with _stage(1, "prepare the model"):
         model = Path(args.target) if args.target else prepare()

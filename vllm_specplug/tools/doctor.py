@@ -96,7 +96,7 @@ def _openmp() -> Finding:
         return Finding("OpenMP", "libiomp5 is preloaded")
     if library is None:
         return Finding("OpenMP", "libiomp5 not found", hint="x86: pip install intel-openmp, then preload libiomp5.so")
-    return Finding("OpenMP", "libiomp5 found, not preloaded", hint=f"faster: LD_PRELOAD={library} vllm serve ...")
+    return Finding("OpenMP", "libiomp5 found, not preloaded", hint=f"faster: set LD_PRELOAD={library}")
 
 
 def _plugin() -> Finding:

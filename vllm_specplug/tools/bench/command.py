@@ -138,6 +138,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--spread must be at least 0 and below 1")
     if not 0 <= args.temperature <= 2:
         raise ValueError("--temperature must be from 0 to 2")
+    if args.out is not None and not args.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out}: create its folder first")
     check_target(args.target)
     labels = [label for label, _ in args.server]
     if labels and (BASELINE not in labels or len(set(labels)) != len(labels)):
@@ -196,14 +198,25 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def _read_result(file: Path) -> dict:
+    """Read a file that ``--out`` wrote."""
+    try:
+        report = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(report, dict) or not {"provenance", "settings", "methods"} <= set(report):
+        raise ValueError(f"{file} is not a result of specplug bench: give a file that --out wrote")
+    return report
+
+
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug bench``."""
     tables: list[tuple[str, tuple[str, str]]] = []
     if args.table is not None:
-        report = json.loads(args.table.read_text())
+        report = _read_result(args.table)
         tables.append((render_short(report) if args.short else render(report, markdown=True), MARKS))
     if args.concurrency_table is not None:
-        reports = {file.name: json.loads(file.read_text()) for file in args.concurrency_table}
+        reports = {file.name: _read_result(file) for file in args.concurrency_table}
         tables.append((render_concurrency(reports), CONCURRENCY_MARKS))
     for table, marks in tables:
         print(table) if args.into is None else write_table(table, args.into, marks)
