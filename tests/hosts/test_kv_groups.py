@@ -116,7 +116,7 @@ def learned_target(checkpoints, tmp_path_factory):
 
 
 @pytest.mark.parametrize("hybrid", [True, False], ids=["groups", "one group"])
-def test_layers_of_different_shapes(odd_target, serve, prompts, hybrid):
+def test_layers_of_different_shapes(odd_target, serve, prompts, hybrid):  # noqa: F811
     expected, llm = serve(odd_target, prompts[:8], disable_hybrid_kv_cache_manager=not hybrid, **OWN)
     runner = runner_of(llm)
     shapes = {(alike.group, *alike.caches[0].shape[1:]) for alike in runner.alike_layers}
@@ -138,7 +138,7 @@ def test_a_drafter_finds_embedding_and_head(engine, odd_target, learned_target, 
     assert counters(llm)["draft_tokens"] > 100
 
 
-def test_learned_positions(learned_target, serve, prompts):
+def test_learned_positions(learned_target, serve, prompts):  # noqa: F811
     expected, llm = serve(learned_target, prompts[:8], **OWN)
     assert token_ids(llm.generate(prompts[:8], test_attention_traits.GREEDY, use_tqdm=False)) == expected
     assert acceptance_length(llm) > 2.5
