@@ -155,7 +155,7 @@ ARCHITECTURES = {
             **ALTERNATING,
         },
     ),
-    "OLMo 2 W8A8": Architecture("Olmo2Config", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
+    "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
     "Granite LoRA": Architecture(
         "GraniteConfig",
         "half of the requests use an adapter",
