@@ -46,7 +46,8 @@ class Architecture:
             model repeats its last token.
         embedding: scale of the embedding; small where the model multiplies it by the root of its hidden size.
         num_blocks: KV blocks of 32 tokens, few enough that requests are preempted.
-        options: of the engine.
+        weights: one of ``FORMATS`` in doubles/quantised.py, or "" for plain ones.
+        options: of the engine.  With ``enable_lora``, half of the requests use an adapter.
     """
 
     config: str
@@ -55,6 +56,7 @@ class Architecture:
     gain: float = 0.7
     embedding: float = 1.0
     num_blocks: int = 12
+    weights: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -152,6 +154,16 @@ ARCHITECTURES = {
             **EXPERTS,
             **ALTERNATING,
         },
+    ),
+    "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
+    "Granite LoRA": Architecture(
+        "GraniteConfig",
+        "half of the requests use an adapter",
+        # The shapes of doubles/adapters.py.
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        # A slot more than adapters: see docs/support.md.  vLLM wants trees of all requests to fit into a chunk.
+        num_blocks=9,
+        options={"enable_lora": True, "max_loras": 2, "max_num_seqs": 3},
     ),
 }
 

@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.models import registry
 
 from tests.architecture_table import METHODS, RESULTS, ROOT, listed, written
 from tests.doubles import images, tiny
-from tests.doubles.architectures import ARCHITECTURES, REFUSED, write_head, write_target
+from tests.doubles.adapters import write_adapter
+from tests.doubles.architectures import ARCHITECTURES, REFUSED, Architecture, write_head, write_target
+from tests.doubles.quantised import write_quantised
 from tests.hosts.conftest import ENGINE, TREE, acceptance_length, counters, make_prompts, runner_of, token_ids
 from vllm_specplug.config import ConfigError
 from vllm_specplug.kernels.attention_traits import NO_TRAITS
@@ -80,24 +84,42 @@ def start() -> Iterator[Callable[..., Any]]:
         gc.collect()
 
 
+def generate(llm: Any, folder: Path, prompts: list[Any], params: Any) -> list[Any]:
+    """Ask with an adapter, if there is one, for half of the greedy and half of the sampled prompts."""
+    adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if (folder / "adapter").exists() else None
+    adapters = [adapter if i % 4 < 2 else None for i in range(len(prompts))]
+    return llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+
+
+def write_checkpoints(folder: Path, name: str) -> None:
+    """Write target, head and adapter."""
+    architecture = ARCHITECTURES[name]
+    if name == "Qwen2-VL":
+        images.write_target(folder / "target")
+        images.vllm_module()
+        tiny.write_drafter(folder / "head")
+        return
+    target = folder / "target"
+    write_head(folder / "head", write_target(target, architecture))
+    if architecture.weights:
+        write_quantised(target, target.rename(folder / "unquantised"), architecture.weights)
+    if "enable_lora" in architecture.options:
+        write_adapter(folder / "adapter", seed=1, modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request, tmp_path_factory, start) -> tuple[str, Path, Answers]:
     """Name, folder of the checkpoints, and plain vLLM's answers."""
     folder = tmp_path_factory.mktemp("model")
-    if request.param == "Qwen2-VL":
-        images.write_target(folder / "target")
-        images.vllm_module()
-        tiny.write_drafter(folder / "head")
-    else:
-        write_head(folder / "head", write_target(folder / "target", ARCHITECTURES[request.param]))
+    write_checkpoints(folder, request.param)
     plain = start(folder / "target", **ARCHITECTURES[request.param].options)
-    mixed = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    first = token_ids(plain.generate(LONG_PROMPT, GREEDY, use_tqdm=False))
+    mixed = token_ids(generate(plain, folder, PROMPTS, PARAMS))
+    first = token_ids(generate(plain, folder, LONG_PROMPT, GREEDY))
     grown = [
         {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
         for prompt, answer in zip(LONG_PROMPT, first, strict=True)
     ]
-    second = token_ids(plain.generate(grown, GREEDY, use_tqdm=False))
+    second = token_ids(generate(plain, folder, grown, GREEDY))
     return request.param, folder, Answers(mixed, first, grown, second)
 
 
@@ -134,13 +156,13 @@ def test_same_as_plain(model, start, results, method):
     name, folder, plain = model
     llm = start_trees(start, name, folder, method)
     before = counters(llm)
-    mixed = token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    mixed = token_ids(generate(llm, folder, PROMPTS, PARAMS))
     assert mixed[::2] == plain.mixed[::2], "greedy"
     assert mixed[1::2] == plain.mixed[1::2], "seeded"
     tau, preemptions = acceptance_length(llm, before), int(counters(llm)["preemptions"])
     assert preemptions > 0
-    assert token_ids(llm.generate(LONG_PROMPT, GREEDY, use_tqdm=False)) == plain.first
-    outputs = llm.generate(plain.grown, GREEDY, use_tqdm=False)
+    assert token_ids(generate(llm, folder, LONG_PROMPT, GREEDY)) == plain.first
+    outputs = generate(llm, folder, plain.grown, GREEDY)
     assert token_ids(outputs) == plain.second
     cached = sum(output.num_cached_tokens for output in outputs)
     # Where block sizes differ, vLLM finds prefixes at common multiples of them only, one less beside a head.
@@ -152,18 +174,19 @@ def test_same_as_plain(model, start, results, method):
     if len(results[name]) == len(METHODS):  # accepted paths are what identity is a proof of
         assert max(one["tau"] for one in results[name].values()) > 1.05
     if method == "eagle2":
-        _check_control(llm, plain)
+        _check_controls(llm, ARCHITECTURES[name], plain)
 
 
-def _check_control(llm: Any, plain: Answers) -> None:
-    """Where a layer adds something to plain attention, trees without it must give other tokens."""
+def _check_controls(llm: Any, architecture: Architecture, plain: Answers) -> None:
+    """Without what layers add to plain attention, and without adapters, tokens must be others."""
+    methods = {type(getattr(module, "quant_method", None)) for module in runner_of(llm).model.modules()}
+    assert (CompressedTensorsLinearMethod in methods) == bool(architecture.weights)
     layers = runner_of(llm).compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if isinstance(layer, Attention)]
-    if all(vars(impl.traits) == vars(NO_TRAITS) for impl in impls):
-        return
-    for impl in impls:
-        impl.traits = NO_TRAITS
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) != plain.mixed
+    if "enable_lora" in architecture.options or any(vars(impl.traits) != vars(NO_TRAITS) for impl in impls):
+        for impl in impls:
+            impl.traits = NO_TRAITS
+        assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) != plain.mixed
 
 
 @pytest.mark.parametrize("name", REFUSED)
