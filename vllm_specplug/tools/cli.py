@@ -32,20 +32,23 @@ _SERVE, _MEASURE, _TRAIN, _FILES = "serve", "measure", "train", "models and chec
 COMMANDS = (
     Command(("demo",), "serve SmolLM2 plainly and with EAGLE-2, and compare them", "vllm_specplug.tools.demo", _SERVE),
     Command(
-        ("doctor",), "show whether the plugin works here, and what to change", "vllm_specplug.tools.doctor", _SERVE
+        ("doctor",),
+        "show whether the plugin works here, and how to start a server",
+        "vllm_specplug.tools.doctor",
+        _SERVE,
     ),
     Command(("top",), "watch the speculation of a running server", "vllm_specplug.tools.top", _SERVE),
     Command(("bench",), "compare methods on a file of questions", "vllm_specplug.tools.bench.command", _MEASURE),
     Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
     Command(
         ("swift-report",),
-        "draw the state of SWIFT: matchness, layer sets, latency by phase",
+        "draw the search of the method swift: matchness, layer sets, latency by phase",
         "vllm_specplug.proposers.swift.report",
         _MEASURE,
     ),
     Command(
         ("calibrate", "cost"),
-        "time the parts of a step, show the choices",
+        "time the parts of a step, and show what a measured budget chooses",
         "vllm_specplug.tools.cost_command",
         _MEASURE,
     ),
@@ -57,13 +60,13 @@ COMMANDS = (
     ),
     Command(
         ("steps",),
-        "measure the time of a step by tree size and batch",
+        "measure the time of a step with Medusa heads by tree size and batch",
         "vllm_specplug.proposers.medusa.steps",
         _MEASURE,
     ),
     Command(
         ("simulate", "medusa"),
-        "estimate the speedup from a calibrated tree and measured steps",
+        "estimate the speedup of Medusa from a calibrated tree and measured steps",
         "vllm_specplug.proposers.medusa.simulate",
         _MEASURE,
     ),
