@@ -165,8 +165,8 @@ def _phases(state: SwiftState) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug swift-report``."""
-    parser.add_argument("state", help="the file named by the option swift_state")
-    parser.add_argument("--out", default="swift.html", metavar="FILE", help="the page (default: %(default)s)")
+    parser.add_argument("state", metavar="FILE", help="the file that the option swift_state names")
+    parser.add_argument("--out", default="swift.html", metavar="FILE", help="HTML page to write (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> None:

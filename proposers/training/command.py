@@ -72,9 +72,9 @@ def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions)
         if isinstance(value, bool):
             parser.add_argument(flag, action="store_true", help=text)
         else:
-            parser.add_argument(
-                flag, type=type(value), default=value, metavar="N", help=f"{text} (default: {value})".replace("%", "%%")
-            )
+            text = f"{text} (default: {value})".replace("%", "%%")
+            metavar = "NAME" if isinstance(value, str) else "N"
+            parser.add_argument(flag, type=type(value), default=value, metavar=metavar, help=text)
 
 
 def options_from(args: argparse.Namespace, kind: type[Options]) -> Options:

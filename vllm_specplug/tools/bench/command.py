@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="bfloat16",
         choices=["bfloat16", "float16", "float32"],
-        help="of the weights (default: %(default)s)",
+        help="number format of the weights (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--look-inside",
         action="store_true",
-        help="then start each engine in one process and measure time by stage, trees, calibration and step costs",
+        help="after the comparison, also measure time by stage, trees, calibration and step costs of each engine",
     )
     parser.add_argument(
         "--in-process",
