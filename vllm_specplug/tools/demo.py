@@ -74,7 +74,7 @@ def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str
 
 
 def best_tree(trace: Path) -> dict | None:
-    """Return the traced tree with the longest accepted path, the smallest one on a tie; ``None`` without a trace."""
+    """Return the traced tree with the most nodes and accepted ones together; ``None`` without a trace."""
     try:
         lines = trace.read_text().splitlines()
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def best_tree(trace: Path) -> dict | None:
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the last line may be cut off
             trees.append(json.loads(line))
-    return max(trees, key=lambda tree: (len(tree["accepted_rows"]), -len(tree["parents"])), default=None)
+    return max(trees, key=lambda tree: len(tree["accepted_rows"]) + len(tree["parents"]), default=None)
 
 
 def draw(tree: dict, model: Path) -> str:

@@ -362,7 +362,7 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
     assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in capsys.readouterr().err)
 
 
-def test_best_tree_is_the_deepest_then_the_smallest(tmp_path):
+def test_best_tree_has_many_nodes_and_a_long_path(tmp_path):
     trace = tmp_path / "trees.jsonl"
     assert demo.best_tree(trace) is None
     trees = [
@@ -371,7 +371,7 @@ def test_best_tree_is_the_deepest_then_the_smallest(tmp_path):
         {"request_id": "c", "parents": [-1, 0, 1], "token_ids": [1, 2, 3], "accepted_rows": [0, 1, 2]},
     ]
     trace.write_text("".join(json.dumps(tree) + "\n" for tree in trees) + '{"request_id": "cut o')
-    assert demo.best_tree(trace)["request_id"] == "c"
+    assert demo.best_tree(trace)["request_id"] == "b"
 
 
 def test_a_server_that_dies_shows_its_log(monkeypatch, tmp_path):
