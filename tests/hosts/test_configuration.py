@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +19,12 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
 from vllm_specplug import proposer
+from vllm_specplug.hosts.v1 import processors
 
 
 @pytest.fixture
@@ -95,6 +100,16 @@ def test_our_drafter_without_a_method_asks_no_hub(args, monkeypatch):
 def test_vllms_own_keys_of_a_method_that_we_serve(args):
     given = {"method": "medusa", "model": "smollm2-135m-instruct", "draft_tensor_parallel_size": 1}
     refused(args, given, "vllm-specplug serves the method 'medusa'.*'draft_tensor_parallel_size'.*VLLM_PLUGINS=''")
+
+
+def test_vllms_warning_about_min_p_is_not_shown(caplog):
+    """It is false here; should vLLM word it anew, it would be shown again."""
+    text = "min_p and logit_bias parameters won't work with speculative decoding."
+    assert text in inspect.getsource(inspect.getmodule(build_logitsprocs))
+    with processors.custom_processors_hidden(SimpleNamespace(logits_processors=None)):
+        logging.getLogger("vllm.v1.sample.logits_processor").warning(text)
+        logging.getLogger("vllm.v1.sample.logits_processor").warning("another one")
+    assert [record.getMessage() for record in caplog.records] == ["another one"]
 
 
 def test_a_broken_package_is_named_and_breaks_no_other_method(args, checkpoints, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import re
 import shlex
 from dataclasses import fields
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_specplug.config import parse_options
 from vllm_specplug.proposer import find_method, method_names
 from vllm_specplug.tools import cli
 
@@ -75,3 +78,29 @@ def test_every_option_is_documented(name):
     documented = set(re.findall(r"`(\w+)`", page))
     missing = {field.name for field in fields(find_method(name).options)} - documented
     assert not missing
+
+
+def configurations_of(page: Path) -> list[dict]:
+    """The speculative configurations on a page that name a method of ours."""
+    text = (
+        page.read_text().replace('"DRAFTER"', '"smollm2-135m-instruct"').replace('"HEADS"', '"smollm2-135m-instruct"')
+    )
+    found = []
+    for start in (match.start() for match in re.finditer(r"\{\"method\"", text)):
+        with contextlib.suppress(json.JSONDecodeError):  # parts of sentences
+            found.append(json.JSONDecoder().raw_decode(text, start)[0])
+    return [one for one in found if one["method"] in method_names()]
+
+
+#: The page of errors shows wrong ones.
+PAGES_OF_CONFIGURATIONS = [page for page in PAGES if configurations_of(page) and page.name != "errors.md"]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_CONFIGURATIONS, ids=lambda page: page.name)
+def test_configurations_are_valid(page):
+    for given in configurations_of(page):
+        assert parse_options(given).method == given["method"]
+
+
+def test_the_main_pages_have_configurations():
+    assert {"README.md", "options.md", "serving.md"} <= {page.name for page in PAGES_OF_CONFIGURATIONS}

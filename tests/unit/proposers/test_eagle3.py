@@ -9,6 +9,7 @@ from vllm_specplug.proposers.eagle2.head import HeadConfig, rotary_table
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import Eagle3Head, layer_ids
 from vllm_specplug.proposers.training import loop, trainer
+from vllm_specplug.proposers.training.features import has_layer_features
 
 LAYERS = (0, 1, 2)
 IDS = torch.arange(DRAFT) + 5
@@ -125,6 +126,7 @@ def test_bad_input(target, data, tmp_path):
     plain = make_features(target, make_answers(3), tmp_path / "plain")
     with pytest.raises(ValueError, match="the data has none: use `specplug data --eagle3`"):
         train(target, plain, tmp_path / "out")
+    assert not has_layer_features(tmp_path / "plain") and not has_layer_features(tmp_path / "nowhere")
     train(target, data, tmp_path / "head")
     options = eagle3.Eagle3Options()
     with pytest.raises(ValueError, match="another draft vocabulary"):

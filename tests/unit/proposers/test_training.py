@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -199,6 +201,26 @@ def test_resumed_training_is_bit_exact(target, data, tmp_path, align_steps):
     train(target, data, tmp_path / "b", align_steps=align_steps, max_steps=3)
     assert not (tmp_path / "b" / "config.json").exists()
     resumed = train(target, data, tmp_path / "b", align_steps=align_steps).state_dict()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_keeps_its_last_step(target, data, tmp_path, monkeypatch, number):
+    straight = train(target, data, tmp_path / "a").state_dict()
+    honest = eagle.EagleTask.losses
+
+    def interrupted(self, batch, step, *args):
+        if step == 2:  # in the middle of a step: it is made to its end
+            os.kill(os.getpid(), number)
+        return honest(self, batch, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eagle.EagleTask, "losses", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(target, data, tmp_path / "b")
+    state = torch.load(tmp_path / "b" / trainer.STATE_NAME, weights_only=True)
+    assert state["step"] == 3
+    resumed = train(target, data, tmp_path / "b").state_dict()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -63,6 +66,13 @@ def test_replicas_count_beside_each_other():
     for replica in (0, 1):
         metrics.Counters(path, replica).add("steps", 1 + replica)
     assert "specplug:steps_total 3.0" in generate_latest(REGISTRY).decode()
+
+
+def test_a_killed_process_leaves_no_file(tmp_path):
+    """The counters of an engine that was killed do not stay in the temporary folder."""
+    program = "import os, signal; from vllm_specplug.utils.metrics import publish; publish(); os.kill(os.getpid(), 9)"
+    ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert ended.returncode == -9 and not list(tmp_path.iterdir())
 
 
 def test_counters_without_a_file_go_nowhere():
