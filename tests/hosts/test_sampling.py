@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.sampler import Sampler
 
 from tests.doubles import tiny
@@ -196,7 +197,7 @@ def test_speculation_off_for_one_request(start, plain_outputs, tokens_per_tree, 
     params = [parameters({"extra_args": {"speculation": False}} if i % 2 else {}, i, 0.0) for i in range(8)]
     check_same(start(method).generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params, method))
     assert (True, False) in plainly and (False, True) in plainly and (True, True) not in plainly
-    with pytest.raises(ValueError, match="speculation must be true or false, not 'maybe'"):
+    with pytest.raises(VLLMValidationError, match="speculation must be true or false, not 'maybe'"):
         start(method).generate(prompts[:1], parameters({"extra_args": {"speculation": "maybe"}}, 0))
 
 

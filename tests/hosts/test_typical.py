@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 from tests.unit.core.test_typical import expected_path
@@ -54,9 +55,9 @@ def test_requests_bring_their_own_limits(engine, prompts):
         )
     )
     assert outputs[::2] == expected[::2] and outputs[1::2] != expected[1::2]
-    with pytest.raises(ValueError, match="typical_epsilon=2 is out of range"):
+    with pytest.raises(VLLMValidationError, match="typical_epsilon=2 is out of range"):
         llm.generate(prompts[:1], sampled(1, extra_args={"typical_epsilon": 2}), use_tqdm=False)
-    with pytest.raises(ValueError, match="this server verifies drafts exactly"):
+    with pytest.raises(VLLMValidationError, match="this server verifies drafts exactly"):
         engine("eagle").generate(prompts[:1], sampled(1, extra_args=NEVER), use_tqdm=False)
 
 

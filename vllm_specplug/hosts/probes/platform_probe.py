@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_specplug.hosts.compat import check, manifest
+from vllm_specplug.hosts.compat import check
 from vllm_specplug.utils.environment import cpu_name, version_of
 from vllm_specplug.utils.files import replacing
 
@@ -98,7 +98,7 @@ def _digest() -> str:
         check.find_vllm(),
         [version_of(name) for name in ("vllm-specplug", "torch", "triton", "transformers", "numpy")],
         [(str(file), file.stat().st_mtime_ns) for file in files],
-        repr((check.OLDEST, manifest.MANIFEST, manifest.MANIFEST_V1_CUDA, manifest.MANIFEST_V2)),
+        repr((check.OLDEST, check.MANIFEST, check.MANIFEST_V1_CUDA, check.MANIFEST_V2)),
         sorted((k, v) for k, v in os.environ.items() if k.startswith(("VLLM_", "CUDA_VISIBLE", "TRITON_"))),
     ]
     return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:16]

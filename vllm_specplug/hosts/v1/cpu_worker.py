@@ -33,16 +33,14 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        # Memory that was freed after loading and compiling two models goes back to the system (some 60 MiB) before the
-        # pages of the KV cache are touched.
-        gc.collect()
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-            trim(0)
+        # What loading and compiling two models has freed (some 60 MiB), before the pages of the KV cache are touched.
+        _return_freed_memory()
         return available
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         self.model_runner.prepare_budget()
+        _return_freed_memory()  # of the proof at start
         return times
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
@@ -66,3 +64,10 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         with tree_backend_selected():
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+
+
+def _return_freed_memory() -> None:
+    """Give memory that Python and the allocator keep for later back to the system."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
