@@ -21,7 +21,7 @@ demo: install
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
 test: install
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-hosts test-others
+	@$(MAKE) --no-print-directory --jobs 2 test-hosts test-others
 
 test-hosts: install
 	$(PYTEST) tests/hosts
