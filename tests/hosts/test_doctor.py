@@ -37,7 +37,7 @@ def test_answers_are_kept_until_something_changes(monkeypatch, tmp_path):
     answers.append(here)  # problems are not kept
     assert probe.examine() == here
     answers.append(replace(here, kind="cuda"))
-    monkeypatch.setattr(probe.manifest, "MANIFEST", ())
+    monkeypatch.setattr(probe.check, "MANIFEST", ())
     assert probe.examine().kind == "cuda"
     with pytest.raises(IndexError):  # nor is what a driver decides
         probe.examine()
