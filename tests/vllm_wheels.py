@@ -5,7 +5,6 @@ python -m tests.vllm_wheels WHEEL...       # prints the compatibility table of d
 
 from __future__ import annotations
 
-import ast
 import sys
 import zipfile
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from vllm_specplug.hosts.compat.manifest import (
     OPTIONAL,
     VllmSymbol,
 )
+from vllm_specplug.hosts.compat.sources import Sources
 from vllm_specplug.utils.tables import format_table
 
 #: The V2 runner with every ``tree_attention``.
@@ -37,88 +37,11 @@ NOTES = {
 }
 
 
-class Sources:
-    """The modules of a wheel, parsed on demand."""
-
-    def __init__(self, wheel: Path):
-        self._archive = zipfile.ZipFile(wheel)
-        self._names = set(self._archive.namelist())
-        self._modules: dict[str, ast.Module | None] = {}
-
-    def module(self, name: str) -> ast.Module | None:
-        """Return the syntax tree of a module, or None if there is no such module."""
-        if name not in self._modules:
-            stem = name.replace(".", "/")
-            found = next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if path in self._names), None)
-            self._modules[name] = None if found is None else ast.parse(self._archive.read(found))
-        return self._modules[name]
-
-    def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Find the definition of a name, following imports: its module and the syntax node."""
-        tree = self.module(module)
-        for node in ast.walk(tree) if tree is not None else ():
-            if _defines(node, name):
-                return module, node
-            if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        return self.find(node.module, alias.name)
-        return None
-
-    def find_member(self, module: str, owner: ast.AST, name: str) -> tuple[str, ast.AST] | None:
-        """Find a member of a class, including inherited ones: its module and the syntax node."""
-        for node in getattr(owner, "body", ()):
-            if _defines(node, name):
-                return module, node
-        for base in getattr(owner, "bases", ()):
-            base = base.value if isinstance(base, ast.Subscript) else base
-            if isinstance(base, ast.Name) and (found := self.find(module, base.id)) is not None:
-                member = self.find_member(found[0], found[1], name)
-                if member is not None:
-                    return member
-        return None
-
-
-def _defines(node: ast.AST, name: str) -> bool:
-    """Whether a statement defines a name."""
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(isinstance(target, ast.Name) and target.id == name for target in targets)
-    return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
-
-
-def problem_in(symbol: VllmSymbol, sources: Sources) -> str | None:
-    """Return what ``VllmSymbol.problem`` returns for these sources, without importing them."""
-    return symbol.problem(lambda one: _problem_in(one, sources))
-
-
-def _problem_in(symbol: VllmSymbol, sources: Sources) -> str | None:
-    module, _, qualified = symbol.path.partition(":")
-    first, *rest = qualified.split(".")
-    found = sources.find(module, first)
-    for name in rest:
-        found = sources.find_member(*found, name) if found is not None else None
-    if found is None:
-        return f"{symbol.path} is missing"
-    node = found[1]
-    return symbol.difference(_fields(node) if isinstance(node, ast.ClassDef) else _parameters(node))
-
-
-def _parameters(node: ast.AST) -> tuple[str, ...]:
-    arguments = getattr(node, "args", None)
-    if not isinstance(arguments, ast.arguments):
-        return ()
-    names = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
-    decorators = (decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name))
-    return names[1:] if "classmethod" in decorators else names  # without cls, as inspect.signature returns them
-
-
-def _fields(node: ast.ClassDef) -> tuple[str, ...]:
-    """Return the parameters of a class: those of ``__init__`` without self, or the fields of a dataclass."""
-    for member in node.body:
-        if isinstance(member, ast.FunctionDef) and member.name == "__init__":
-            return _parameters(member)[1:]
-    return tuple(m.target.id for m in node.body if isinstance(m, ast.AnnAssign) and isinstance(m.target, ast.Name))
+def sources_of(wheel: Path) -> Sources:
+    """Return the source files of a wheel."""
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    return Sources(lambda path: archive.read(path) if path in names else None)
 
 
 @dataclass(frozen=True)
@@ -142,10 +65,10 @@ class WheelReport:
 def check_wheel(wheel: Path) -> WheelReport:
     """Compare a wheel with the manifest of every runner."""
     name, version, *_ = parse_wheel_filename(wheel.name)
-    sources = Sources(wheel)
+    sources = sources_of(wheel)
 
     def problems(symbols: Iterable[VllmSymbol]) -> list[str]:
-        return [problem for symbol in symbols if (problem := problem_in(symbol, sources))]
+        return [problem for symbol in symbols if (problem := sources.problem(symbol))]
 
     found = [problems(manifest) for manifest in (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS, OPTIONAL)]
     return WheelReport(str(name), str(version).split("+")[0], *found)

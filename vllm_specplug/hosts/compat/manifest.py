@@ -1,6 +1,6 @@
 """The vLLM symbols that we subclass, override or call, by model runner.
 
-``check`` compares them with the installed vLLM, ``wheels`` with a wheel.
+``check`` compares them with the imported vLLM, ``sources`` with source files that are not imported.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
 """What ``specplug doctor`` asks the installed vLLM: its platform, its model runner, and the symbols that we need.
 
-The answers need vLLM's modules, whose import takes several seconds.  On a CPU they are therefore kept in the user's
-cache.  The file's name is a digest of everything that the answers depend on, see :func:`_digest`.
+``import vllm`` loads the compiler of PyTorch and takes seconds.  So symbols are read from vLLM's source files, and only
+the modules with which vLLM chooses a platform are imported.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
+from types import ModuleType
 
 from vllm_specplug.hosts.compat import check
-from vllm_specplug.utils.environment import cpu_name, version_of
-from vllm_specplug.utils.files import replacing
+from vllm_specplug.hosts.compat.sources import installed_sources
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,34 @@ class Installation:
         kind: ``cpu``, ``cuda`` or ``other``.
         runner: model runner of an ordinary model, ``V1`` or ``V2``.
         why: why vLLM chooses this runner.
-        problems: the version is too old, or symbols are missing or differ; empty if the plugin can be active.
     """
 
     platform: str
     kind: str
     runner: str
     why: str
-    problems: tuple[str, ...]
+
+
+@contextmanager
+def vllm_without_init() -> Iterator[None]:
+    """Make modules of vLLM importable without ``vllm/__init__.py``; what was imported is forgotten at the end.
+
+    vLLM imports its platform before the rest of itself, so these modules need no other part.
+    """
+    if "vllm" in sys.modules:
+        yield
+        return
+    before = set(sys.modules)
+    package = ModuleType("vllm")
+    spec = find_spec("vllm")
+    package.__path__ = list(spec.submodule_search_locations or ()) if spec is not None else []
+    sys.modules["vllm"] = package
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] == "vllm":
+                del sys.modules[name]
 
 
 def find_platform() -> tuple[str, str]:
@@ -58,65 +76,13 @@ def find_runner() -> tuple[str, str]:
     return ("V2", "Triton is present") if HAS_TRITON else ("V1", "no Triton backend for this platform")
 
 
+@cache
 def examine() -> Installation:
-    """Return what vLLM says here: the kept answers if nothing has changed, else those of :func:`examine_by_import`."""
-    path = _folder() / f"{_digest()}.json"
-    if (kept := _read(path)) is not None:
-        return kept
-    found = examine_by_import()
-    # With a GPU the answer also depends on the driver.  Problems are not kept: the user is about to mend them.
-    if found.kind == "cpu" and not found.problems:
-        _save(path, found)
-    return found
+    """Return what vLLM says here."""
+    with vllm_without_init():
+        return Installation(*find_platform(), *find_runner())
 
 
-def examine_by_import() -> Installation:
-    """Import vLLM, and return what it says here."""
-    name, kind = find_platform()
-    runner, why = find_runner()
-    problems = check.check_runner(runner, kind == "cpu").problems
-    return Installation(name, kind, runner, why, tuple(problems))
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / "doctor"
-
-
-def _digest() -> str:
-    """Return a digest of what the answers depend on.
-
-    The folder that contains vLLM changes its time with each package that pip installs or removes there.
-    """
-    spec = find_spec("vllm")
-    origin = Path(spec.origin) if spec is not None and spec.origin else None
-    files = (origin, origin.parents[1]) if origin is not None else ()
-    depends_on = [
-        sys.version,
-        sys.path,
-        platform.node(),
-        cpu_name(),
-        check.find_vllm(),
-        [version_of(name) for name in ("vllm-specplug", "torch", "triton", "transformers", "numpy")],
-        [(str(file), file.stat().st_mtime_ns) for file in files],
-        repr((check.OLDEST, check.MANIFEST, check.MANIFEST_V1_CUDA, check.MANIFEST_V2)),
-        sorted((k, v) for k, v in os.environ.items() if k.startswith(("VLLM_", "CUDA_VISIBLE", "TRITON_"))),
-    ]
-    return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:16]
-
-
-def _read(path: Path) -> Installation | None:
-    try:
-        found = Installation(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return found if found.kind == "cpu" and not found.problems else None
-
-
-def _save(path: Path, found: Installation) -> None:
-    """Write the answers; a folder that is read-only costs the next call's time only."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(asdict(found)))
-    except OSError:
-        pass
+def find_problems(installed: Installation) -> list[str]:
+    """Return why the plugin cannot be active: vLLM is too old, or symbols are missing or differ in its source files."""
+    return check.check_runner(installed.runner, installed.kind == "cpu", installed_sources().problem).problems
