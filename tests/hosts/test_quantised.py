@@ -6,11 +6,13 @@ import json
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
 from tests.doubles.quantised import write_quantised
+from tests.host_versions import VERSION
 from tests.hosts.conftest import (
     ENGINE,
     SWIFT,
@@ -74,8 +76,10 @@ def check(engine, prompts, drafter, **options):
     assert answers(llm, prompts) == expected
     assert acceptance_length(llm, before) > 1.2
     sampled = zip(answers(llm, prompts, SEEDED), answers(plain, prompts, SEEDED), strict=True)
-    # In 16 bits tree attention rounds otherwise than vLLM's: a draw near its edge may give another token.
-    assert sum(ours == theirs for ours, theirs in sampled) >= len(prompts) - (options["dtype"] == "bfloat16")
+    # In 16 bits tree attention rounds otherwise than vLLM's: a draw near its edge may give another token.  On
+    # vLLM 0.30 one of them did.
+    differing = 0 if Version("0.32") <= VERSION or options["dtype"] != "bfloat16" else 1
+    assert sum(ours == theirs for ours, theirs in sampled) >= len(prompts) - differing
     return llm
 
 
