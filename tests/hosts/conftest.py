@@ -35,6 +35,7 @@ needs_vnni = pytest.mark.skipif(not can_quantise(), reason="this CPU does not mu
 #: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
 WHOLE = {"budget": "fixed", "min_node_value": 0.0, "min_level_value": 0.0}
 TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4, **WHOLE}
+MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 #: Chains that go on whatever the model believes, and a search that never waits.
 SWIFT = {
     "method": "swift",
@@ -56,6 +57,7 @@ ENGINE = {
     "seed": 0,
     "kv_cache_memory_bytes": 64 << 20,
 }
+SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 
 
 def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[dict[str, list[int]]]:

@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.doubles import tiny
 from tests.hosts.conftest import (
     ENGINE,
+    MEDUSA,
     acceptance_length,
     check_prefix_cache_hits,
     counters,
@@ -36,7 +37,6 @@ HEADS = 3
 TRAINING = MedusaTraining(
     num_heads=HEADS, num_layers=2, epochs=120, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
 )
-MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 
 
 @pytest.fixture(scope="module")

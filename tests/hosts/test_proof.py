@@ -22,6 +22,7 @@ from vllm_specplug.hosts.proof.worker import prove
 from vllm_specplug.hosts.v1 import cpu_runner, runner
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.utils import proof_files
+from vllm_specplug.utils.files import kept_paths
 from vllm_specplug.utils.metrics import Counters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -29,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture
 def kept_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(proof_files, "folder", lambda: tmp_path)
+    monkeypatch.setattr(proof_files, "FOLDER", tmp_path)
 
 
 def prove_again(llm: Any) -> None:
@@ -111,7 +112,7 @@ def test_it_is_kept(proven, kept_nothing, monkeypatch):
     prove_again(proven)
     mask_off_by_one_level(monkeypatch)
     prove_again(proven)  # what has passed is not tried again
-    (path,) = proof_files.folder().glob("*.json")
+    (path,) = kept_paths(proof_files.FOLDER)
     path.unlink()
     for _ in range(2):  # what has failed is
         with pytest.raises(ProofFailed):
@@ -136,7 +137,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_windows_and_soft_caps_that_are_wrong_are_caught(engine, tmp_path, monkeypatch, name):
     kept = tmp_path / "kept"
-    monkeypatch.setattr(proof_files, "folder", lambda: kept)
+    monkeypatch.setattr(proof_files, "FOLDER", kept)
     target = write_target(tmp_path / "target", name)
     llm = LLM(str(target), **{**ENGINE, "max_num_seqs": 3}, speculative_config={"method": "lookup"})
     engine.kept.append(llm)

@@ -13,6 +13,8 @@ from tests.doubles import tiny
 from tests.doubles.quantised import write_quantised
 from tests.hosts.conftest import (
     ENGINE,
+    MEDUSA,
+    SEEDED,
     SWIFT,
     TREE,
     acceptance_length,
@@ -26,8 +28,6 @@ from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.drafters.target_parts import TargetHead
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
-MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 #: Format, whether the LM head is quantised too, dtype, drafter.  vLLM's 4-bit kernels on a CPU take no float32.
 CHECKPOINTS = [
     ("w8a8", False, "float32", "reduced"),

@@ -37,7 +37,15 @@ from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
 from tests.doubles import interpreted, tiny  # noqa: F401
-from tests.hosts.conftest import checkpoints, engine, kept_files, make_prompts, runner_of, token_ids  # noqa: F401
+from tests.hosts.conftest import (  # noqa: F401
+    acceptance_length,
+    checkpoints,
+    engine,
+    kept_files,
+    make_prompts,
+    runner_of,
+    token_ids,
+)
 from vllm_specplug.core.loops import arrays
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
@@ -237,3 +245,14 @@ def watch_rounds(llm, monkeypatch):
     monkeypatch.setattr(runner, "rejection_sampler", watched(runner.rejection_sampler))
     monkeypatch.setattr(runner.speculator, "_growth", watched(runner.speculator._growth))
     return rounds
+
+
+def check_greedy(llm, speculator, prompts, expected, acceptance, monkeypatch):
+    """Plain answers from this speculator, with accepted drafts; no value is read back between rows and next drafts."""
+    assert isinstance(runner_of(llm).speculator, speculator)
+    # Else vLLM would choose its V1 runner where nothing else is asked for.
+    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
+    rounds = watch_rounds(llm, monkeypatch)
+    assert same(answers(llm, prompts), expected)
+    assert len(rounds) > 4
+    assert acceptance_length(llm) > acceptance

@@ -9,16 +9,16 @@ import torch
 
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
-from tests.hosts.conftest import acceptance_length, runner_of
+from tests.hosts.conftest import runner_of
 from tests.v2.conftest import (
     ENGINE,
     SAMPLED,
     SCARCE,
     answers,
+    check_greedy,
     check_preemption,
     check_prefix_cache_hits,
     same,
-    watch_rounds,
 )
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
@@ -65,13 +65,7 @@ def trees_of(llm, monkeypatch):
 
 
 def test_greedy(llm, repeating, expected, monkeypatch):
-    assert isinstance(runner_of(llm).speculator, ModelFreeSpeculator)
-    # Else the host would choose its V1 runner where nothing else is asked for.
-    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
-    rounds = watch_rounds(llm, monkeypatch)
-    assert same(answers(llm, repeating), expected)
-    assert len(rounds) > 4
-    assert acceptance_length(llm) > 1.3
+    check_greedy(llm, ModelFreeSpeculator, repeating, expected, 1.3, monkeypatch)
 
 
 def test_trees_are_those_of_the_host(llm, repeating, monkeypatch):

@@ -23,7 +23,7 @@ LOOKUP = {"method": "lookup", "num_speculative_tokens": 8}
 
 @pytest.fixture(autouse=True)
 def kept_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(proof_files, "folder", lambda: tmp_path)
+    monkeypatch.setattr(proof_files, "FOLDER", tmp_path)
 
 
 def prove_again(llm):

@@ -7,9 +7,9 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
-from tests.hosts.conftest import acceptance_length, runner_of
+from tests.hosts.conftest import runner_of
 from tests.unit.proposers.test_union import check_device
-from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_preemption, same, watch_rounds
+from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_greedy, check_preemption, same
 from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
 from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
@@ -52,13 +52,8 @@ def test_greedy(start, mixed, expected, drafter, kind, drafted_by, monkeypatch):
     merged, honest = [], device_proposer.merge_drafts
     monkeypatch.setattr(device_proposer, "merge_drafts", lambda *args: merged.append(args) or honest(*args))
     llm = start(drafter)
-    assert isinstance(runner_of(llm).speculator, kind)
-    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
-    rounds = watch_rounds(llm, monkeypatch)
     merged.clear()
-    assert same(answers(llm, mixed), expected)
-    assert len(rounds) > 4
-    assert acceptance_length(llm) > 1.5
+    check_greedy(llm, kind, mixed, expected, 1.5, monkeypatch)
     bits = [check_device(*args).source_bits.flatten() for args in merged]
     assert set(torch.cat(bits).tolist()) - {0} == drafted_by  # the drafter, lookup, both
 

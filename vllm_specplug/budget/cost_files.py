@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_specplug.budget.costs import PARTS, CostModel
-from vllm_specplug.utils.files import replacing
+from vllm_specplug.utils.files import kept_path, kept_paths, write_json
 
 logger = logging.getLogger("vllm_specplug")
-
-
-def folder() -> Path:
-    """Return the folder of the files, below ``$XDG_CACHE_HOME`` if that is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / "costs"
-
-
-def path_of(facts: Mapping[str, Any]) -> Path:
-    """Return the file for these facts about a model and a machine."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return folder() / f"{digest[:16]}.json"
+#: The folder in the user's cache.
+FOLDER = "costs"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -44,7 +33,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what was saved for these facts; None if there is no file, or none that can be used."""
-    path = path_of(facts)
+    path = kept_path(FOLDER, facts)
     try:
         return _read(path)
     except FileNotFoundError:
@@ -56,11 +45,9 @@ def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None:
     """Write a cost model, and ``more`` beside it; return None if that fails, which the server survives."""
-    path = path_of(facts)
+    path = kept_path(FOLDER, facts)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps({"facts": dict(facts), "seconds": model.to_json(), **more}, default=str))
+        write_json(path, {"facts": dict(facts), "seconds": model.to_json(), **more})
     except OSError as error:
         logger.warning("vllm-specplug: the cost model is not saved: %s", error)
         return None
@@ -70,7 +57,7 @@ def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None
 def saved_models() -> list[dict[str, Any]]:
     """Return all usable cost models saved on this machine, newest first."""
     found = []
-    for path in sorted(folder().glob("*.json"), key=lambda path: -path.stat().st_mtime):
+    for path in kept_paths(FOLDER):
         try:
             found.append(_read(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.tools.arguments import add_kv_gib, add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.bench.look_inside import look_inside
 from vllm_specplug.tools.bench.methods import BASELINE, parse_methods
 from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions, spread_lengths
@@ -50,7 +51,7 @@ def parse_server(text: str) -> tuple[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug bench``."""
-    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    add_model(parser)
     parser.add_argument(
         "--methods",
         default="plain,ngram,eagle-chain,eagle2",
@@ -62,21 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
-    parser.add_argument(
-        "--max-tokens", type=int, default=128, metavar="M", help="tokens of the longest answer (default: %(default)s)"
-    )
+    add_max_tokens(parser, 128)
     parser.add_argument(
         "--spread",
         type=float,
         default=0.0,
         metavar="S",
-        help="limit answers to M (1 - S) up to M (1 + S) tokens, by question, so that they do not all end together",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="number format of the weights (default: %(default)s)",
+        help="limit answers to N (1 - S) up to N (1 + S) tokens, by question, so that they do not all end together",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
@@ -107,14 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run scheduler and worker of each engine in one process: no messages between them, so less noise",
     )
-    parser.add_argument(
-        "--kv-gib",
-        type=int,
-        default=1,
-        metavar="G",
-        help="size of each engine's key/value cache in GiB (default: %(default)s)",
-    )
+    add_kv_gib(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    _add_table_arguments(parser)
+
+
+def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
     parser.add_argument("--short", action="store_true", help="with --table: the overall figures only")
     parser.add_argument(
@@ -131,9 +122,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise ``ValueError`` for arguments that are out of range or exclude each other."""
     if args.questions is None:
         raise ValueError("--questions FILE is needed (or --table FILE to print earlier results)")
-    for name in ("max_tokens", "kv_gib", "limit", "repeats"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    check_at_least_one(args, "max_tokens", "kv_gib", "limit", "repeats")
     if not 0 <= args.spread < 1:
         raise ValueError("--spread must be at least 0 and below 1")
     if not 0 <= args.temperature <= 2:
