@@ -26,6 +26,7 @@ from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
@@ -120,6 +121,7 @@ class TreeRunner:
         super().load_model(*args, **kwargs)
         self.speculator.load_heads(self.model)
         self.model_state = TreeModelState(self.model_state, self)
+        self.draft_tokens_handler = TreeDraftTokensHandler(self.device, self.speculator.trees)
         self.rejection_sampler = TreeRejectionSampler(
             self.sampler, self.speculative_config, self.device, self, self.speculator.trees
         )

@@ -61,6 +61,8 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> SamplerOutput:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         token_ids, pos = self._row_tokens(input_batch)
+        if invalid_drafts is not None:  # nodes whose rows have no grammar mask
+            token_ids = token_ids.masked_fill(invalid_drafts, -1)
         if self._needs_history(input_batch):
             output, path_rows, num_emitted = self._walk_by_depth(logits, input_batch, token_ids, pos)
         else:

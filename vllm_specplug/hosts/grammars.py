@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from vllm.v1.outputs import DraftTokenIds
+
+
+@dataclass
+class TreeDraftTokenIds(DraftTokenIds):
+    """vLLM's flat drafts with, per draft, the row of each node's parent (0 is the root)."""
+
+    parents: list[list[int]] = field(default_factory=list)
+
+
+def constrained_requests(scheduler: Any, scheduler_output: Any) -> list[Any]:
+    """Return the requests of a step whose logits a grammar masks, in the order of the step."""
+    return [
+        request
+        for req_id in scheduler_output.num_scheduled_tokens
+        if (request := scheduler.requests.get(req_id)) is not None
+        and request.use_structured_output
+        and not request.is_prefill_chunk
+    ]
 
 
 def tree_masks(
