@@ -26,8 +26,12 @@ from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.v2.draft_sampling import most_children
 from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
+from vllm_specplug.hosts.v2.late_trace import LateTrace
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
+from vllm_specplug.hosts.v2.settling import RejectionSettling, TypicalSettling
+from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room
@@ -115,6 +119,9 @@ class TreeRunner:
     speculator: TreeSpeculator
     #: int ``[num_reqs]`` of the step: rows of each request that have logits; None: one each.
     _num_logits: np.ndarray | None = None
+    #: Sampling parameters by request, where drafts or verification need them.
+    _slot_params: SlotParams | None = None
+    trace: LateTrace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
@@ -122,8 +129,22 @@ class TreeRunner:
         self.speculator.load_heads(self.model)
         self.model_state = TreeModelState(self.model_state, self)
         self.draft_tokens_handler = TreeDraftTokensHandler(self.device, self.speculator.trees)
+        options, trees = self.speculative_config.specplug, self.speculator.trees
+        self.trace = LateTrace(options.trace_trees, self.device)
+        params = SlotParams(options, self.sampler, self.device)
+        self._slot_params = params if params.may_sample or options.verification != "exact" else None
+        self.speculator.slot_params = params if params.may_sample else None
+        settling = None
+        if params.rejects:
+            settling = RejectionSettling(
+                *(params, trees, self.sampler),
+                proposals=self.speculator.proposals,
+                num_children=most_children(self.speculator.options),
+            )
+        elif options.verification == "typical":
+            settling = TypicalSettling(params, trees, self.sampler)
         self.rejection_sampler = TreeRejectionSampler(
-            self.sampler, self.speculative_config, self.device, self, self.speculator.trees
+            self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace
         )
 
     def _check_config(self) -> None:
@@ -146,6 +167,17 @@ class TreeRunner:
         ):
             if used:
                 raise ConfigError(f"tree speculation does not support {what} on the V2 model runner: {fix}")
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        if self._slot_params is not None and scheduler_output.scheduled_new_reqs:
+            for new in scheduler_output.scheduled_new_reqs:
+                self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+            self._slot_params.upload()
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self.trace.close()
+        super().shutdown(*args, **kwargs)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         return with_room(super().execute_model, *args, **kwargs)
