@@ -152,7 +152,7 @@ def settled_rows(tree: TokenTree, token_ids: torch.Tensor) -> torch.Tensor:
     settled = tree.token_ids.new_full((num_reqs, width + 1), PADDING)  # the last column takes the padding
     rows = tree.token_ids.new_zeros((num_reqs, 1))
     on_path = torch.ones_like(rows, dtype=torch.bool)
-    for token in token_ids.split(1, dim=1):
+    for token in token_ids.unsqueeze(2).unbind(1):
         on_path = on_path & (token >= 0)
         settled.scatter_(1, rows.where(on_path, width), token)
         found, child = ((tree.parents == rows) & (tree.token_ids == token)).max(dim=1, keepdim=True)

@@ -10,6 +10,7 @@ import torch
 
 from vllm_specplug.config import TreeOptions, model_drafter, parts_of
 from vllm_specplug.core.guard import Guard
+from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, draft_sampling
 from vllm_specplug.hosts.v2.growth import Growth
 from vllm_specplug.hosts.v2.slot_params import SlotParams
@@ -26,7 +27,7 @@ class TreeSpeculator:
         options: of the drafter with weights; None for a model-free method.
         trees: what was drafted last.
         timer: counts and times the step.
-        slot_params: sampling parameters by request; None: drafts are the likeliest tokens.
+        slot_params: sampling parameters by request.
         proposals: the distributions that sampled trees were drawn from, if they are verified by rejection.
         sampling: how the draft phase that runs samples; None: it takes the likeliest tokens.
         draft_attn_layer_names: attention layers of a draft model; empty without one.
@@ -35,7 +36,7 @@ class TreeSpeculator:
     options: TreeOptions | None
     trees: DeviceTrees
     timer: StepTimer
-    slot_params: SlotParams | None = None
+    slot_params: SlotParams
     proposals: Proposals
     sampling: DeviceDraftSampling | None = None
     draft_attn_layer_names: set[str]
@@ -55,7 +56,8 @@ class TreeSpeculator:
         self._proposer = None if method.make_on_device is None else method.make_on_device(config.specplug)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._guard = Guard(config.specplug.method)
-        self.timer = StepTimer(config.metrics_file, device, vllm_config.parallel_config.data_parallel_index)
+        metrics_file = config.metrics_file if leads() else None  # every tensor-parallel rank does the same
+        self.timer = StepTimer(metrics_file, device, vllm_config.parallel_config.data_parallel_index)
         self.trees = DeviceTrees(
             scheduler.max_num_seqs, config.num_speculative_tokens, max(depths), scheduler.max_num_batched_tokens, device
         )
@@ -82,6 +84,11 @@ class TreeSpeculator:
         """
         if dummy_run:
             return self.draft_trees(input_batch, *args, dummy_run=True, **kwargs)
+        speculates = self.slot_params.speculates[input_batch.idx_mapping_np]
+        self.timer.add("turned off by the request", int((~speculates).sum()))
+        # A draft model reads all tokens: later requests may find their key/value in the prefix cache.
+        if not speculates.any() and not self.draft_attn_layer_names:
+            return self._draft_nothing(input_batch)
         failures = self._guard.failures
         with self.timer.timed("draft_seconds"):
             token_ids = self._guard.run(partial(self.draft_trees, input_batch, *args, **kwargs))
@@ -100,7 +107,7 @@ class TreeSpeculator:
         """Record the growth, see ``Growth.record``."""
         slots = torch.zeros_like(self.trees.parents[:, 0])
         self._growth.record(slots, slots.clone(), *inputs)
-        if self.slot_params is not None:
+        if self.slot_params.may_sample:
             self._sampled_growth.record(slots, slots.clone(), *inputs)
 
     def _draft(

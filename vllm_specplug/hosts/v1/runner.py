@@ -25,10 +25,10 @@ from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.plain_sampling import limits_of
+from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
-from vllm_specplug.hosts.v1.ranks import leads
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts

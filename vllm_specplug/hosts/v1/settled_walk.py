@@ -8,7 +8,7 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_specplug.hosts.v1.ranks import agreed
+from vllm_specplug.hosts.ranks import agreed
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
 from vllm_specplug.types import TokenTree, Walk
 

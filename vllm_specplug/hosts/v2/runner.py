@@ -26,6 +26,7 @@ from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.v2.draft_sampling import most_children
 from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
 from vllm_specplug.hosts.v2.late_trace import LateTrace
@@ -119,8 +120,7 @@ class TreeRunner:
     speculator: TreeSpeculator
     #: int ``[num_reqs]`` of the step: rows of each request that have logits; None: one each.
     _num_logits: np.ndarray | None = None
-    #: Sampling parameters by request, where drafts or verification need them.
-    _slot_params: SlotParams | None = None
+    _slot_params: SlotParams
     trace: LateTrace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -130,10 +130,8 @@ class TreeRunner:
         self.model_state = TreeModelState(self.model_state, self)
         self.draft_tokens_handler = TreeDraftTokensHandler(self.device, self.speculator.trees)
         options, trees = self.speculative_config.specplug, self.speculator.trees
-        self.trace = LateTrace(options.trace_trees, self.device)
-        params = SlotParams(options, self.sampler, self.device)
-        self._slot_params = params if params.may_sample or options.verification != "exact" else None
-        self.speculator.slot_params = params if params.may_sample else None
+        self.trace = LateTrace(options.trace_trees if leads() else None, self.device)
+        params = self._slot_params = self.speculator.slot_params = SlotParams(options, self.sampler, self.device)
         settling = None
         if params.rejects:
             settling = RejectionSettling(
@@ -170,7 +168,7 @@ class TreeRunner:
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)
-        if self._slot_params is not None and scheduler_output.scheduled_new_reqs:
+        if scheduler_output.scheduled_new_reqs:
             for new in scheduler_output.scheduled_new_reqs:
                 self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
             self._slot_params.upload()

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specplug.core.request_args import wants_speculation
-from vllm_specplug.hosts.grammars import TreeDraftTokenIds, constrained_requests, tree_masks
+from vllm_specplug.hosts.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
 
 #: Rows that get a mask in one step, over all requests: their masks must be ready when the forward ends.
 MASKED_ROWS = 512
@@ -100,7 +100,8 @@ class TreeRequests:
         token_ids, parents = self._trees.get(req_id, ([], []))
         is_known = token_ids[: len(scheduled)] == list(scheduled)
         count = min(most, len(scheduled)) if is_known else 0
-        placeholders = len(scheduled) - count
+        rows = self.num_spec_tokens if since_033(self.structured_output_manager) else len(scheduled)
+        placeholders = rows - count
         return (token_ids[:count] + [-1] * placeholders, parents[:count] + [0] * placeholders), count
 
 

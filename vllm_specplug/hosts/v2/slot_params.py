@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_specplug.config import TreeOptions, model_drafter
+from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.hosts.plain_sampling import is_plainly_sampled, limits_of
 
 _TEMPERATURE, _TOP_P, _EPSILON, _DELTA = range(4)
@@ -27,6 +28,7 @@ class SlotParams:
         device: of the copies.
 
     Attributes:
+        speculates: bool ``[max_num_reqs]``, in CPU memory; false if the request turned speculation off.
         samples: bool ``[max_num_reqs]``, in CPU memory; whether the request's drafts are sampled.
         settles: bool ``[max_num_reqs]``, in CPU memory; whether tokens are chosen before the exact walk, by typical
             acceptance or rejection.
@@ -43,7 +45,7 @@ class SlotParams:
         self._is_fused = sampler.use_flashinfer
         self.use_fp64 = sampler.use_fp64_gumbel
         size = self._states.max_num_reqs
-        self.samples, self.settles = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+        self.samples, self.settles, self.speculates = np.zeros((3, size), dtype=bool)
         self._floats, self._ints = np.zeros((size, 4), dtype=np.float32), np.zeros((size, 3), dtype=np.int64)
         self._device_floats = torch.zeros(size, 4, device=device)
         self._device_ints = torch.zeros(size, 3, dtype=torch.int64, device=device)
@@ -54,12 +56,20 @@ class SlotParams:
         return self._verification == "rejection"
 
     @property
+    def is_read(self) -> bool:
+        """Return whether anything on the device reads the parameters."""
+        return self.may_sample or self._verification != "exact"
+
+    @property
     def may_sample(self) -> bool:
         """Return whether drafts of any request may be sampled."""
         return self._couples or self.rejects
 
     def add(self, slot: int, params: Any) -> None:
         """Write the parameters of the request in a slot: vLLM's ``SamplingParams``."""
+        self.speculates[slot] = wants_speculation(params.extra_args)
+        if not self.is_read:
+            return
         limits = limits_of(params, self._options) if self._verification == "typical" else None
         rejects = self.rejects and is_plainly_sampled(params)
         self.settles[slot] = rejects or limits is not None
@@ -73,7 +83,9 @@ class SlotParams:
         self._ints[slot] = (states.seeds.np[slot], top_k, couples)
 
     def upload(self) -> None:
-        """Copy to the device, without waiting for it."""
+        """Copy to the device what is read there, without waiting for it."""
+        if not self.is_read:
+            return
         async_tensor_h2d(self._floats, out=self._device_floats)
         async_tensor_h2d(self._ints, out=self._device_ints)
 
