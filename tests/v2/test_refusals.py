@@ -46,8 +46,6 @@ def test_host_has_the_seams():
             "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         ({"budget": "measured"}, "budget"),
-        ({"verification": "typical"}, "verification"),
-        ({"trace_trees": "trees.jsonl"}, "trace_trees"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),
     ],
@@ -85,7 +83,9 @@ def test_what_is_served():
         check_options(parse_options({"method": "lookup"}), runner)
         for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
             check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}), runner)
-    check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), V1_CUDA)
+        check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), runner)
+    for verification in ("typical", "rejection"):
+        check_options(options_of({"verification": verification}), V2)
     check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
 
 
@@ -131,6 +131,7 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         start_on_cuda("0", async_scheduling=True)
     with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
         start_on_cuda("0", tensor_parallel_size=2)
+    assert start_on_cuda("1", tensor_parallel_size=2)[1]
 
 
 def test_requests():

@@ -10,7 +10,10 @@ import torch
 
 from vllm_specplug.config import TreeOptions, model_drafter, parts_of
 from vllm_specplug.core.guard import Guard
+from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, draft_sampling
 from vllm_specplug.hosts.v2.growth import Growth
+from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.proposer import DeviceDraftContext, find_method
@@ -24,12 +27,18 @@ class TreeSpeculator:
         options: of the drafter with weights; None for a model-free method.
         trees: what was drafted last.
         timer: counts and times the step.
+        slot_params: sampling parameters by request.
+        proposals: the distributions that sampled trees were drawn from, if they are verified by rejection.
+        sampling: how the draft phase that runs samples; None: it takes the likeliest tokens.
         draft_attn_layer_names: attention layers of a draft model; empty without one.
     """
 
     options: TreeOptions | None
     trees: DeviceTrees
     timer: StepTimer
+    slot_params: SlotParams
+    proposals: Proposals
+    sampling: DeviceDraftSampling | None = None
     draft_attn_layer_names: set[str]
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
@@ -47,11 +56,15 @@ class TreeSpeculator:
         self._proposer = None if method.make_on_device is None else method.make_on_device(config.specplug)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._guard = Guard(config.specplug.method)
-        self.timer = StepTimer(config.metrics_file, device, vllm_config.parallel_config.data_parallel_index)
+        metrics_file = config.metrics_file if leads() else None  # every tensor-parallel rank does the same
+        self.timer = StepTimer(metrics_file, device, vllm_config.parallel_config.data_parallel_index)
         self.trees = DeviceTrees(
             scheduler.max_num_seqs, config.num_speculative_tokens, max(depths), scheduler.max_num_batched_tokens, device
         )
+        self.proposals = Proposals(scheduler.max_num_seqs)
         self._growth = Growth(self._grow, scheduler.max_num_seqs)
+        #: For batches in which drafts of any request are sampled: it takes more kernels.
+        self._sampled_growth = Growth(partial(self._grow, samples=True), scheduler.max_num_seqs)
 
     def load_heads(self, target_model: torch.nn.Module) -> None:
         """Load weights that vLLM does not load itself."""
@@ -60,6 +73,7 @@ class TreeSpeculator:
         """Called with every KV cache.  The first cache may be small, to measure the memory of graphs, and is freed
         again: graphs recorded with it would read freed memory."""
         self._growth.forget()
+        self._sampled_growth.forget()
         super().init_cudagraph_manager(cudagraph_mode)
 
     def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -70,6 +84,11 @@ class TreeSpeculator:
         """
         if dummy_run:
             return self.draft_trees(input_batch, *args, dummy_run=True, **kwargs)
+        speculates = self.slot_params.speculates[input_batch.idx_mapping_np]
+        self.timer.add("turned off by the request", int((~speculates).sum()))
+        # A draft model reads all tokens: later requests may find their key/value in the prefix cache.
+        if not speculates.any() and not self.draft_attn_layer_names:
+            return self._draft_nothing(input_batch)
         failures = self._guard.failures
         with self.timer.timed("draft_seconds"):
             token_ids = self._guard.run(partial(self.draft_trees, input_batch, *args, **kwargs))
@@ -88,13 +107,22 @@ class TreeSpeculator:
         """Record the growth, see ``Growth.record``."""
         slots = torch.zeros_like(self.trees.parents[:, 0])
         self._growth.record(slots, slots.clone(), *inputs)
+        if self.slot_params.may_sample:
+            self._sampled_growth.record(slots, slots.clone(), *inputs)
 
     def _draft(
         self, input_batch: Any, dummy_run: bool, last_sampled: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor:
         """Grow the trees, keep their parents and return the nodes' tokens, see ``propose``."""
         slots = input_batch.idx_mapping
-        token_ids, parents = self._growth(input_batch.num_reqs, slots, last_sampled[slots].view(-1), *inputs)
+        growth = self._growth
+        if (
+            self.slot_params is not None
+            and not dummy_run
+            and self.slot_params.samples[input_batch.idx_mapping_np].any()
+        ):
+            growth = self._sampled_growth
+        token_ids, parents = growth(input_batch.num_reqs, slots, last_sampled[slots].view(-1), *inputs)
         shape = (input_batch.num_reqs, self.trees.width)
         if not shape == tuple(token_ids.shape) == tuple(parents.shape) or parents.dtype != torch.int64:
             raise ValueError(
@@ -107,14 +135,23 @@ class TreeSpeculator:
         return token_ids[:, 1:].clamp(0, self._vocab_size - 1)
 
     def _grow(
-        self, num_reqs: int, slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor
+        self,
+        num_reqs: int,
+        slots: torch.Tensor,
+        root_token_ids: torch.Tensor,
+        *inputs: torch.Tensor,
+        samples: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``."""
+        known = self._req_states
+        self.sampling = draft_sampling(self.slot_params, slots, known.total_len.gpu) if samples else None
         draft_by_model = partial(self._draft_by_model, root_token_ids, *inputs) if self.options is not None else None
         if self._proposer is None:
-            tree = draft_by_model().tree
+            draft = draft_by_model()
+            tree = draft.tree
+            if samples and self.slot_params.rejects:
+                self.proposals.keep(draft.proposal, slots)
         else:
-            known = self._req_states
             context = DeviceDraftContext(
                 root_token_ids, slots, known.all_token_ids.gpu, known.total_len.gpu, draft_by_model
             )

@@ -12,7 +12,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.core.noise import SEED_RANGE, gumbel_noise, upcoming_seeds
-from vllm_specplug.hosts.v1.settled_walk import is_plainly_sampled
+from vllm_specplug.hosts.plain_sampling import is_plainly_sampled
 
 logger = logging.getLogger("vllm_specplug")
 

@@ -130,5 +130,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             static=True,
         )
 
-    def _score(self, _level: int, hidden: torch.Tensor, top_k: int) -> Children:
-        return likeliest(self._scorer.logits(hidden), top_k, self._scorer.draft_ids)
+    def _score(self, level: int, hidden: torch.Tensor, top_k: int) -> Children:
+        logits, draft_ids = self._scorer.logits(hidden), self._scorer.draft_ids
+        if self.sampling is None:
+            return likeliest(logits, top_k, draft_ids)
+        return self.sampling.children(logits, level, top_k, draft_ids)

@@ -33,4 +33,4 @@ class HeadsSpeculator(ModelFreeSpeculator):
         return (hidden_states[self.trees.last_rows(input_batch)],)
 
     def _draft_by_model(self, root_token_ids: torch.Tensor, *inputs: torch.Tensor) -> Draft:
-        return self.heads.draft(root_token_ids, *inputs)
+        return self.heads.draft(root_token_ids, *inputs, sampling=self.sampling)

@@ -27,7 +27,7 @@ from vllm_specplug.hosts.drafters.adapters import map_adapters
 from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.hosts.kv_groups import groups_by_layer
-from vllm_specplug.hosts.v1.ranks import agreed, leads
+from vllm_specplug.hosts.ranks import agreed, leads
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger

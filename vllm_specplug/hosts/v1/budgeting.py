@@ -16,9 +16,9 @@ from vllm_specplug.budget.budget import Budget, compile_loops
 from vllm_specplug.budget.cost_files import load, save
 from vllm_specplug.budget.costs import CostModel
 from vllm_specplug.config import TreeOptions, model_drafter
+from vllm_specplug.hosts.ranks import agreed, leads
 from vllm_specplug.hosts.v1.cost_measurement import CostMeasurement
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
-from vllm_specplug.hosts.v1.ranks import agreed, leads
 from vllm_specplug.hosts.v1.step_clock import DraftClock, StepClock
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft

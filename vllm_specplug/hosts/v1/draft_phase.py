@@ -15,8 +15,9 @@ from vllm_specplug.hosts.drafters.base import make_v1_drafter
 from vllm_specplug.hosts.drafters.draft_noise import DraftNoise
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft, flatten
 from vllm_specplug.hosts.drafters.model_free import make_drafting
+from vllm_specplug.hosts.grammars import TreeDraftTokenIds
 from vllm_specplug.hosts.v1.budgeting import serving_budget
-from vllm_specplug.hosts.v1.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
+from vllm_specplug.hosts.v1.scheduler import TreeSchedulerOutput
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.metrics import Counters
 

@@ -24,14 +24,15 @@ from vllm_specplug.core.step import StepPlan, after_forward, before_forward
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.plain_sampling import limits_of
+from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
-from vllm_specplug.hosts.v1.ranks import leads
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
-from vllm_specplug.hosts.v1.trace import TreeTrace
-from vllm_specplug.hosts.v1.typical_walk import TypicalWalk, limits_of
+from vllm_specplug.hosts.v1.typical_walk import TypicalWalk
 from vllm_specplug.kernels import greedy_walk
 from vllm_specplug.types import TokenTree
 from vllm_specplug.utils.frames import with_room

@@ -26,7 +26,13 @@ from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.v2.draft_sampling import most_children
+from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
+from vllm_specplug.hosts.v2.late_trace import LateTrace
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
+from vllm_specplug.hosts.v2.settling import RejectionSettling, TypicalSettling
+from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room
@@ -114,14 +120,29 @@ class TreeRunner:
     speculator: TreeSpeculator
     #: int ``[num_reqs]`` of the step: rows of each request that have logits; None: one each.
     _num_logits: np.ndarray | None = None
+    _slot_params: SlotParams
+    trace: LateTrace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
         super().load_model(*args, **kwargs)
         self.speculator.load_heads(self.model)
         self.model_state = TreeModelState(self.model_state, self)
+        self.draft_tokens_handler = TreeDraftTokensHandler(self.device, self.speculator.trees)
+        options, trees = self.speculative_config.specplug, self.speculator.trees
+        self.trace = LateTrace(options.trace_trees if leads() else None, self.device)
+        params = self._slot_params = self.speculator.slot_params = SlotParams(options, self.sampler, self.device)
+        settling = None
+        if params.rejects:
+            settling = RejectionSettling(
+                *(params, trees, self.sampler),
+                proposals=self.speculator.proposals,
+                num_children=most_children(self.speculator.options),
+            )
+        elif options.verification == "typical":
+            settling = TypicalSettling(params, trees, self.sampler)
         self.rejection_sampler = TreeRejectionSampler(
-            self.sampler, self.speculative_config, self.device, self, self.speculator.trees
+            self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace
         )
 
     def _check_config(self) -> None:
@@ -144,6 +165,17 @@ class TreeRunner:
         ):
             if used:
                 raise ConfigError(f"tree speculation does not support {what} on the V2 model runner: {fix}")
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        if scheduler_output.scheduled_new_reqs:
+            for new in scheduler_output.scheduled_new_reqs:
+                self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+            self._slot_params.upload()
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self.trace.close()
+        super().shutdown(*args, **kwargs)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         return with_room(super().execute_model, *args, **kwargs)
