@@ -262,6 +262,7 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_SCHEDULER}._update_after_schedule", ("self", "scheduler_output")),
     VllmSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner._dummy_sampler_run", ("self", "hidden_states")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.prepare_attn", ("self", "input_batch")),

@@ -33,8 +33,8 @@ class TreeSpeculator:
     draft_attn_layer_names: set[str]
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
-    #: Drafts with the weights, from the last emitted tokens (int64 ``[num_reqs]``) and the inputs that were given to
-    #: ``_draft`` (``[num_reqs, ...]`` each).
+    #: Drafts with the weights, from the slots (int ``[num_reqs]``; -1: not used), the last emitted tokens (int64
+    #: ``[num_reqs]``) and the inputs that were given to ``_draft`` (``[num_reqs, ...]`` each).
     _draft_by_model: Callable[..., Draft]
 
     def init_trees(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
@@ -110,7 +110,9 @@ class TreeSpeculator:
         self, num_reqs: int, slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``."""
-        draft_by_model = partial(self._draft_by_model, root_token_ids, *inputs) if self.options is not None else None
+        draft_by_model = None
+        if self.options is not None:
+            draft_by_model = partial(self._draft_by_model, slots, root_token_ids, *inputs)
         if self._proposer is None:
             tree = draft_by_model().tree
         else:

@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm_specplug.core.step import StepRunner, after_forward
 from vllm_specplug.core.walk import walk_exact
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.kernels.triton_step import walk_rows
+from vllm_specplug.kernels.triton_step import plan_step, walk_rows
 from vllm_specplug.types import Walk
 
 
@@ -76,7 +76,8 @@ class TreeRejectionSampler(RejectionSampler):
             self.sampler.req_states.prefill_len.gpu,
         )
         walk = Walk(output, path_rows, num_sampled)
-        after_forward(self.runner, walk, self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens)
+        row_start, num_rows = self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens
+        after_forward(self.runner, walk, row_start, num_rows, plan_step)
         return SamplerOutput(
             sampled_token_ids=output,
             logprobs_tensors=self._logprobs(logits, input_batch, token_ids, pos, output, path_rows, num_sampled),
