@@ -106,18 +106,19 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
     assert token_ids(outputs) == expected
 
 
-def broken_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runners take the first rows of each tree for the accepted ones from now on."""
+def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
+    """A runner takes the first rows of each tree for the accepted ones from now on; ``caller`` uses ``plan_step``."""
     from vllm_specplug.core import step
 
-    honest = step.plan_step
+    caller = caller or step
+    honest = caller.plan_step
 
     def flat(walk, row_start, num_flat_rows):
         plan = honest(walk, row_start, num_flat_rows)
         rows, last = plan.target_rows, plan.target_rows.amax(dim=1)
         return step.StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
 
-    monkeypatch.setattr(step, "plan_step", flat)
+    monkeypatch.setattr(caller, "plan_step", flat)
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:

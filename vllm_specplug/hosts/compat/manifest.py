@@ -276,6 +276,7 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.add_requests", ("self", "scheduler_output")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.shutdown", ("self",)),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner._dummy_sampler_run", ("self", "hidden_states")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.prepare_attn", ("self", "input_batch")),

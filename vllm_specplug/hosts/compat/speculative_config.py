@@ -56,6 +56,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     v2_runner: bool = False
     """Whether vLLM's V2 model runner runs the trees."""
 
+    has_users_graph_sizes: bool = False
+    """Whether the user chose vLLM's CUDA graph capture sizes; they are kept then."""
+
     metrics_file: str | None = None
     """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
 
@@ -130,8 +133,15 @@ def build(
         target_parallel_config=target_parallel_config,
         specplug=options,
         v2_runner=v2,
+        has_users_graph_sizes=_chooses_graph_sizes(engine_args),
         metrics_file=publish(target_parallel_config.data_parallel_size),
     )
+
+
+def _chooses_graph_sizes(engine_args: Any) -> bool:
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    settings = (engine_args, engine_args.compilation_config)
+    return any(getattr(setting, name, None) is not None for setting in settings for name in names)
 
 
 def _check_keys(given: dict[str, Any]) -> None:

@@ -42,8 +42,8 @@ class TreeSpeculator:
     draft_attn_layer_names: set[str]
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
-    #: Drafts with the weights, from the last emitted tokens (int64 ``[num_reqs]``) and the inputs that were given to
-    #: ``_draft`` (``[num_reqs, ...]`` each).
+    #: Drafts with the weights, from the slots (int ``[num_reqs]``; -1: not used), the last emitted tokens (int64
+    #: ``[num_reqs]``) and the inputs that were given to ``_draft`` (``[num_reqs, ...]`` each).
     _draft_by_model: Callable[..., Draft]
 
     def init_trees(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
@@ -143,9 +143,10 @@ class TreeSpeculator:
         samples: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``."""
-        known = self._req_states
+        known, draft_by_model = self._req_states, None
         self.sampling = draft_sampling(self.slot_params, slots, known.total_len.gpu) if samples else None
-        draft_by_model = partial(self._draft_by_model, root_token_ids, *inputs) if self.options is not None else None
+        if self.options is not None:
+            draft_by_model = partial(self._draft_by_model, slots, root_token_ids, *inputs)
         if self._proposer is None:
             draft = draft_by_model()
             tree = draft.tree

@@ -121,17 +121,29 @@ class EagleLevels:
         positions = (self._positions + level + 1).clamp(max=self._max_position).repeat_interleave(width, dim=-1)
         if self._place is not None:
             positions = self._place(positions)
-        with set_forward_context(
-            dict.fromkeys(self._scratch.layer_names, metadata),
-            self._scratch.vllm_config,
-            num_tokens=num_reqs * width,
-            slot_mapping={},
-        ):
-            output = self._model(
-                input_ids=token_ids.flatten().to(torch.int32),
-                positions=positions,
-                hidden_states=features.flatten(0, 1),
-                inputs_embeds=None,
-            )
-        score, feed = output if isinstance(output, tuple) else (output, output)
-        return DraftFeatures(score.unflatten(0, (num_reqs, width)), feed.unflatten(0, (num_reqs, width)))
+        return run_level(self._model, self._scratch, token_ids, features, positions, metadata)
+
+
+def run_level(
+    model: torch.nn.Module,
+    scratch: LevelScratch,
+    token_ids: torch.Tensor,
+    features: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: Any,
+) -> DraftFeatures:
+    """Run the drafter over token ids ``[num_reqs, width]`` and features ``[num_reqs, width, hidden_size]``."""
+    with set_forward_context(
+        dict.fromkeys(scratch.layer_names, metadata),
+        scratch.vllm_config,
+        num_tokens=token_ids.numel(),
+        slot_mapping={},
+    ):
+        output = model(
+            input_ids=token_ids.flatten().to(torch.int32),
+            positions=positions,
+            hidden_states=features.flatten(0, 1),
+            inputs_embeds=None,
+        )
+    score, feed = output if isinstance(output, tuple) else (output, output)
+    return DraftFeatures(score.unflatten(0, token_ids.shape), feed.unflatten(0, token_ids.shape))

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.step import StepPlan, before_forward
-from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels
+from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels, with_trees
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
@@ -88,11 +89,17 @@ class TreeModelState:
     ) -> dict[str, Any]:
         metadata = self._inner.prepare_attn(input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs)
         rows = self._stage(input_batch, cudagraph_mode, for_capture)
-        if rows is None:
-            return metadata
-        return {
-            name: layer if name in self._draft_layers else replace(layer, tree=rows) for name, layer in metadata.items()
-        }
+        if rows is None or (cudagraph_mode == CUDAGraphMode.FULL and not for_capture):
+            return metadata  # a replayed graph reads the buffers that it was recorded with
+        return self._with_trees(metadata, rows)
+
+    def _with_trees(self, metadata: dict[str, Any], rows: DeviceTreeRows) -> dict[str, Any]:
+        """Give target layers metadata with trees; layers that share metadata share it still."""
+        copies: dict[int, Any] = {}
+        for name, layer in metadata.items():
+            if name not in self._draft_layers and id(layer) not in copies:
+                copies[id(layer)] = with_trees(layer, rows)
+        return {name: layer if name in self._draft_layers else copies[id(layer)] for name, layer in metadata.items()}
 
     def prepare_inputs(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self._inner.prepare_inputs(input_batch, *args, **kwargs)
@@ -193,6 +200,14 @@ class TreeRunner:
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._num_logits).tolist())
             self._num_logits = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Profile the memory of sampling: each row of a tree has logits, vLLM's own run has one row per request."""
+        num_rows = min(self.max_num_tokens, self.max_num_reqs * self.speculator.trees.width)
+        logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[1]))
+        super()._dummy_sampler_run(hidden_states)
+        if logits is not None:  # one chunk, as the rejection sampler copies it
+            logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)

@@ -30,7 +30,7 @@ from vllm_specplug.core.walk import walk_exact
 from vllm_specplug.hosts.v2.late_trace import LateTrace
 from vllm_specplug.hosts.v2.settling import Settling, VerifiedRows
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.kernels.triton_step import walk_rows
+from vllm_specplug.kernels.triton_step import plan_step, walk_rows
 from vllm_specplug.types import Walk
 
 
@@ -92,7 +92,8 @@ class TreeRejectionSampler(RejectionSampler):
         walk = Walk(output, path_rows, num_sampled)
         if self._trace is not None and self._trace.is_on:
             self._trace.add(input_batch.req_ids, self.trees.batch_tree(input_batch, token_ids), walk)
-        after_forward(self.runner, walk, self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens)
+        row_start, num_rows = self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens
+        after_forward(self.runner, walk, row_start, num_rows, plan_step)
         return SamplerOutput(
             sampled_token_ids=output,
             logprobs_tensors=self._logprobs(logits, input_batch, token_ids, pos, output, path_rows, num_sampled),
