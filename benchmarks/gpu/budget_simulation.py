@@ -54,7 +54,9 @@ class Gpu:
     def seconds(self, weights: float, rows: float, read: float = 0.0) -> float:
         """Return the seconds of a forward: ``weights`` parameters in bfloat16 over ``rows``, ``read`` more bytes."""
         memory = (2 * weights + read) / (self.bandwidth * self.of_bandwidth)
-        return max(memory, 2 * weights * rows / (self.flops * self.of_flops) + read / (self.bandwidth * self.of_bandwidth))
+        return max(
+            memory, 2 * weights * rows / (self.flops * self.of_flops) + read / (self.bandwidth * self.of_bandwidth)
+        )
 
 
 GPUS = {"H200": Gpu(4.8e12, 990e12), "A100": Gpu(2.0e12, 312e12)}

@@ -1,4 +1,4 @@
-"""Saved cost models: one JSON file for each model, method and machine."""
+"""Saved cost models of V1 and step times of V2: one JSON file for each model, method and machine."""
 
 from __future__ import annotations
 
@@ -6,25 +6,30 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_specplug.budget.costs import PARTS, CostModel
+from vllm_specplug.budget.step_times import StepTimes
 from vllm_specplug.utils.files import replacing
 
 logger = logging.getLogger("vllm_specplug")
 
+Saved = TypeVar("Saved")
+#: Folder of the V2 runner's step times.
+STEP_TIMES = "step_times"
 
-def folder() -> Path:
+
+def folder(kind: str = "costs") -> Path:
     """Return the folder of the files, below ``$XDG_CACHE_HOME`` if that is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / "costs"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / kind
 
 
-def path_of(facts: Mapping[str, Any]) -> Path:
+def path_of(facts: Mapping[str, Any], kind: str = "costs") -> Path:
     """Return the file for these facts about a model and a machine."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return folder() / f"{digest[:16]}.json"
+    return folder(kind) / f"{digest[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -44,9 +49,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what was saved for these facts; None if there is no file, or none that can be used."""
-    path = path_of(facts)
+    return _load(path_of(facts), _read)
+
+
+def load_step_times(facts: Mapping[str, Any], max_num_reqs: int) -> StepTimes | None:
+    """Return the saved step times of the V2 runner; None if there is no file, or none that can be used."""
+
+    def read(path: Path) -> StepTimes:
+        return StepTimes(StepTimes.measured_in(json.loads(path.read_text())["seconds"]), max_num_reqs)
+
+    return _load(path_of(facts, STEP_TIMES), read)
+
+
+def _load(path: Path, read: Callable[[Path], Saved]) -> Saved | None:
     try:
-        return _read(path)
+        return read(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -54,9 +71,9 @@ def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None:
+def save(facts: Mapping[str, Any], model: CostModel | StepTimes, **more: Any) -> Path | None:
     """Write a cost model, and ``more`` beside it; return None if that fails, which the server survives."""
-    path = path_of(facts)
+    path = path_of(facts, STEP_TIMES if isinstance(model, StepTimes) else "costs")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:

@@ -243,7 +243,7 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
         )
     given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
     for used, option, fix in (
-        (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
+        (options.budget != "fixed" and not runner.static, "budget='measured'", "budget='fixed'"),
         (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
         (runner.static and options.trace_trees is not None, "trace_trees", "no trace_trees"),
         (

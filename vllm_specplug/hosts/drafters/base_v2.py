@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from vllm_specplug.config import TreeOptions, model_drafter, parts_of
+from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, TreeOptions, model_drafter, parts_of
 from vllm_specplug.core.guard import Guard
+from vllm_specplug.core.pruning import best_nodes
 from vllm_specplug.hosts.v2.growth import Growth
+from vllm_specplug.hosts.v2.rounds import shapes
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.proposer import DeviceDraftContext, find_method
@@ -25,12 +28,17 @@ class TreeSpeculator:
         trees: what was drafted last.
         timer: counts and times the step.
         draft_attn_layer_names: attention layers of a draft model; empty without one.
+        depths: by nodes of a shape, the levels of its trees.
+        draft_nodes, draft_depth: most nodes and levels that the drafter with weights drafts in this round.
     """
 
     options: TreeOptions | None
     trees: DeviceTrees
     timer: StepTimer
     draft_attn_layer_names: set[str]
+    depths: dict[int, int]
+    draft_nodes: int
+    draft_depth: int
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
     #: Drafts with the weights, from the last emitted tokens (int64 ``[num_reqs]``) and the inputs that were given to
@@ -51,7 +59,13 @@ class TreeSpeculator:
         self.trees = DeviceTrees(
             scheduler.max_num_seqs, config.num_speculative_tokens, max(depths), scheduler.max_num_batched_tokens, device
         )
-        self._growth = Growth(self._grow, scheduler.max_num_seqs)
+        self.depths = {shape.nodes: shape.depth for shape in shapes(config.specplug)}
+        nodes = self.trees.width - 1
+        self._growth = Growth(partial(self._grow, nodes), scheduler.max_num_seqs)
+        #: The growth of smaller shapes, by nodes.
+        self._smaller = {
+            count: Growth(partial(self._grow, count), scheduler.max_num_seqs) for count in self.depths if count < nodes
+        }
 
     def load_heads(self, target_model: torch.nn.Module) -> None:
         """Load weights that vLLM does not load itself."""
@@ -59,24 +73,41 @@ class TreeSpeculator:
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Called with every KV cache.  The first cache may be small, to measure the memory of graphs, and is freed
         again: graphs recorded with it would read freed memory."""
-        self._growth.forget()
+        for growth in (self._growth, *self._smaller.values()):
+            growth.forget()
         super().init_cudagraph_manager(cudagraph_mode)
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+    def propose(
+        self,
+        input_batch: Any,
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Draft one tree per request.  A drafter that fails costs speed: its trees then have no nodes.
+
+        Args:
+            num_speculative_tokens: nodes of the round's shape; 0 drafts nothing; None: the configured ones.
 
         Returns:
             int64 ``[num_reqs, num_speculative_tokens]``; the nodes' tokens.  Their parents are kept in ``trees``.
         """
+        self._nodes = self.trees.width - 1 if num_speculative_tokens is None else num_speculative_tokens
         if dummy_run:
             return self.draft_trees(input_batch, *args, dummy_run=True, **kwargs)
         failures = self._guard.failures
+        draft = self.draft_trees if self._nodes else self.keep_up
         with self.timer.timed("draft_seconds"):
-            token_ids = self._guard.run(partial(self.draft_trees, input_batch, *args, **kwargs))
+            token_ids = self._guard.run(partial(draft, input_batch, *args, **kwargs))
             if token_ids is None:
                 token_ids = self._draft_nothing(input_batch)
         self.timer.add("proposer failed", self._guard.failures - failures)
         return token_ids
+
+    def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""
+        return self._draft_nothing(input_batch)
 
     def _draft_nothing(self, input_batch: Any) -> torch.Tensor:
         shape = (input_batch.num_reqs, self.trees.width)
@@ -87,14 +118,16 @@ class TreeSpeculator:
     def _record(self, *inputs: torch.Tensor) -> None:
         """Record the growth, see ``Growth.record``."""
         slots = torch.zeros_like(self.trees.parents[:, 0])
-        self._growth.record(slots, slots.clone(), *inputs)
+        for growth in (self._growth, *self._smaller.values()):
+            growth.record(slots, slots.clone(), *inputs)
 
     def _draft(
         self, input_batch: Any, dummy_run: bool, last_sampled: torch.Tensor, *inputs: torch.Tensor
     ) -> torch.Tensor:
         """Grow the trees, keep their parents and return the nodes' tokens, see ``propose``."""
         slots = input_batch.idx_mapping
-        token_ids, parents = self._growth(input_batch.num_reqs, slots, last_sampled[slots].view(-1), *inputs)
+        grow = self._smaller.get(self._nodes, self._growth)
+        token_ids, parents = grow(input_batch.num_reqs, slots, last_sampled[slots].view(-1), *inputs)
         shape = (input_batch.num_reqs, self.trees.width)
         if not shape == tuple(token_ids.shape) == tuple(parents.shape) or parents.dtype != torch.int64:
             raise ValueError(
@@ -107,16 +140,23 @@ class TreeSpeculator:
         return token_ids[:, 1:].clamp(0, self._vocab_size - 1)
 
     def _grow(
-        self, num_reqs: int, slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor
+        self, nodes: int, num_reqs: int, slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``."""
+        """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``.
+
+        The trees have ``nodes`` nodes; the rows behind them are padding.
+        """
+        self.draft_depth = self.depths[nodes]
+        self.draft_nodes = nodes if self._proposer is None else MAX_NUM_SPECULATIVE_TOKENS
         draft_by_model = partial(self._draft_by_model, root_token_ids, *inputs) if self.options is not None else None
         if self._proposer is None:
-            tree = draft_by_model().tree
+            draft = draft_by_model()
         else:
             known = self._req_states
             context = DeviceDraftContext(
                 root_token_ids, slots, known.all_token_ids.gpu, known.total_len.gpu, draft_by_model
             )
-            tree = self._proposer.propose(context).tree
-        return tree.token_ids, tree.parents
+            draft = self._proposer.propose(context)
+        tree = draft.tree if draft.tree.token_ids.shape[1] <= nodes + 1 else best_nodes(draft, nodes).tree
+        missing = self.trees.width - tree.token_ids.shape[1]
+        return tuple(pad(rows, (0, missing), value=PADDING) for rows in (tree.token_ids, tree.parents))

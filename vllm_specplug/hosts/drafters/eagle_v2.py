@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core.draft_sampling import Children, likeliest
 from vllm_specplug.hosts.attention.paged import level_metadata
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
+from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
@@ -35,6 +37,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         #: Input of the LM head for each request's newest token; ``hidden_states`` holds what its children are fed.
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
         self._scratch: LevelScratch | None = None
+        #: Writes key/value only; None: the drafter's whole forward runs.
+        self._writer: ContextWriter | None = None
 
     # ---- loading
 
@@ -42,6 +46,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         parts = TargetParts(target_model, target_info(self.vllm_config.model_config))
         model = super().load_draft_model(parts, target_attn_layer_names)
         self._scorer = EagleScorer(model, TargetHead(target_model, self.hidden_size, self.dtype), in_int8=False)
+        if ContextWriter.supports(model) and not self.supports_mm_inputs:
+            self._writer = ContextWriter(model)
         return model
 
     def capture(self) -> None:
@@ -80,10 +86,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         if not dummy_run:
-            self.trees.linearise(input_batch)
-            last_hidden_states = self.trees.in_path_order(last_hidden_states)
-            if aux_hidden_states:
-                aux_hidden_states = [self.trees.in_path_order(hidden) for hidden in aux_hidden_states]
+            last_hidden_states, aux_hidden_states = self._accepted(input_batch, last_hidden_states, aux_hidden_states)
         EagleSpeculator.propose(
             self,
             input_batch,
@@ -102,6 +105,49 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             return self.draft_tokens[:num_reqs]
         block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
         return self._draft(input_batch, dummy_run, last_sampled, block_table)
+
+    def _accepted(
+        self, input_batch: Any, last_hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Bring the step's rows into path order, so that vLLM's first forward reads the accepted tokens."""
+        self.trees.linearise(input_batch)
+        aux = [self.trees.in_path_order(hidden) for hidden in aux_hidden_states] if aux_hidden_states else None
+        return self.trees.in_path_order(last_hidden_states), aux
+
+    @torch.inference_mode()
+    def keep_up(
+        self,
+        input_batch: Any,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Write the key/value of the step's tokens, so that a later round can draft.
+
+        Of a drafter with one layer nothing else is computed: no attention, no MLP, no LM head.
+        """
+        hidden, aux = self._accepted(input_batch, last_hidden_states, aux_hidden_states)
+        # Query lengths, sampled and rejected tokens, and what is read next: as in vLLM's first forward.
+        counts = (num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        if self._writer is None:
+            batch = (input_batch, attn_metadata, slot_mappings, hidden, aux)
+            EagleSpeculator.propose(self, *batch, *counts, *args, **{**kwargs, "num_speculative_tokens": 0})
+        else:
+            buffers, rows = self.input_buffers, slice(input_batch.num_tokens)
+            prepare_prefill_inputs(
+                self.last_token_indices, self.current_draft_step, buffers, input_batch, *counts, self.max_num_reqs
+            )
+            hidden = torch.cat(aux, dim=-1) if aux else hidden
+            slots = slot_mappings[next(iter(self.draft_attn_layer_names))]
+            self._writer.write(buffers.input_ids[rows], buffers.positions[rows], hidden[rows], slots[rows])
+        return self._draft_nothing(input_batch)
 
     def _draft_by_model(self, root_token_ids: torch.Tensor, *inputs: torch.Tensor) -> Draft:
         """Grow the levels behind the first forward, from buffers and the block table ``[num_reqs, max_blocks]``."""
@@ -124,8 +170,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             DraftFeatures(self.root_scores[:num_reqs], self.hidden_states[:num_reqs]),
             self._score,
             levels.forward,
-            num_nodes=self.options.num_speculative_tokens,
-            draft_depth=self.options.draft_depth,
+            num_nodes=min(self.options.num_speculative_tokens, self.draft_nodes),
+            draft_depth=self.draft_depth,
             draft_top_k=self.options.draft_top_k,
             static=True,
         )

@@ -26,6 +26,7 @@ from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.v2.rounds import check_batch
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
@@ -98,8 +99,9 @@ class TreeModelState:
         trees, num_reqs = self._trees, input_batch.num_reqs_after_padding
         if for_capture:
             # A uniform batch of that many tokens will be replayed with trees.
-            uniform = input_batch.num_tokens_after_padding == num_reqs * trees.width
-            return trees.stage_for_capture(num_reqs, self._inner.max_model_len) if uniform else None
+            width, rest = divmod(input_batch.num_tokens_after_padding, num_reqs)
+            uniform = rest == 0 and width - 1 in self._runner.speculator.depths
+            return trees.stage_for_capture(num_reqs, width, self._inner.max_model_len) if uniform else None
         rows = before_forward(self._runner, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
             longest = int(input_batch.num_scheduled_tokens.max())
@@ -125,7 +127,14 @@ class TreeRunner:
         )
 
     def _check_config(self) -> None:
+        options, parallel = self.speculative_config.specplug, self.parallel_config
+        check_batch(options, self.vllm_config.scheduler_config.max_num_seqs)
         for used, what, fix in (
+            (
+                options.budget == "measured" and parallel.data_parallel_size > 1,
+                "budget='measured' with data parallelism",
+                "use budget='fixed'",
+            ),
             (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
             (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
             (self.vllm_config.watermark_config is not None, "watermarks", "leave the watermark config out"),

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specplug.core.request_args import wants_speculation
+from vllm_specplug.hosts.v2.budgeting import BudgetedRounds
 
 
 def decodes_plainly(request: Any) -> bool:
@@ -41,11 +42,11 @@ class PlainRequests:
         super().update_draft_token_ids(kept)
 
 
-class SyncTreeScheduler(PlainRequests, Scheduler):
+class SyncTreeScheduler(PlainRequests, BudgetedRounds, Scheduler):
     pass
 
 
-class AsyncTreeScheduler(PlainRequests, AsyncScheduler):
+class AsyncTreeScheduler(PlainRequests, BudgetedRounds, AsyncScheduler):
     pass
 
 

@@ -12,6 +12,7 @@ from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends, use_tree_attention
 from vllm_specplug.hosts.proof.worker import ProvesTrees
 from vllm_specplug.hosts.v2.runner import TreeGPUModelRunner, install_v2
+from vllm_specplug.hosts.v2.step_times import measure_if_unknown
 
 
 class TreeWorkerV2(ProvesTrees):
@@ -25,6 +26,12 @@ class TreeWorkerV2(ProvesTrees):
             )
         install_v2()
         super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self.vllm_config.speculative_config.specplug.budget == "measured":
+            measure_if_unknown(self)
+        return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with device_tree_backends():
