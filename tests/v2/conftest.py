@@ -243,7 +243,8 @@ def watch_rounds(llm, monkeypatch):
         return call
 
     monkeypatch.setattr(runner, "rejection_sampler", watched(runner.rejection_sampler))
-    monkeypatch.setattr(runner.speculator, "_growth", watched(runner.speculator._growth))
+    for key, growth in runner.speculator._growths.items():
+        monkeypatch.setitem(runner.speculator._growths, key, watched(growth))
     return rounds
 
 

@@ -165,12 +165,16 @@ def watch_levels(speculator, monkeypatch):
     return levels
 
 
+def growth_of(speculator):
+    return speculator._growths[max(speculator.depths), False]
+
+
 def test_large_batches_are_drafted_in_parts(llm, prompts, plain, monkeypatch):
     speculator = runner_of(llm).speculator
     levels = watch_levels(speculator, monkeypatch)
     assert same(answers(llm, prompts), plain)
     assert max(rows for rows, _ in levels) == 9  # three requests of three nodes
-    monkeypatch.setattr(speculator._growth, "at_once", 2)
+    monkeypatch.setattr(growth_of(speculator), "at_once", 2)
     levels.clear()
     assert same(answers(llm, prompts), plain)
     assert max(rows for rows, _ in levels) == 6
@@ -186,7 +190,7 @@ def test_unused_requests_attend_to_no_context(llm, prompts, plain, monkeypatch):
             seen.append((slots.clone(), self._context_lens.clone()))
 
     monkeypatch.setattr(eagle_v2, "DeviceLevels", Watched)
-    growth = runner_of(llm).speculator._growth
+    growth = growth_of(runner_of(llm).speculator)
     grow = growth._grow
 
     def padded(num_reqs, slots, *inputs):
@@ -211,7 +215,7 @@ def test_memory_of_trees_is_profiled(llm, monkeypatch):
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     levels = watch_levels(runner.speculator, monkeypatch)
     runner.profile_run()
-    num_reqs, at_once = min(runner.max_num_reqs, runner.max_num_tokens), runner.speculator._growth.at_once
+    num_reqs, at_once = min(runner.max_num_reqs, runner.max_num_tokens), growth_of(runner.speculator).at_once
     assert max(rows) == min(runner.max_num_tokens, num_reqs * 10) > num_reqs
     assert levels and not any(has_cache for _, has_cache in levels)
     assert max(found for found, _ in levels) == 3 * min(num_reqs, at_once)

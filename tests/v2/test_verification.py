@@ -111,7 +111,9 @@ def test_control_noise_of_another_position(coupled, many, monkeypatch):
 def test_sampling_never_waits_for_the_device(coupled, many, monkeypatch):
     rounds = watch_rounds(coupled, monkeypatch)
     runner = runner_of(coupled)
-    monkeypatch.setattr(runner.speculator, "_sampled_growth", watched_growth(runner.speculator._sampled_growth, rounds))
+    growths = runner.speculator._growths
+    sampled = (max(runner.speculator.depths), True)
+    monkeypatch.setitem(growths, sampled, watched_growth(growths[sampled], rounds))
     coupled.generate(many[:2], parameters(2), use_tqdm=False)
     assert "sampled" in rounds
 

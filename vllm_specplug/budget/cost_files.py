@@ -1,19 +1,22 @@
-"""Saved cost models: one JSON file for each model, method and machine."""
+"""Saved cost models of V1 and step times of V2: one JSON file for each model, method and machine."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_specplug.budget.costs import PARTS, CostModel
+from vllm_specplug.budget.step_times import StepTimes
 from vllm_specplug.utils.files import kept_path, kept_paths, write_json
 
 logger = logging.getLogger("vllm_specplug")
-#: The folder in the user's cache.
-FOLDER = "costs"
+
+Saved = TypeVar("Saved")
+#: Folders in the user's cache: of V1's cost models, of V2's step times.
+FOLDER, STEP_TIMES = "costs", "step_times"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -33,9 +36,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what was saved for these facts; None if there is no file, or none that can be used."""
-    path = kept_path(FOLDER, facts)
+    return _load(kept_path(FOLDER, facts), _read)
+
+
+def load_step_times(facts: Mapping[str, Any], max_num_reqs: int) -> StepTimes | None:
+    """Return the saved step times of the V2 runner; None if there is no file, or none that can be used."""
+
+    def read(path: Path) -> StepTimes:
+        return StepTimes(StepTimes.measured_in(json.loads(path.read_text())["seconds"]), max_num_reqs)
+
+    return _load(kept_path(STEP_TIMES, facts), read)
+
+
+def _load(path: Path, read: Callable[[Path], Saved]) -> Saved | None:
     try:
-        return _read(path)
+        return read(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -43,9 +58,9 @@ def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None:
+def save(facts: Mapping[str, Any], model: CostModel | StepTimes, **more: Any) -> Path | None:
     """Write a cost model, and ``more`` beside it; return None if that fails, which the server survives."""
-    path = kept_path(FOLDER, facts)
+    path = kept_path(STEP_TIMES if isinstance(model, StepTimes) else FOLDER, facts)
     try:
         write_json(path, {"facts": dict(facts), "seconds": model.to_json(), **more})
     except OSError as error:

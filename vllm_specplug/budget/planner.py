@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import exp
+from typing import Protocol
 
 from vllm_specplug.budget.arms import PLAIN, Arm
-from vllm_specplug.budget.forecast import Forecast, Outlook
+from vllm_specplug.budget.forecast import Outlook
 from vllm_specplug.budget.reading import Reading
 from vllm_specplug.budget.regimes import Regime, Regimes
 
@@ -31,25 +33,45 @@ MARGIN = 1.02
 CHOSEN_STEPS = 100
 
 
+class Outlooks(Protocol):
+    """What the planner compares; see ``forecast.Forecast`` and ``shape_budget.ShapeForecast``."""
+
+    def outlooks(self, num_reqs: int) -> Mapping[Arm, Outlook]:
+        """Return the outlooks of all arms, the plain one included."""
+        ...
+
+
 class Planner:
     """Chooses the arm of each step.
 
+    Args:
+        forecast: what to expect of the arms.
+        regimes: what is known by batch size.
+        reading: seconds that a paused model drafter needs to catch up; None: none.
+        first_drafts: steps that draft before the plain arm may be chosen.
+
     Attributes:
+        trial_share, early_trial_share: see ``TRIAL_SHARE`` and ``EARLY_TRIAL_SHARE``.
         regime: of the last batch.
         running: the arm of this step: the regime's, or another one on trial.
         rate: tokens that a second is worth: those of the last steps of the regime.
         num_reqs: requests that decode in the next step.
     """
 
-    def __init__(self, forecast: Forecast, regimes: Regimes, reading: Reading):
+    trial_share, early_trial_share = TRIAL_SHARE, EARLY_TRIAL_SHARE
+
+    def __init__(
+        self, forecast: Outlooks, regimes: Regimes, reading: Reading | None = None, first_drafts: int = FIRST_DRAFTS
+    ):
         self._forecast, self._regimes, self._reading = forecast, regimes, reading
+        self._first_drafts = first_drafts
         self.regime: Regime = regimes.of(1)
         self.running: Arm = self.regime.arm
         self.rate = 0.0
         self.num_reqs = 0
         self._num_drafts = 0
 
-    def plan(self, num_reqs: int, missed_rows: int) -> Arm:
+    def plan(self, num_reqs: int, missed_rows: int = 0) -> Arm:
         """Choose the arm; see ``Budget.plan``."""
         self.num_reqs = num_reqs
         if num_reqs == 0:
@@ -59,13 +81,13 @@ class Planner:
         for value in regime.values.values():
             value.age()
         outlooks = self._forecast.outlooks(num_reqs)
-        catch_up = 0.0 if regime.arm.model else self._reading.catch_up_seconds(missed_rows)
+        reads = self._reading is not None and not regime.arm.model
+        catch_up = self._reading.catch_up_seconds(missed_rows) if reads else 0.0
         self._choose(outlooks, catch_up)
         now = outlooks[regime.arm]
-        tokens, seconds = regime.recent
-        self.rate = max(tokens / seconds if seconds else now.rate, outlooks[PLAIN].rate)
+        self.rate = max(self._rate(now), outlooks[PLAIN].rate)
         regime.steps += 1
-        share = TRIAL_SHARE + EARLY_TRIAL_SHARE * exp(-regime.steps / EARLY_STEPS)
+        share = self.trial_share + self.early_trial_share * exp(-regime.steps / EARLY_STEPS)
         regime.credit = min(regime.credit + share * now.seconds, MOST_CREDIT * now.seconds)
         regime.since_plain += 1
         self.running = self._on_trial(outlooks, catch_up) or regime.arm
@@ -74,20 +96,25 @@ class Planner:
             regime.add_step(num_reqs, outlooks[PLAIN].seconds)
         return self.running
 
-    def _choose(self, outlooks: dict[Arm, Outlook], catch_up: float) -> None:
+    def _rate(self, now: Outlook) -> float:
+        """Return the tokens of a second: those of the last steps, or what is expected ``now`` of the regime's arm."""
+        tokens, seconds = self.regime.recent
+        return tokens / seconds if seconds else now.rate
+
+    def _choose(self, outlooks: Mapping[Arm, Outlook], catch_up: float) -> None:
         """Change the regime's arm where another one is expected to be faster."""
         regime = self.regime
         rates = {
             arm: seen.tokens / (seen.seconds + catch_up * arm.model / CHOSEN_STEPS) for arm, seen in outlooks.items()
         }
         best = max(rates, key=lambda arm: rates[arm])
-        too_early = best is PLAIN and self._num_drafts < FIRST_DRAFTS
+        too_early = best is PLAIN and self._num_drafts < self._first_drafts
         margin = 1.0 if best is PLAIN else MARGIN
         if rates[best] > outlooks[regime.arm].rate * margin and not too_early:
             # Credit saved before does not pay for trials of the arm that was just given up.
             regime.arm, regime.credit = best, 0.0
 
-    def _on_trial(self, outlooks: dict[Arm, Outlook], catch_up: float) -> Arm | None:
+    def _on_trial(self, outlooks: Mapping[Arm, Outlook], catch_up: float) -> Arm | None:
         """Return the arm to try in this step, if any."""
         regime = self.regime
         if regime.since_plain >= PLAIN_EVERY:

@@ -243,11 +243,17 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
         )
     given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
     for used, option, fix in (
-        (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
+        (options.budget != "fixed" and not runner.static, "budget='measured'", "budget='fixed'"),
         (
             not runner.static and options.verification != "exact",
             f"verification={options.verification!r}",
             "verification='exact'",
+        ),
+        # The proposals of all shapes would be kept in one buffer.
+        (
+            options.budget != "fixed" and options.verification == "rejection",
+            "budget='measured' with verification='rejection'",
+            "budget='fixed'",
         ),
         (
             runner.static and given["min_node_value"],

@@ -26,6 +26,7 @@ from vllm_specplug.hosts.compat.features import (
 from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
+from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.metrics import publish
 
@@ -126,6 +127,7 @@ def build(
         method=vllm_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=schedule(options) if v2 else None,
         # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
         # (On V2 the rows themselves are brought into path order.)
         disable_padded_drafter_batch=not v2,

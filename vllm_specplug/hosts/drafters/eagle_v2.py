@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
+from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.eagle_levels_v2 import DeviceLevels, LevelRows
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
@@ -37,6 +39,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
         self._rows: LevelRows | None = None
         self._has_cache = True
+        #: Writes key/value only; None: the drafter's whole forward runs.
+        self._writer: ContextWriter | None = None
 
     # ---- loading
 
@@ -46,7 +50,10 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         self._scorer = EagleScorer(model, TargetHead(target_model, self.hidden_size, self.dtype), in_int8=False)
         ids = self._scorer.draft_ids
         self._at_once = self._most_at_once(self.vocab_size if ids is None else len(ids))
-        self._growth.at_once = self._sampled_growth.at_once = self._at_once
+        for growth in self._growths.values():
+            growth.at_once = self._at_once
+        if ContextWriter.supports(model) and not self.supports_mm_inputs:
+            self._writer = ContextWriter(model)
         return model
 
     def _most_at_once(self, draft_vocab: int) -> int:
@@ -97,10 +104,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         if not dummy_run:
-            self.trees.linearise(input_batch)
-            last_hidden_states = self.trees.in_path_order(last_hidden_states)
-            if aux_hidden_states:
-                aux_hidden_states = [self.trees.in_path_order(hidden) for hidden in aux_hidden_states]
+            last_hidden_states, aux_hidden_states = self._accepted(input_batch, last_hidden_states, aux_hidden_states)
         EagleSpeculator.propose(
             self,
             input_batch,
@@ -120,6 +124,49 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         else:  # vLLM profiles the memory before there is a cache: all but the attention runs
             block_table = torch.zeros(input_batch.num_reqs, 1, dtype=torch.int32, device=self.device)
         return self._draft(input_batch, dummy_run, last_sampled, block_table, *self._roots())
+
+    def _accepted(
+        self, input_batch: Any, last_hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Bring the step's rows into path order, so that vLLM's first forward reads the accepted tokens."""
+        self.trees.linearise(input_batch)
+        aux = [self.trees.in_path_order(hidden) for hidden in aux_hidden_states] if aux_hidden_states else None
+        return self.trees.in_path_order(last_hidden_states), aux
+
+    @torch.inference_mode()
+    def keep_up(
+        self,
+        input_batch: Any,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Write the key/value of the step's tokens, so that a later round can draft.
+
+        Of a drafter with one layer nothing else is computed: no attention, no MLP, no LM head.
+        """
+        hidden, aux = self._accepted(input_batch, last_hidden_states, aux_hidden_states)
+        # Query lengths, sampled and rejected tokens, and what is read next: as in vLLM's first forward.
+        counts = (num_sampled, num_rejected, last_sampled, next_prefill_tokens)
+        if self._writer is None:
+            batch = (input_batch, attn_metadata, slot_mappings, hidden, aux)
+            EagleSpeculator.propose(self, *batch, *counts, *args, **{**kwargs, "num_speculative_tokens": 0})
+        else:
+            buffers, rows = self.input_buffers, slice(input_batch.num_tokens)
+            prepare_prefill_inputs(
+                self.last_token_indices, self.current_draft_step, buffers, input_batch, *counts, self.max_num_reqs
+            )
+            hidden = torch.cat(aux, dim=-1) if aux else hidden
+            slots = slot_mappings[next(iter(self.draft_attn_layer_names))]
+            self._writer.write(buffers.input_ids[rows], buffers.positions[rows], hidden[rows], slots[rows])
+        return self._draft_nothing(input_batch)
 
     def _draft_by_model(
         self,
@@ -142,8 +189,8 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             DraftFeatures(scores, hidden),
             self._score,
             levels.forward,
-            num_nodes=self.options.num_speculative_tokens,
-            draft_depth=self.options.draft_depth,
+            num_nodes=min(self.options.num_speculative_tokens, self.draft_nodes),
+            draft_depth=self.draft_depth,
             draft_top_k=self.options.draft_top_k,
             ops=KERNELS,
         )

@@ -31,6 +31,7 @@ from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.v2.draft_sampling import most_children
 from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
 from vllm_specplug.hosts.v2.late_trace import LateTrace
+from vllm_specplug.hosts.v2.rounds import check_batch
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 from vllm_specplug.hosts.v2.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.hosts.v2.slot_params import SlotParams
@@ -111,8 +112,9 @@ class TreeModelState:
         trees, num_reqs = self._trees, input_batch.num_reqs_after_padding
         if for_capture:
             # A uniform batch of that many tokens will be replayed with trees.
-            uniform = input_batch.num_tokens_after_padding == num_reqs * trees.width
-            return trees.stage_for_capture(num_reqs, self._inner.max_model_len) if uniform else None
+            width, rest = divmod(input_batch.num_tokens_after_padding, num_reqs)
+            uniform = rest == 0 and width - 1 in self._runner.speculator.depths
+            return trees.stage_for_capture(num_reqs, width, self._inner.max_model_len) if uniform else None
         rows = before_forward(self._runner, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
             longest = int(input_batch.num_scheduled_tokens.max())
@@ -153,7 +155,14 @@ class TreeRunner:
         )
 
     def _check_config(self) -> None:
+        options, parallel = self.speculative_config.specplug, self.parallel_config
+        check_batch(options, self.vllm_config.scheduler_config.max_num_seqs)
         for used, what, fix in (
+            (
+                options.budget == "measured" and parallel.data_parallel_size > 1,
+                "budget='measured' with data parallelism",
+                "use budget='fixed'",
+            ),
             (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
             (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
             (self.vllm_config.watermark_config is not None, "watermarks", "leave the watermark config out"),

@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.hosts.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
+from vllm_specplug.hosts.v2.budgeting import BudgetedRounds
 
 #: Rows that get a mask in one step, over all requests: their masks must be ready when the forward ends.
 MASKED_ROWS = 512
@@ -105,11 +106,11 @@ class TreeRequests:
         return (token_ids[:count] + [-1] * placeholders, parents[:count] + [0] * placeholders), count
 
 
-class SyncTreeScheduler(TreeRequests, Scheduler):
+class SyncTreeScheduler(TreeRequests, BudgetedRounds, Scheduler):
     pass
 
 
-class AsyncTreeScheduler(TreeRequests, AsyncScheduler):
+class AsyncTreeScheduler(TreeRequests, BudgetedRounds, AsyncScheduler):
     pass
 
 

@@ -99,12 +99,12 @@ class DeviceTrees:
             rows = slice(input_batch.num_tokens)
             positions[:, rows] += input_batch.positions[rows] - self._flat_positions[rows]
 
-    def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
-        """Stage full trees without a context, to record a CUDA graph of ``num_reqs`` of them."""
+    def stage_for_capture(self, num_reqs: int, width: int, max_model_len: int) -> DeviceTreeRows:
+        """Stage trees of ``width`` rows without a context, to record a CUDA graph of ``num_reqs`` of them."""
         self.context_lens.zero_()
-        self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * self.width)
-        self.tree_lens.fill_(self.width)
-        return self._device_rows(num_reqs, self.width, max_model_len, True, uniform=True)
+        self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * width)
+        self.tree_lens.fill_(width)
+        return self._device_rows(num_reqs, width, max_model_len, True, uniform=True)
 
     def _device_rows(
         self, num_reqs: int, max_query_len: int, max_context_len: int | None, all_rows: bool, **fields: Any

@@ -12,7 +12,9 @@ from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends, use_tree_attention
 from vllm_specplug.hosts.proof.worker import ProvesTrees
 from vllm_specplug.hosts.v2.graph_sizes import capture_sizes
+from vllm_specplug.hosts.v2.rounds import shapes
 from vllm_specplug.hosts.v2.runner import TreeGPUModelRunner, install_v2
+from vllm_specplug.hosts.v2.step_times import measure_if_unknown
 
 
 class TreeWorkerV2(ProvesTrees):
@@ -36,11 +38,17 @@ class TreeWorkerV2(ProvesTrees):
             return
         compilation.cudagraph_capture_sizes = capture_sizes(
             compilation.cudagraph_capture_sizes,
-            [1 + speculative.num_speculative_tokens],
+            [1 + shape.nodes for shape in shapes(speculative.specplug)],
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
         )
         compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self.vllm_config.speculative_config.specplug.budget == "measured":
+            measure_if_unknown(self)
+        return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with device_tree_backends():
