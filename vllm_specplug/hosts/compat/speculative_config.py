@@ -24,6 +24,7 @@ from vllm_specplug.hosts.compat.features import (
     uses_v2_runner,
 )
 from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
+from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.v2.rounds import schedule
@@ -166,7 +167,8 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     model_runner = "V2" if v2 else "V1"
     if (on_cpu, v2) not in WORKERS:
         raise ConfigError("trees run on vLLM's V2 model runner on CUDA only: set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU")
-    report = check_runner(model_runner, on_cpu)
+    # Read from source files: the server's front end needs none of the runner's modules.
+    report = check_runner(model_runner, on_cpu, installed_sources().problem)
     found = f"{report.distribution} {report.version}"
     if not report.supported:
         raise ConfigError(
