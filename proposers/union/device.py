@@ -116,7 +116,7 @@ def _start_weights(num_sources: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def kernel_columns(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source, and its first column."""
+    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source and first column."""
     lens, starts = torch.tensor(widths), torch.tensor([sum(widths[:source]) for source in range(len(widths))])
     columns = (torch.arange(len(widths)), starts)
     return tuple(values.repeat_interleave(lens).to(device, torch.int32) for values in columns)
