@@ -8,6 +8,7 @@ Traffic and learning are left out, because both need data on the CPU: ``START_WE
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import logsigmoid, pad
@@ -18,6 +19,9 @@ from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.lookup.prefix_tree import START_WEIGHTS
 from vllm_specplug.types import PADDING, Draft
+
+#: Added to the weight of the matches that agree on a token.
+LEAST_WEIGHT = 1e-3
 
 #: Type of ``match_keys`` and of its Triton kernel.
 MatchKeys = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
@@ -70,14 +74,28 @@ def draft_matches(
     max_len = token_ids.shape[1]
     keys = find(token_ids, slots, lens, options.min_match, options.max_match)
     best = keys.topk(min(options.max_candidates, max_len), dim=1).values.long()
+    pool = prefix_tree(best, token_ids, slots, lens, options.draft_depth)
+    return rerank_draft(pool, root_token_ids, options.num_speculative_tokens)[0]
+
+
+def prefix_tree(
+    best: torch.Tensor, token_ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, draft_depth: int
+) -> DraftPool:
+    """Build the pool of the continuations of matches.
+
+    Args:
+        best: int64 ``[num_reqs, num_matches]``; largest keys first.
+        token_ids, slots, lens: as in ``match_keys``.
+        draft_depth: tokens of a continuation.
+    """
+    max_len = token_ids.shape[1]
     lengths, positions = best.div(max_len, rounding_mode="floor"), best % max_len
     ages = (lens[slots].long().unsqueeze(1) - 1 - positions).clamp(min=1)
-    depths = torch.arange(options.draft_depth, device=token_ids.device).unsqueeze(1)
+    depths = torch.arange(draft_depth, device=token_ids.device).unsqueeze(1)
     # At the end of the known tokens, a repetition continues from its beginning.
     ahead = positions.unsqueeze(1) + 1 + depths % ages.unsqueeze(1)
     continuations = token_ids[slots.view(-1, 1, 1), ahead.clamp(max=max_len - 1)].long()
-    pool = _prefix_tree(continuations, lengths, ages)
-    return rerank_draft(pool, root_token_ids, options.num_speculative_tokens)[0]
+    return _prefix_tree(continuations, lengths, ages)
 
 
 def _prefix_tree(token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Tensor) -> DraftPool:
@@ -103,7 +121,7 @@ def _prefix_tree(token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Ten
     log_odds = (
         one
         + match * (lengths.unsqueeze(1) + depths).clamp(1, 64).double().log2()
-        + share * torch.log((weight + 1e-3) / ((parent_weight - weight).clamp(min=0.0) + 0.5))
+        + share * torch.log((weight + LEAST_WEIGHT) / ((parent_weight - weight).clamp(min=0.0) + 0.5))
         + support * same.sum(dim=3).clamp(min=1).double().log2()
         + age * (ages.unsqueeze(1) + 1).double().log2() / 10
     )
@@ -118,3 +136,12 @@ def _prefix_tree(token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Ten
         depths=(depths + 1).expand_as(token_ids).flatten(1),
         size=depth * count,
     )
+
+
+@lru_cache(maxsize=16)
+def kernel_weights(device: torch.device) -> torch.Tensor:
+    """Return what ``kernels.triton_lookup.continuations`` needs: float64 ``[7]``; cached, so that no phase copies it.
+
+    The weights of a constant, match, share, support and age; ``LEAST_WEIGHT``; the limit of log odds.
+    """
+    return torch.tensor([*START_WEIGHTS["own"][:5], LEAST_WEIGHT, LOGIT_LIMIT], dtype=torch.float64, device=device)

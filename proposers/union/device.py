@@ -27,6 +27,12 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         drafts: one per source, with the same roots.
         num_nodes: number of nodes to keep.
     """
+    pool = merged_pool(drafts)
+    return rerank_draft(pool, pool.token_ids[:, 0], num_nodes)[0]
+
+
+def merged_pool(drafts: Sequence[Draft]) -> DraftPool:
+    """Return the pool of merged nodes; the first of equal ones stands for them."""
     rows = _Rows(drafts)
     estimates, pattern = [], torch.zeros_like(rows.token_ids)
     for source, columns in enumerate(rows.sources):
@@ -47,7 +53,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         log_values = log_values + log_values.gather(1, ancestor)
     leaders = rows.same.byte().argmax(dim=2)
     merged = rows.nodes & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
-    pool = DraftPool(
+    return DraftPool(
         token_ids=rows.token_ids,
         # A leader comes before the children of all rows with its path.
         parents=leaders.gather(1, rows.parents).masked_fill(rows.depths == 1, PADDING),
@@ -55,7 +61,6 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         depths=rows.depths,
         size=leaders.shape[1],
     )
-    return rerank_draft(pool, rows.token_ids[:, 0], num_nodes)[0]
 
 
 class _Rows:
@@ -107,3 +112,17 @@ class _Rows:
 def _start_weights(num_sources: int, device: torch.device) -> torch.Tensor:
     """Return ``start_weights`` on a device; cached, so that a draft phase copies nothing from the CPU."""
     return torch.from_numpy(start_weights(num_sources)).to(device)
+
+
+@lru_cache(maxsize=16)
+def kernel_columns(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source and first column."""
+    lens, starts = torch.tensor(widths), torch.tensor([sum(widths[:source]) for source in range(len(widths))])
+    columns = (torch.arange(len(widths)), starts)
+    return tuple(values.repeat_interleave(lens).to(device, torch.int32) for values in columns)
+
+
+@lru_cache(maxsize=16)
+def kernel_weights(num_sources: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``start_weights`` and the limit of log odds, float64 on a device."""
+    return _start_weights(num_sources, device), torch.tensor([LOGIT_LIMIT], dtype=torch.float64, device=device)

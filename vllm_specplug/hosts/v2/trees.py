@@ -87,7 +87,7 @@ class DeviceTrees:
         return self._device_rows(
             input_batch.num_reqs_after_padding if all_rows or not leading else num_trees,
             int(num_drafts.max()) + 1,
-            int(input_batch.seq_lens_cpu_upper_bound.max()),
+            int(input_batch.seq_lens_cpu_upper_bound.numpy().max()),
             all_rows,
             uniform=leading and bool(np.all(num_drafts[:num_trees] == num_drafts.max())),
             num_tree_rows=int(num_drafts.sum()) + num_trees if leading and not all_rows else None,
