@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_specplug.proposer import find_method, method_names
+from vllm_specplug.utils.published import current_folder
 
 #: Upper bound of a tree: masks and KV scratch grow with its square.
 MAX_NUM_SPECULATIVE_TOKENS = 255
@@ -289,7 +290,7 @@ def resolve_drafter(model: str, method: str = "eagle2") -> Path:
         return shipped[model]
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return _checkpoint_of(path)
     names = ", ".join(shipped) or "none"
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise ConfigError(
@@ -297,6 +298,14 @@ def resolve_drafter(model: str, method: str = "eagle2") -> Path:
             f"repository (owner/name), or a shipped drafter ({names})"
         )
     return _download(model, names)
+
+
+def _checkpoint_of(folder: Path) -> Path:
+    """Return the checkpoint in a folder: of one that `specplug learn` publishes in, the current version's."""
+    try:
+        return current_folder(folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _download(repository: str, shipped: str) -> Path:
