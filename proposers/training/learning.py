@@ -125,7 +125,11 @@ class Learner:
             if self.drafter is None:
                 raise ValueError(f"{self.head} has no drafter yet: give one to start from with --model")
             self._validate(Path(self.drafter))
-            publish(self.head, lambda folder: _copy(Path(self.drafter), folder), {"start": Path(self.drafter).name})
+            publish(
+                self.head,
+                lambda folder: copy_checkpoint(Path(self.drafter), folder),
+                {"start": Path(self.drafter).name},
+            )
         self._validate(current_folder(self.head))
         self.work = self.head / WORK_NAME
         self.state = self._read_state()
@@ -272,7 +276,7 @@ class Learner:
             }
         if not (is_better(differences) and keeps):
             return Outcome(plan, facts)
-        return Outcome(plan, facts, publish(self.head, lambda folder: _copy(self.work, folder), facts))
+        return Outcome(plan, facts, publish(self.head, lambda folder: copy_checkpoint(self.work, folder), facts))
 
     # ---- what is kept between rounds
 
@@ -327,7 +331,7 @@ def _names(files: list[Path]) -> list[str]:
     return sorted(file.name for file in files)
 
 
-def _copy(checkpoint: Path, folder: Path) -> None:
+def copy_checkpoint(checkpoint: Path, folder: Path) -> None:
     """Copy the files of a checkpoint, without the training state beside it."""
     for pattern in ("config.json", "*.safetensors", "*.bin"):
         for file in checkpoint.glob(pattern):

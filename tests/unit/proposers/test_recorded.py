@@ -191,7 +191,7 @@ def test_a_damaged_shard_is_left_out(tmp_path, damage, caplog):
         features, ids, lengths = data.features.clone(), data.ids.clone(), data.lengths.clone()
         features[3, 3] = float("nan") if damage == "nan" else 0
         ids[0] += VOCAB * (damage == "ids")
-        lengths -= damage == "lengths"
+        lengths -= int(damage == "lengths")
         named = {"features": features, "ids": ids.int(), "lengths": lengths.int()}
         file.write_bytes(recorded.save({**named, "prompt_lengths": data.prompt_lengths.int()}))
     write(tmp_path / "ring", [answer(1)])
