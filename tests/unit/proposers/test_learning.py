@@ -70,7 +70,7 @@ def test_a_new_drafter_is_a_whole_checkpoint_and_says_that_it_is_untrained(targe
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     if with_data:
         counts = torch.bincount(load_features(shard_files(ring)).ids, minlength=tiny.VOCAB)
-        assert counts[ids].sum() > 0.7 * counts.sum()
+        assert counts[ids].sum() > 1.3 * counts[: ids.numel()].sum()
     assert cli.main(["drafter", "new", target, "--out", str(head)]) == 2
 
 
