@@ -27,7 +27,7 @@ import torch
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.published import Published, current_folder, is_published, publish, read_current
 
-from ..eagle2.checkpoint import CheckpointInfo, validate_checkpoint
+from ..eagle2.checkpoint import CONFIG_NAME, CheckpointInfo, validate_checkpoint
 from .comparison import MIN_ANSWERS, HeldOut, compare, is_better, measure
 from .eagle import EagleOptions, EagleTask, load_trained
 from .features import FeatureSet, end_ids_of, join, read_target_config, target_head
@@ -276,7 +276,14 @@ class Learner:
             }
         if not (is_better(differences) and keeps):
             return Outcome(plan, facts)
-        return Outcome(plan, facts, publish(self.head, lambda folder: copy_checkpoint(self.work, folder), facts))
+        return Outcome(plan, facts, publish(self.head, lambda folder: self._write_version(folder, facts), facts))
+
+    def _write_version(self, folder: Path, facts: dict) -> None:
+        """Write the candidate with what was measured."""
+        copy_checkpoint(self.work, folder)
+        config = json.loads((folder / CONFIG_NAME).read_text())
+        config["specplug"] |= facts | {"dev_chain_tau": facts["chain_tau"]}
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
     # ---- what is kept between rounds
 

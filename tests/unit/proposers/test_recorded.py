@@ -160,6 +160,14 @@ def test_a_full_disk_ends_the_recording_with_one_warning(tmp_path, monkeypatch, 
     assert [file.name for file in (tmp_path / "ring/features").iterdir()] == [shard_files(tmp_path / "ring")[0].name]
 
 
+def test_a_disk_that_is_full_at_the_end_does_not_hold_it_up(tmp_path):
+    writer = ShardWriter(tmp_path / "ring", 1 << 20, FACTS)
+    writer.add(answer(0))
+    with full_disk(100):
+        writer.close()
+    assert writer.failed and shard_files(tmp_path / "ring") == []
+
+
 def test_what_a_killed_server_left_is_removed(tmp_path):
     write(tmp_path / "ring", [answer(0)])
     leftover = tmp_path / "ring/features/.shard-1.safetensors"
@@ -167,6 +175,16 @@ def test_what_a_killed_server_left_is_removed(tmp_path):
     assert len(read_recorded(tmp_path / "ring", VOCAB)) == 1
     write(tmp_path / "ring", [answer(1)])
     assert not leftover.exists()
+
+
+def test_answers_are_dropped_while_too_many_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "WAITING_BYTES", 4000)
+    writer = ShardWriter(tmp_path / "ring", 1 << 20, FACTS)
+    taken = [writer.add(answer(n)) for n in range(20)]
+    assert True in taken and False in taken
+    writer.close()
+    assert writer._waiting == 0
+    assert len(read_recorded(tmp_path / "ring", VOCAB)) == sum(taken)
 
 
 def test_an_open_shard_is_written_after_a_while(tmp_path, monkeypatch):
