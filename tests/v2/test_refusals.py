@@ -47,6 +47,7 @@ def test_host_has_the_seams():
             "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         ({"budget": "measured", "verification": "rejection"}, "measured.*rejection"),
+        ({"record": "recorded"}, "record does not work.*use no record, or set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),
     ],
@@ -69,6 +70,7 @@ def options_of(changes):
         ({"budget": "measured"}, "budget"),
         ({"verification": "typical"}, "verification"),
         ({"min_level_value": 0.1}, "min_level_value"),
+        ({"record": "recorded"}, "record"),
     ],
 )
 def test_options_of_v1_on_cuda(changes, named):

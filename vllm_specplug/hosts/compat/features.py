@@ -241,7 +241,9 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
         )
-    given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
+    given = {
+        name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens", "record")
+    }
     for used, option, fix in (
         (options.budget != "fixed" and not runner.static, "budget='measured'", "budget='fixed'"),
         (
@@ -255,6 +257,8 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
             "budget='measured' with verification='rejection'",
             "budget='fixed'",
         ),
+        # Hidden states would be copied from the device at each step, which has not been measured.
+        (given["record"] is not None, "record", f"no record, or {runner.otherwise}"),
         (
             runner.static and given["min_node_value"],
             "min_node_value",
