@@ -13,6 +13,7 @@ import json
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -81,16 +82,19 @@ class Drafter:
     first: float
     vocabulary: int = 128256
 
-    def acceptance(self, nodes: int, depth: int) -> float:
-        """Return the acceptance of one level: from ``first`` for one node, by doublings, to what gives ``tau``."""
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if accepted_of(middle, DEPTH) < self.tau - 1 else (low, middle)
-        first = min(self.first, low)
-        return first + (low - first) * min(np.log2(nodes + 1) / np.log2(64), 1.0)
+
+@cache
+def acceptance_of(drafter: Drafter, nodes: int) -> float:
+    """Return the acceptance of one level: from ``first`` for one node, by doublings, to what gives ``tau``."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted_of(middle, DEPTH) < drafter.tau - 1 else (low, middle)
+    first = min(drafter.first, low)
+    return first + (low - first) * min(np.log2(nodes + 1) / np.log2(64), 1.0)
 
 
+@cache
 def accepted_of(acceptance: float, depth: int) -> float:
     """Return the accepted nodes of a path of so many levels."""
     return sum(acceptance**level for level in range(1, depth + 1))
@@ -172,7 +176,7 @@ def simulate(gpu: Gpu, scenario: Scenario, num_reqs: int, rounds: int, seed: int
         shape = by_nodes[nodes]
         accepted = 0
         if shape is not None:
-            chance = drafter.acceptance(shape.nodes, shape.depth)
+            chance = acceptance_of(drafter, shape.nodes)
             levels = np.minimum(rng.geometric(1 - chance, num_reqs) - 1, shape.depth)
             accepted = int(levels.sum())
         took = round_seconds(gpu, drafter, shape, num_reqs, context) * rng.normal(1, 0.02)
@@ -184,7 +188,7 @@ def simulate(gpu: Gpu, scenario: Scenario, num_reqs: int, rounds: int, seed: int
         per_token = [stock / num_reqs]
         for one in shapes:
             if num_reqs * (one.nodes + 1) <= MAX_ROWS:
-                expected = 1 + accepted_of(drafter.acceptance(one.nodes, one.depth), one.depth)
+                expected = 1 + accepted_of(acceptance_of(drafter, one.nodes), one.depth)
                 per_token.append(round_seconds(gpu, drafter, one, num_reqs, context) / num_reqs / expected)
         best_seconds += min(per_token) * (num_reqs + accepted)
         chosen[nodes] = chosen.get(nodes, 0) + 1

@@ -109,7 +109,7 @@ def test_requests_join_and_leave(start, prompts, plainly, monkeypatch):
     params = [GREEDY.clone() for _ in prompts]
     for count, one in zip((4, 12, 8), params, strict=True):
         one.max_tokens = count
-    llm = start(max_num_batched_tokens=24, max_num_seqs=3, max_model_len=96)  # prompts come in by pieces
+    llm = start(max_num_batched_tokens=48, max_num_seqs=3, max_model_len=96)  # prompts come in by pieces
     seen = force(llm, monkeypatch)
     assert same(answers(llm, prompts * 2, params * 2), plainly(prompts * 2, params * 2))
     assert any(len(one) > 1 for one in seen)
@@ -134,6 +134,8 @@ def drafts_behind_a_pause(llm, prompts, monkeypatch):
     """The nodes drafted when drafting resumes, with nothing known from earlier runs."""
     llm.reset_prefix_cache()
     speculator, drafted = runner_of(llm).speculator, []
+    (name,) = speculator.draft_attn_layer_names
+    speculator.vllm_config.compilation_config.static_forward_context[name].kv_cache.zero_()
     largest = (max(speculator.depths), False)
     honest = speculator._growths[largest]
 

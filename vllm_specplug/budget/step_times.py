@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_specplug.budget.costs import CostTable
 
 #: Weight of a plain step's deviation in what all shapes take beyond the tables (contexts grow, the CPU is busy), per
 #: step since the last plain one, and its limit.  Chosen by hand; swept over 0.02 to 0.1 in the simulation.
-EXTRA_RATE, MOST_EXTRA = 0.05, 0.5
+EXTRA_RATE, MOST_EXTRA = 0.05, 0.7
 #: A step that took so many times as long as expected was disturbed, and counts as this many.  Chosen by hand.
 DISTURBED = 2.0
 
@@ -88,8 +88,3 @@ def counts_to_measure(most: int) -> list[int]:
 def can_pay(nodes: int, depth: int, seconds: float, plain: float) -> bool:
     """Return whether a shape would pay if every level of its tree were accepted."""
     return nodes == 0 or seconds < (depth + 1) * plain
-
-
-def missing_shapes(times: StepTimes, nodes: Sequence[int]) -> list[int]:
-    """Return the shapes that have no seconds."""
-    return [count for count in nodes if count not in times.tables]

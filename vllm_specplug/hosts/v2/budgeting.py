@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -101,12 +101,12 @@ class BudgetedRounds:
     """Mixed into a scheduler of vLLM: a measured budget chooses how many tokens the worker drafts."""
 
     round_budget: RoundBudget | None = None
-    #: Times at which the steps in flight were scheduled, oldest first.
-    _scheduled_at: list[float]
+    #: The steps in flight, oldest first, and the times at which they were scheduled.
+    _in_flight: deque[tuple[Any, float]]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._scheduled_at = []
+        self._in_flight = deque()
         if self.vllm_config.speculative_config.specplug.budget == "measured":
             self.round_budget = RoundBudget(self.vllm_config)
 
@@ -115,17 +115,24 @@ class BudgetedRounds:
             rows = scheduler_output.num_scheduled_tokens
             decoding = sum(self._decodes_next(self.requests[name], count) for name, count in rows.items())
             scheduler_output.num_spec_tokens_to_schedule = self.round_budget.plan(decoding)
-            self._scheduled_at.append(time.perf_counter())
+            self._in_flight.append((scheduler_output, time.perf_counter()))
         super()._update_after_schedule(scheduler_output)
 
     @staticmethod
     def _decodes_next(request: Any, count: int) -> bool:
         return request.num_computed_tokens + count >= request.num_tokens
 
+    def _take(self, scheduler_output: Any) -> float:
+        """Return when a step was scheduled, and forget it and older ones."""
+        while self._in_flight:
+            output, scheduled_at = self._in_flight.popleft()
+            if output is scheduler_output:
+                return scheduled_at
+        return time.perf_counter()
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self.round_budget is not None:
             output, tokens = model_runner_output, model_runner_output.sampled_token_ids
             sampled = {name: len(tokens[place]) for name, place in output.req_id_to_index.items()} if tokens else {}
-            scheduled_at = self._scheduled_at.pop(0) if self._scheduled_at else 0.0
-            self.round_budget.learn(scheduled_at, scheduler_output, sampled)
+            self.round_budget.learn(self._take(scheduler_output), scheduler_output, sampled)
         return super().update_from_output(scheduler_output, model_runner_output)

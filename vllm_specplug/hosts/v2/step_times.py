@@ -7,7 +7,6 @@ serve.  On CUDA events on the device are read once, at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,13 +18,14 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from vllm_specplug.budget.cost_files import load_step_times, save
 from vllm_specplug.budget.step_times import StepTimes, can_pay, counts_to_measure
+from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.v2.budgeting import device_name
 from vllm_specplug.hosts.v2.rounds import facts
 
 # vLLM shows its own loggers only, and a start that takes longer is to say why.
 logger = init_logger("vllm.vllm_specplug")
 
-#: Timed steps of each shape and number of requests; the fastest counts.  One more runs before them.
+#: Timed steps of each shape and number of requests, behind one that is not timed.
 TIMES = 3
 #: Tokens of context that every request has, if the model allows.
 CONTEXT = 1024
@@ -50,49 +50,57 @@ class StepMeasurement:
 
     Args:
         worker: with a KV cache, warmed up.
+
+    Raises:
+        ConfigError: requests are too short to be timed.
     """
 
     def __init__(self, worker: Any):
         self._worker, self._runner = worker, worker.model_runner
+        #: By nodes of a shape, the levels of its trees.
         self._depths = {0: 0} | self._runner.speculator.depths
-        #: Tokens that a request may emit while it is timed.
-        room = (TIMES + 2) * (max(self._depths) + 1) + 1
-        self._context = max(1, min(CONTEXT, self._runner.max_model_len - room))
-        length = self._context + room
-        self._blocks = tuple(
-            [1 % group_blocks] * -(-length // group.kv_cache_spec.block_size)
-            for group in self._runner.kv_cache_config.kv_cache_groups
-            for group_blocks in (self._runner.kv_cache_config.num_blocks,)
-        )
+        self._emitted = max(self._depths.values()) + 1  # most tokens of a request and step
+        room = (TIMES + 1) * self._emitted + max(self._depths) + 2
+        self._context = min(CONTEXT, self._runner.max_model_len - room)
+        if self._context < 1:
+            raise ConfigError(
+                f"budget='measured' needs --max-model-len {room + 1} or more (found {self._runner.max_model_len}): "
+                "raise it, lower num_speculative_tokens, or use budget='fixed'"
+            )
+        cache = self._runner.kv_cache_config
+        sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+        self._blocks = tuple([min(1, cache.num_blocks - 1)] * -(-(self._context + room) // size) for size in sizes)
 
     def measure(self) -> dict[int, dict[int, float]]:
         """Return the seconds of a round by nodes of its shape and number of requests."""
-        runner, found = self._runner, {nodes: {} for nodes in sorted(self._depths)}
-        runner.kv_connector.set_disabled(True)
+        found: dict[int, dict[int, float]] = {nodes: {} for nodes in self._depths}
+        self._runner.kv_connector.set_disabled(True)
         try:
-            for count in counts_to_measure(runner.max_num_reqs):
-                for nodes, depth in sorted(self._depths.items()):
-                    fits = count * (nodes + 1) <= runner.max_num_tokens
-                    last = min((seconds for seconds in found[nodes].items()), default=None, key=lambda one: -one[0])
-                    pays = last is None or can_pay(nodes, depth, last[1], found[0][last[0]])
-                    # Where a shape cannot pay, a larger batch does not change that: the table goes on with its slope.
-                    agreed = get_tp_group().broadcast_object(fits and pays, src=0)
-                    if agreed:
+            for count in counts_to_measure(self._runner.max_num_reqs):
+                for nodes in sorted(self._depths):
+                    # The first rank's clock decides for all.
+                    if get_tp_group().broadcast_object(self._is_worth_it(nodes, count, found), src=0):
                         found[nodes][count] = self._seconds(nodes, count)
         finally:
-            runner.kv_connector.set_disabled(False)
+            self._runner.kv_connector.set_disabled(False)
         return {nodes: seconds for nodes, seconds in found.items() if seconds}
+
+    def _is_worth_it(self, nodes: int, num_reqs: int, found: dict[int, dict[int, float]]) -> bool:
+        """Return whether to time a shape: where it cannot pay, a larger batch does not change that, and its table goes
+        on with its slope."""
+        if num_reqs * (nodes + 1) > self._runner.max_num_tokens:
+            return False
+        last = max(found[nodes], default=0)
+        return not last or can_pay(nodes, self._depths[nodes], found[nodes][last], found[0][last])
 
     def _seconds(self, nodes: int, num_reqs: int) -> float:
         names = [f"_specplug_timed_{place}" for place in range(num_reqs)]
         self._run(self._first_step(names, nodes))
         marks = []
-        for step in range(TIMES + 2):
-            if step:
-                marks.append(self._mark())
+        for step in range(TIMES + 1):
             self._run(self._next_step(names, nodes, step))
-        marks.append(self._mark())
-        seconds = min(self._between(marks))
+            marks.append(self._mark())
+        seconds = self._fastest(marks)
         closing = SchedulerOutput.make_empty()
         closing.finished_req_ids = set(names)
         self._worker.execute_model(closing)
@@ -125,8 +133,8 @@ class StepMeasurement:
         cached.req_ids = list(names)
         cached.new_token_ids = [[] for _ in names]
         cached.new_block_ids = [None] * len(names)
-        cached.num_computed_tokens = [self._context + 1 + step * (nodes + 1)] * len(names)
-        cached.num_output_tokens = [1 + step * (nodes + 1)] * len(names)
+        cached.num_computed_tokens = [self._context + 1 + step * self._emitted] * len(names)  # at most
+        cached.num_output_tokens = [1 + step * self._emitted] * len(names)
         output.scheduled_cached_reqs = cached
         output.num_scheduled_tokens = dict.fromkeys(names, nodes + 1)
         output.total_num_scheduled_tokens = len(names) * (nodes + 1)
@@ -148,9 +156,9 @@ class StepMeasurement:
         event.record()
         return event
 
-    def _between(self, marks: list[Any]) -> Iterator[float]:
-        elapsed: Callable[[Any, Any], float] = lambda first, second: second - first  # noqa: E731
-        if self._runner.device.type == "cuda":
-            marks[-1].synchronize()
-            elapsed = lambda first, second: first.elapsed_time(second) / 1e3  # noqa: E731
-        return (elapsed(first, second) for first, second in pairwise(marks))
+    def _fastest(self, marks: list[Any]) -> float:
+        """Return the shortest time between two marks: disturbances only add time."""
+        if self._runner.device.type != "cuda":
+            return min(second - first for first, second in pairwise(marks))
+        marks[-1].synchronize()
+        return min(first.elapsed_time(second) for first, second in pairwise(marks)) / 1e3
