@@ -125,7 +125,7 @@ class DraftPhase:
         self.options = Eagle2Options(model="random", num_speculative_tokens=nodes, draft_depth=depth, draft_top_k=top_k)
         self.head, embedding, self.lm_head, self.features = _weights(config, vocab, batch, self.dtype, place)
         self.embed = functools.partial(torch.nn.functional.embedding, weight=embedding)
-        known = make_match_inputs([context] * batch, context + 64, vocab_size=min(vocab, 100))
+        known = make_match_inputs([context] * batch, context + 64, vocab_size=3 if tiny else 100)
         self.known = {name: values.to(place) for name, values in known.items()}
         slots = self.known["slots"].long()
         self.roots = self.known["token_ids"][slots, self.known["lens"][slots].long() - 1].long()

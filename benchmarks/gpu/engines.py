@@ -79,7 +79,7 @@ def engine(target: str, question: Row, **options: Any) -> Iterator[Any]:
             llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
@@ -124,11 +124,12 @@ def check_identity(question: Row) -> Iterator[Row]:
     if not interpret:
         options |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}
     known = _plain(models["target"])
-    if not known:  # the first method of a process asks for plain decoding's answers, always without graphs
+    # The first method of a process asks for plain decoding's answers, always without graphs.
+    if not known and not question["dry_run"]:
         with engine(models["target"], {**question, "mode": "eager"}, **options) as llm:
             known.update({row["sampling"]: row for row in answers(llm, texts, tokens)})
     if method == "medusa":
-        models["medusa"] = heads_for(models["target"], texts, known["greedy"]["token_ids"])
+        models["medusa"] = heads_for(models["target"], texts, known["greedy"]["token_ids"] if known else texts)
     with engine(models["target"], question, **options, **speculation(method, 12, models)) as llm:
         for row in answers(llm, texts, tokens):
             row = compared(row, known[row["sampling"]])
@@ -286,7 +287,11 @@ def _one_batch(llm: Any, clock: StepClock, batch: int, context: int) -> Row:
         texts = [f"Write a detailed essay of several paragraphs about {TOPICS[i % len(TOPICS)]}." for i in range(batch)]
         chats = [[{"role": "user", "content": text}] for text in texts]
         prompts = [
-            {"prompt_token_ids": list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))}
+            {
+                "prompt_token_ids": list(
+                    tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+                )
+            }
             for chat in chats
         ]
     tokens = 4 if interpret else 40 if context else 256

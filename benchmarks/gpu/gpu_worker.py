@@ -1,7 +1,7 @@
 """Runs steps of ``gpu.py`` in one process: questions as lines of JSON on stdin, answers as lines of JSON on stdout.
 
 An answer has ``row`` (as soon as it is measured; ``problem`` in it says what is wrong with the result), or at the end
-of each step ``done``: ``passed``, ``failed`` or ``skipped``, the latter two with ``reason``.
+of each step ``done``: ``passed``, ``failed``, ``skipped``, or in a dry run ``reached`` (the device), with ``reason``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
+
+from benchmarks.gpu.fake_device import end_of_dry_run, install
 
 Row = dict[str, Any]
 
@@ -69,6 +71,9 @@ def answer(question: Row) -> Iterator[Row]:
         yield {"done": "skipped", "reason": str(reason)}
         return
     except Exception as error:
+        if question["dry_run"] and (where := end_of_dry_run(error)):
+            yield {"done": "reached", "reason": where}
+            return
         first = str(error).partition("\n")[0][:300]
         trace = traceback.format_exc().splitlines()[-25:]
         yield {"done": "failed", "reason": f"{type(error).__name__}: {first}", "traceback": trace}
@@ -86,6 +91,8 @@ def main() -> None:
             from tests.doubles.interpreter import use_interpreter
 
             use_interpreter()
+        if question["dry_run"] and "torch" not in sys.modules:
+            install()
         for found in answer(question):
             print(json.dumps(found), file=answers, flush=True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu.device import Skip, device
+from benchmarks.gpu.device import Skip
 from tests.doubles import tiny
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.tools.bench.methods import full_vocabulary_copy
@@ -23,7 +23,7 @@ SHAPE_8B = {
 
 
 def write_models(folder: Path, tiny_ones: bool) -> dict[str, Path]:
-    """Write a target and an EAGLE head with random weights; of a large target the config only: vLLM fills it."""
+    """Write a target and an EAGLE head with random weights; of large ones the shapes only: vLLM fills them."""
     paths = {name: folder / name for name in ("target", "eagle")}
     paths["chain"] = paths["eagle"]
     if tiny_ones:
@@ -47,8 +47,7 @@ def write_models(folder: Path, tiny_ones: bool) -> dict[str, Path]:
         "post_attention_layernorm": (h,),
     }
     shapes = {"fc.weight": (h, 2 * h), **{f"layers.0.{name}.weight": size for name, size in layer.items()}}
-    place = {"dtype": torch.bfloat16, "device": device()}
-    tensors = {key: torch.randn(size, **place).mul_(0.02).cpu() for key, size in shapes.items()}
+    tensors = {key: torch.zeros(size, dtype=torch.bfloat16) for key, size in shapes.items()}
     save_file(tensors, paths["eagle"] / "model.safetensors", metadata={"format": "pt"})
     return paths
 

@@ -51,9 +51,10 @@ class Sizes:
 TINY = Sizes(nodes=(6,), contexts=(40,), batches=(2,), rows=(1, 20))
 
 
-def make_plan(sizes: Sizes) -> list[Step]:
-    """Return all steps."""
-    return [*_torch_steps(sizes), *_identity_steps(), *_speed_steps(sizes), *_test_steps()]
+def make_plan(sizes: Sizes, with_tests: bool = True) -> list[Step]:
+    """Return all steps; without a GPU the test files are left out: they run there by themselves."""
+    tests = _test_steps() if with_tests else []
+    return [*_torch_steps(sizes), *_identity_steps(), *_speed_steps(sizes), *tests]
 
 
 def _torch_steps(sizes: Sizes) -> list[Step]:

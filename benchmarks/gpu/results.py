@@ -13,6 +13,9 @@ from typing import Any
 from benchmarks.gpu.attention import PATHS
 from vllm_specplug.utils.tables import format_table
 
+#: ``reached``: a dry run came to the device.
+STATUSES = ("passed", "reached", "failed", "skipped")
+
 Row = dict[str, Any]
 
 
@@ -24,7 +27,7 @@ class Results:
         copy: a folder to which the file is copied after each step; None: none.
 
     Attributes:
-        steps: by name, the newest result of each step: ``status`` (``passed``, ``failed`` or ``skipped``), ``reason``,
+        steps: by name, the newest result of each step: ``status`` (one of ``STATUSES``), ``reason``,
             ``seconds``, ``rows``.
         runs: provenance of each command that wrote to the file.
     """
@@ -78,7 +81,7 @@ def summary(results: Results, plan: Iterable[str]) -> str:
         counts[step["status"]] += 1
         rows.append([name, step["status"], str(round(step["seconds"])), step.get("reason", "")[:100].replace("|", "/")])
     table = format_table(["step", "status", "s", "reason"], rows, markdown=True)
-    return table + "\n\n" + ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
+    return table + "\n\n" + ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
 
 
 def _table(heads: list[str], rows: list[list[Any]]) -> str:
