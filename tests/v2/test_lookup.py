@@ -48,7 +48,8 @@ def llm(engine, expected):  # the newest engine owns the host's counters
 def trees_of(llm, monkeypatch):
     """The list gets a pair for each tree drafted from now on: the request's tokens, and the tree as rows."""
     speculator, drafted = runner_of(llm).speculator, []
-    honest = speculator._growth
+    largest = (max(speculator.depths), False)
+    honest = speculator._growths[largest]
 
     def look(num_reqs, slots, roots, *inputs):
         token_ids, parents = honest(num_reqs, slots, roots, *inputs)
@@ -60,7 +61,7 @@ def trees_of(llm, monkeypatch):
             drafted.append((known, to_rows(tree, request)))
         return token_ids, parents
 
-    monkeypatch.setattr(speculator, "_growth", look)
+    monkeypatch.setitem(speculator._growths, largest, look)
     return drafted
 
 

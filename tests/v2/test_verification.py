@@ -12,6 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
 from tests.unit.core import test_rejection as toy
 from tests.v2.conftest import ENGINE, GREEDY, watch_rounds
@@ -119,8 +120,6 @@ def test_sampling_never_waits_for_the_device(coupled, many, monkeypatch):
 
 
 def watched_growth(growth, rounds):
-    from tests.v2.conftest import NoLookAtTheDevice
-
     def call(*args):
         rounds.append("sampled")
         with NoLookAtTheDevice():
