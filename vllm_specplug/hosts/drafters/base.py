@@ -22,11 +22,14 @@ class DraftHooks:
     Attributes:
         grows_by_level: whether further levels are drafted one by one, so that a budget can stop the growth.
         draft_layers: attention layers of a draft model, by name.
+        shortest_draft: of a drafter that queries the budget while it drafts (``may_spend``), the share of a plain step
+            that its shortest draft takes; None of others.
         missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
         plan: what followed from the last step: the rows to read next.
     """
 
     grows_by_level: ClassVar[bool] = False
+    shortest_draft: float | None = None
     draft_layers: dict[str, Any] = {}
     missed = MissedRows(0)
     plan: StepPlan

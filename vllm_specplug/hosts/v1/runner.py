@@ -243,6 +243,7 @@ class TreeModelRunner(DraftPhase, ABC):
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
         walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, active)
         after_forward(self, walk, step.row_start, step.num_tokens)
+        self.serving_budget.accepted(int(walk.num_emitted.sum() - active.sum()), num_reqs)
         self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
         self._count(step)
