@@ -71,7 +71,7 @@ def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, fl
 def counters_of(text: str) -> dict[str, float]:
     """Return counters by name: ``depth 1`` etc. for acceptance by depth, ``fallback: REASON`` for fallbacks.
 
-    ``drafter_version`` is the drafter's version; ``drafter_trees 3`` and ``drafter_accepted_tokens 3`` are of version 3.
+    ``drafter_version`` is the drafter's version; ``drafter_trees 3``, ``drafter_accepted_tokens 3`` are of version 3.
 
     Raises:
         NoSpeculation: the text reports no speculation.

@@ -237,7 +237,7 @@ def check_options(options: TreeOptions, runner: _Runner) -> None:
 
 def _check_part(options: TreeOptions, runner: _Runner) -> None:
     if not runner.serves(options.method):
-        served = ", ".join(name for name in loadable_methods() if runner.serves(name))
+        served = ", ".join(name for name in loadable_methods() if runner.serves(name) and not find_method(name).choose)
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
         )
@@ -245,6 +245,7 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
     for used, option, fix in (
         (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
         (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
+        (options.reload, "reload=true", "reload=false, and restart the server for another drafter"),
         (runner.static and options.trace_trees is not None, "trace_trees", "no trace_trees"),
         (
             runner.static and given["min_node_value"],

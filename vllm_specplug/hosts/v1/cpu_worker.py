@@ -40,6 +40,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         self.model_runner.prepare_budget()
+        self.model_runner.follow_versions()
         _return_freed_memory()  # of the proof at start
         return times
 

@@ -44,7 +44,7 @@ class DraftPhase:
     def _finish_requests(self, request_ids: set[str]) -> None:
         for req_id in request_ids:
             self._drafts.pop(req_id, None)
-        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget):
+        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget, self.reloading):
             part.finish(request_ids)
 
     # ---- drafting
