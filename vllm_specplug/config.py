@@ -111,7 +111,31 @@ class TreeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle2Options(TreeOptions):
+class RecordOptions(TreeOptions):
+    """Options of methods whose drafter reads the target's hidden states.
+
+    Attributes:
+        record: folder that keeps token ids and hidden states of finished requests, for training; None: none are kept.
+        record_mib: limit of the folder; the oldest answers are deleted.
+        record_share: share of the requests to keep.
+    """
+
+    record: str | None = None
+    record_mib: int = 1024
+    record_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("record_mib", self.record_mib, 16, 1 << 20)
+        require_number("record_share", self.record_share, 0.0, 1.0)
+        if self.record is not None:
+            require_string("record", self.record)
+            if not Path(self.record).absolute().parent.is_dir():
+                raise ConfigError(f"record={self.record!r}: create the folder above it first, or leave the key out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle2Options(RecordOptions):
     """Options of ``{"method": "eagle2"}`` (EAGLE-2, section 4; defaults by measurement on CPU).
 
     Attributes:

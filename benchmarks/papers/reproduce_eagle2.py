@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.papers.offline_trees import Drafted, TreePolicy, eagle2_policy, tree_tau
 from benchmarks.papers.reproductions import Cycles, gain_text, summary, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
+from vllm_specplug.proposers.training.trees import Drafted, TreePolicy, eagle2_policy, tree_tau
 
 
 class Size(NamedTuple):

@@ -14,10 +14,11 @@ import torch
 from vllm_specplug.utils.lazy import load
 
 from ..eagle2.alignment import ATTENTIONS
-from .answers import content_hash, read_answers, read_prompts, select_draft_vocabulary
+from .answers import Answer, content_hash, read_answers, read_prompts, select_draft_vocabulary
 from .data import ANSWER_PROMPTS, ANSWERS_NAME, FEATURES_NAME
-from .features import FeatureSet, extract, has_layer_features, load_features, read_target_config
+from .features import FeatureSet, end_ids_of, extract, has_layer_features, load_features, read_target_config
 from .options import flag_of
+from .recorded import answers_of, is_recorded, read_recorded
 from .team import Team, join
 from .trainer import LoopOptions, RunSettings, Task, train
 
@@ -117,8 +118,10 @@ def run(
 
 
 def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], device) -> Material:
-    out = Path(args.out)
     target_config = read_target_config(args.target)
+    if args.data and is_recorded(args.data):
+        return _recorded_material(args, options, layers, target_config)
+    out = Path(args.out)
     folder = Path(args.data) if args.data else out
     answers_file = Path(args.answers or folder / ANSWERS_NAME)
     if args.prompts and args.data:
@@ -143,13 +146,28 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     dev = None
     if args.dev_answers:
         dev = features_of(read_answers(args.dev_answers), features.with_name("dev_features"))
-    end = target_config.get("eos_token_id")
-    end_ids = end if isinstance(end, list) else [end] if end is not None else []
+    return _material(answers, features_of(answers, features), dev, options, target_config)
+
+
+def _recorded_material(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], config) -> Material:
+    """Prepare what a server has recorded; the target does not run."""
+    if layers:
+        raise ValueError(f"{args.data} was recorded by a server, without the three layers that EAGLE-3 reads")
+    if args.dev_answers:
+        raise ValueError(f"{args.data} was recorded by a server: leave --dev-answers out, or use `specplug data`")
+    data = read_recorded(args.data, config["vocab_size"])
+    return _material(answers_of(data), data, None, options, config)
+
+
+def _material(
+    answers: list[Answer], data: FeatureSet, dev: FeatureSet | None, options: LoopOptions, target_config: dict
+) -> Material:
     facts = {
         "data_sha256": content_hash(answers),
         "prompts": len(answers),
         "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
         "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
     }
-    draft_ids = select_draft_vocabulary(answers, options.draft_vocab_size, target_config["vocab_size"], end_ids)
-    return Material(features_of(answers, features), dev, draft_ids, facts)
+    size, end_ids = options.draft_vocab_size, end_ids_of(target_config)
+    draft_ids = select_draft_vocabulary(answers, size, target_config["vocab_size"], end_ids)
+    return Material(data, dev, draft_ids, facts)

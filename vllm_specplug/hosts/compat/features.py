@@ -241,12 +241,16 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
         )
-    given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
+    given = {
+        name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens", "record")
+    }
     for used, option, fix in (
         (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
         (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
         (options.reload, "reload=true", "reload=false, and restart the server for another drafter"),
         (runner.static and options.trace_trees is not None, "trace_trees", "no trace_trees"),
+        # Hidden states would be copied from the device at each step, which has not been measured.
+        (given["record"] is not None, "record", f"no record, or {runner.otherwise}"),
         (
             runner.static and given["min_node_value"],
             "min_node_value",

@@ -120,6 +120,7 @@ def build(
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:
+        _check_record(drafter)
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
         resolved = _resolve_int8(drafter.options, supports_int8, target_model_config.dtype)
         options = with_drafter(options, resolved)
@@ -197,6 +198,14 @@ def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_p
                 f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
                 f"{tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"
             )
+
+
+def _check_record(drafter: DrafterConfig) -> None:
+    if drafter.vllm_method == "eagle3" and drafter.options.record is not None:
+        raise ConfigError(
+            f"record={drafter.options.record!r}: the hidden states that EAGLE-3 heads read are not recorded: leave "
+            "record out, or use an EAGLE-1/2 or HASS head"
+        )
 
 
 def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:

@@ -19,6 +19,7 @@ from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
 from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
+from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
@@ -118,18 +119,15 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         if self.runner.use_aux_hidden_state_outputs:
             hidden_states = torch.cat(aux_hidden_states, dim=-1)
         batch, num_reqs = self.runner.input_batch, self.runner.input_batch.num_reqs
-        first = self.runner.query_start_loc.np[: num_reqs + 1]
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
-        counts = np.diff(first) - np.where(num_drafts > 0, num_drafts + 1 - emitted, 0)
-        kept = self.missed.admit(batch.req_ids, counts)
+        query_start = self.runner.query_start_loc.np[: num_reqs + 1]
+        accepted = AcceptedRows.make(query_start, emitted, num_drafts, self.path_index)
+        kept = self.missed.admit(batch.req_ids, accepted.counts)
         if not kept.any():
             return
-        flat = np.arange(counts.sum()) + np.repeat(first[:-1] - np.cumsum(counts) + counts, counts)
-        flat_rows = torch.from_numpy(flat[np.repeat(kept, counts)])
-        rows = hidden_states[self.path_index[flat_rows] if num_drafts.any() else flat_rows]
         starts = batch.num_computed_tokens_cpu[:num_reqs][kept].tolist()
         request_ids = [batch.req_ids[place] for place in np.flatnonzero(kept)]
-        self.missed.add(request_ids, rows, starts, counts[kept].tolist())
+        self.missed.add(request_ids, hidden_states[accepted.of(kept)], starts, accepted.counts[kept].tolist())
 
     def catch_up(self) -> None:
         """Run the drafter over the missed rows of the scheduled requests; their key/value is then complete."""

@@ -263,6 +263,7 @@ class TreeModelRunner(DraftPhase, ABC):
 
     def follow(self, plan: StepPlan) -> None:
         """Give the drafter the rows that it reads next."""
+        self._plan = plan
         self.drafter.follow(plan)
 
     def _count(self, step: StagedStep) -> None:
