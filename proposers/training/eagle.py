@@ -158,13 +158,14 @@ class EagleTask(Task):
         more_tensors: written beside `d2t` where the draft vocabulary is reduced.
         """
         config, draft_vocab_size = self.target_config, self.draft_ids.numel()
-        keys = ("hidden_act", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         keys += ("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "vocab_size")
         keys += ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         plain = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **{key: config[key] for key in keys if key in config},
+            "hidden_act": "silu",
             "num_hidden_layers": 1,
             "draft_vocab_size": draft_vocab_size,
             "torch_dtype": "bfloat16",

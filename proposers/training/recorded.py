@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from .answers import Answer
@@ -199,6 +199,15 @@ def read_shard(file: Path, vocab_size: int) -> FeatureSet | None:
         logger.warning("%s is left out: %s", file, problem)
         return None
     return data
+
+
+def shard_answer_tokens(file: Path) -> int:
+    """Count the answer tokens of a shard; 0 if it is gone or damaged."""
+    try:
+        with safe_open(str(file), framework="pt") as shard:
+            return int((shard.get_tensor("lengths") - shard.get_tensor("prompt_lengths")).sum())
+    except (SafetensorError, OSError, RuntimeError):
+        return 0
 
 
 def read_recorded(folder: str | os.PathLike, vocab_size: int) -> FeatureSet:

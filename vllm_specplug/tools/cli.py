@@ -83,6 +83,13 @@ COMMANDS = (
         "vllm_specplug.proposers.medusa.joint",
         _TRAIN,
     ),
+    Command(("learn",), "train a drafter beside a server, on what the server records", f"{_TRAINING}.learn", _TRAIN),
+    Command(
+        ("drafter", "new"),
+        "make an untrained drafter for a target, to learn from its traffic",
+        f"{_TRAINING}.new_drafter",
+        _TRAIN,
+    ),
     Command(("inspect",), "show a drafter's layout, target and acceptance", "vllm_specplug.tools.inspection", _FILES),
     Command(
         ("convert",),
@@ -94,6 +101,7 @@ COMMANDS = (
 )
 _GROUPS = {
     "train": "train a drafter",
+    "drafter": "make a drafter",
     "calibrate": "measure step times on this machine, or the accuracy of a drafter",
     "simulate": "estimate the speedup of a drafter",
 }
