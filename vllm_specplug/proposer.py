@@ -216,10 +216,12 @@ class Choice:
     Attributes:
         config: a configuration of another method.
         why: for people.
+        trainer: command line after ``specplug`` of a trainer that runs beside the server; empty: none.
     """
 
     config: dict[str, Any]
     why: str
+    trainer: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

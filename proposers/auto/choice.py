@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.config import parse_options, resolve_drafter, shipped_drafters
+from vllm_specplug.config import ConfigError, TreeOptions, parse_options, resolve_drafter, shipped_drafters
 from vllm_specplug.proposer import Choice, TargetInfo, find_method
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config
-from vllm_specplug.utils.published import is_published
+from vllm_specplug.utils.published import is_published, publish, read_current
 
 from .options import AutoOptions
 
 #: Methods of shipped drafters, the best first (docs/measurements.md).
 METHODS = ("eagle2", "medusa")
+#: Folders of ``learn``: what is recorded, and the published drafter.
+RECORDED_NAME, HEAD_NAME = "recorded", "head"
+#: Niceness of the trainer: steps come first.
+TRAINER_NICE = "19"
 
 
 def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) -> Choice:
@@ -30,29 +37,73 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
     Raises:
         ConfigError, CheckpointError: the drafter that was given cannot be used.
     """
-    given = {
-        field.name: value
-        for field in fields(options)
-        if field.name != "model"
-        and field.default is not MISSING
-        and (value := getattr(options, field.name)) != field.default
-    }
+    own = [field.name for field in fields(TreeOptions)]
+    given = {key: value for key in own if (value := getattr(options, key)) != getattr(TreeOptions, key)}
     common = {"budget": "measured" if on_cpu else "fixed", **given}
     how = "with the measured budget" if common["budget"] == "measured" else "with a fixed budget"
+    shipped = next(shipped_for(name, target), None)
     if options.model is not None:
         method, drafter, why = _method_of(options.model), options.model, f"the drafter {options.model}"
-        if is_published(Path(drafter).expanduser()) and on_cpu:
-            common.setdefault("reload", True)
-            why += ", whose new versions are taken while serving"
+    elif shipped is not None:
+        method, drafter, why = *shipped, f"the drafter {shipped[1]} ({shipped[0]}), which is shipped for this model"
     else:
-        found = next(shipped_for(name, target), None)
-        if found is None:
-            why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
-            return Choice({"method": "lookup", **common}, why)
-        method, drafter = found
-        why = f"the drafter {drafter} ({method}), which is shipped for this model"
-    sources = [{"method": method, "model": drafter}, {"method": "lookup"}]
-    return Choice({"method": "union", "sources": sources, **common}, f"lookup and {why}, {how}")
+        method, drafter, why = "eagle2", None, "a new drafter"
+    source, trainer = {"method": method, "model": drafter}, ()
+    if options.learn is not None:
+        _check_learning(options.learn, method, name, on_cpu)
+        folder = Path(options.learn).absolute()
+        recorded, head = folder / RECORDED_NAME, folder / HEAD_NAME
+        found = _begin(head, name, drafter)
+        why = f"the drafter that learns in {folder} ({found or f'begun with {why}'})"
+        source |= {"model": str(head), "record": str(recorded)}
+        trainer = ("learn", str(recorded), "--target", name, "--out", str(head), "--nice", TRAINER_NICE)
+    elif drafter is None:
+        why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
+        return Choice({"method": "lookup", **common}, why)
+    if on_cpu and is_published(Path(source["model"]).expanduser()):
+        common.setdefault("reload", True)
+        why += ", whose new versions are taken while serving"
+    config = {"method": "union", "sources": [source, {"method": "lookup"}], **common}
+    return Choice(config, f"lookup and {why}, {how}", trainer)
+
+
+def _check_learning(learn: str, method: str, name: str, on_cpu: bool) -> None:
+    """Raise ``ConfigError`` where a drafter cannot learn while it serves."""
+    problem = None
+    if not on_cpu:
+        problem = "answers are recorded on CPUs only: leave it out"
+    elif method != "eagle2":
+        problem = f"drafters of method {method!r} do not learn while they serve: give an EAGLE or HASS head as 'model'"
+    elif not Path(name).is_dir():
+        problem = f"the trainer reads the model from a local folder (found {name!r}): serve the downloaded folder"
+    if problem is not None:
+        raise ConfigError(f"learn={learn!r} cannot be used: {problem}")
+
+
+def _begin(head: Path, target: str, drafter: str | None) -> str:
+    """Publish the first version: a copy of the drafter, or a new one; describe what is there already.
+
+    Raises:
+        ConfigError: no new drafter can be made.
+    """
+    if is_published(head):
+        return f"version {read_current(head).version}"
+    head.parent.mkdir(mode=0o700, exist_ok=True)
+    if drafter is not None:
+        publish(head, lambda folder: _copy(resolve_drafter(drafter, METHODS[0]), folder), {})
+        return ""
+    command = [sys.executable, "-m", "vllm_specplug.tools.cli", "drafter", "new", target, "--out", str(head)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        raise ConfigError(f"no new drafter can be made for {target}: {reason}")
+    return ""
+
+
+def _copy(folder: Path, to: Path) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
 
 
 def _method_of(drafter: str) -> str:

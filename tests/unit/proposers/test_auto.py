@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from tests.doubles import tiny
-from vllm_specplug.config import ConfigError, parse_options, parts_of
+from vllm_specplug.config import ConfigError, parse_options, parts_of, resolve_drafter
 from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.auto.choice import choose, describe
+from vllm_specplug.proposers.eagle2 import configure
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
+from vllm_specplug.tools.cli import build_parser
 from vllm_specplug.utils.published import publish
 
 SMOLLM2 = TargetInfo(576, 49152, 30, torch.float32)
@@ -72,6 +74,47 @@ def test_a_drafter_that_is_not_there_is_an_error(tmp_path):
         chosen(model=str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         chosen(model=str(tmp_path))
+
+
+def learning(tmp_path, **given):
+    target = tiny.write_target(tmp_path / "target")
+    return chosen(str(target), learn=str(tmp_path / "learn"), **given)
+
+
+def test_a_given_drafter_learns(tmp_path):
+    """Recording, a trainer and reloading; the drafter is copied once, and the next start uses what was learned."""
+    eagle = tiny.write_drafter(tmp_path / "eagle")
+    options, choice = learning(tmp_path, model=str(eagle))
+    head, recorded = str(tmp_path / "learn" / "head"), str(tmp_path / "learn" / "recorded")
+    assert methods(options) == ["union", "eagle2", "lookup"] and options.reload
+    assert (options.sources[0].model, options.sources[0].record) == (head, recorded)
+    arguments = build_parser(list(choice.trainer)).parse_args(choice.trainer)
+    assert (arguments.data, arguments.out, arguments.target) == (recorded, head, str(tmp_path / "target"))
+    assert f"begun with the drafter {eagle}" in choice.why
+    publish(head, tiny.write_drafter, {})
+    assert "version 2" in learning(tmp_path, model=str(eagle))[1].why
+
+
+def test_a_new_drafter_learns(tmp_path):
+    options, choice = learning(tmp_path)
+    assert "begun with a new drafter" in choice.why and choice.trainer
+    assert resolve_drafter(options.sources[0].model).name == "000001"
+    assert configure(options.sources[0], TINY).vllm_method == "eagle"
+
+
+def test_where_a_drafter_cannot_learn(tmp_path):
+    for given, reason in (
+        ({"on_cpu": False, "name": str(tmp_path)}, "on CPUs only"),
+        ({"name": "owner/model"}, "a local folder"),
+        ({"name": str(tmp_path), "model": "medusa"}, "do not learn"),
+    ):
+        if given.get("model"):
+            save_head(tmp_path / "medusa", {"medusa_num_heads": 3}, MedusaHeads(3, 1, 64).checkpoint_state())
+            given["model"] = str(tmp_path / "medusa")
+        with pytest.raises(ConfigError, match=f"learn=.* cannot be used: .*{reason}"):
+            chosen(learn=str(tmp_path / "learn"), **given)
+    with pytest.raises(ConfigError, match="create the folder above it first"):
+        chosen(learn=str(tmp_path / "no" / "learn"))
 
 
 def test_it_is_no_source_of_a_union():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     published_folder: str | None = None
     """The version in it that is loaded at start."""
 
+    trainer: tuple[str, ...] = ()
+    """Command line of the trainer that runs beside the server."""
+
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
         in_int8 = getattr(model_drafter(self.specplug), "draft_int8", False)
@@ -109,7 +113,7 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     _check_keys(given)
-    options = _chosen(parse_options(given), target_model_config)
+    options, trainer = _chosen(parse_options(given), target_model_config)
     on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
     _check_vllm(options, on_cpu, v2)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
@@ -145,6 +149,7 @@ def build(
         metrics_file=publish(target_parallel_config.data_parallel_size),
         published_head=head,
         published_folder=folder,
+        trainer=(sys.executable, "-m", "vllm_specplug.tools.cli", *trainer) if trainer else (),
     )
 
 
@@ -164,15 +169,15 @@ def _check_keys(given: dict[str, Any]) -> None:
         )
 
 
-def _chosen(options: TreeOptions, target: Any) -> TreeOptions:
-    """Replace a method that only chooses by what it has chosen, and say why."""
+def _chosen(options: TreeOptions, target: Any) -> tuple[TreeOptions, tuple[str, ...]]:
+    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too."""
     if (choose := find_method(options.method).choose) is None:
-        return options
+        return options, ()
     choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
     )
-    return parse_options(choice.config)
+    return parse_options(choice.config), choice.trainer
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:

@@ -48,6 +48,8 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def shutdown(self) -> None:
         if (runner := getattr(self, "model_runner", None)) is not None:
             runner.recorder.close()
+            if runner.trainer is not None:
+                runner.trainer.end()
         super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:

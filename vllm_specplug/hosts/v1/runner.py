@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from vllm_specplug.kernels import greedy_walk
 from vllm_specplug.types import TokenTree
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters
+from vllm_specplug.utils.processes import ChildProgram
 
 
 @dataclass
@@ -85,6 +87,7 @@ class TreeModelRunner(DraftPhase, ABC):
         self._step: StagedStep | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
         self.reloading = StaticDrafter()
+        self.trainer: ChildProgram | None = None
         self._has_custom_processors = restore_processors(self)
         self._init_drafting(vllm_config, device, self._has_custom_processors)
 
@@ -118,6 +121,8 @@ class TreeModelRunner(DraftPhase, ABC):
             self.reloading = Reloading(
                 self.drafter, config.published_head, config.published_folder, self.requests, self._counters
             )
+        if config.trainer and leads() and self.vllm_config.parallel_config.data_parallel_index == 0:
+            self.trainer = ChildProgram(config.trainer, Path(config.published_head).parent / "learn.log")
 
     # ---- before the forward
 
