@@ -101,7 +101,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     # ---- other weights
 
     def version_check(self, folder: str) -> VersionCheck:
-        return VersionCheck(folder)
+        return VersionCheck(folder, self.vllm_config.model_config.model)
 
     def new_version(self, folder: Path, check: VersionCheck) -> NewEagleVersion:
         return NewEagleVersion(self, check.read(folder), {id(one) for one in self._target_model.parameters()})

@@ -58,7 +58,7 @@ class HeadsDrafter(V1Drafter):
         self.heads.load(target_model)
 
     def version_check(self, folder: str) -> VersionCheck:
-        return VersionCheck(folder)
+        return VersionCheck(folder, self.vllm_config.model_config.model)
 
     def new_version(self, folder: Path, check: VersionCheck) -> NewHeads:
         check.read(folder)
