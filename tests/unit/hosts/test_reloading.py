@@ -158,7 +158,8 @@ def test_a_pointer_to_nothing_is_told_once(head, caplog):
     drafter, followed, _ = follow(head)
     with caplog.at_level("WARNING", logger="vllm_specplug"):
         pointer = {"version": 7, "path": "versions/000007", "published": "now"}
-        (head / "current.json").write_text(json.dumps(pointer))
+        (head / "new.json").write_text(json.dumps(pointer))
+        (head / "new.json").replace(head / "current.json")
         step_until(followed, lambda: caplog.records)
         left_alone(followed)
     assert len(caplog.records) == 1 and "versions/000007, which does not exist" in caplog.records[0].getMessage()
