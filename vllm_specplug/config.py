@@ -59,6 +59,7 @@ class TreeOptions:
         trace_trees: file that receives the first trees as JSON lines.
         on_failure: what happens if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it
             decodes plainly.
+        reload: take new versions of the drafter while serving; ``model`` is a folder in which they are published.
     """
 
     method: ClassVar[str]
@@ -75,8 +76,10 @@ class TreeOptions:
     tree_attention: str = TREE_ATTENTIONS[0]
     trace_trees: str | None = None
     on_failure: str = ON_FAILURE[0]
+    reload: bool = False
 
     def __post_init__(self) -> None:
+        require_bool("reload", self.reload)
         require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
         if self.budget not in BUDGETS:
             raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(BUDGETS)}")

@@ -210,6 +210,21 @@ class ModelDrafter:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a method that only chooses has chosen.
+
+    Attributes:
+        config: a configuration of another method.
+        why: for people.
+        trainer: command line after ``specplug`` of a trainer that runs beside the server; empty: none.
+    """
+
+    config: dict[str, Any]
+    why: str
+    trainer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Method:
     """A draft method.
 
@@ -220,6 +235,8 @@ class Method:
             called more than once at start: some of these proposers are only warmed up and timed.
         make_on_device: makes the proposer for the V2 runner; None: not on V2.
         model: the drafter with weights; None for a model-free method.
+        choose: of a method that stands for others' configurations: called with its options, the target, the target's
+            name, and whether it runs on a CPU.
     """
 
     name: str
@@ -227,6 +244,7 @@ class Method:
     make: Callable[[Any], Proposer] | None = None
     make_on_device: Callable[[Any], DeviceProposer] | None = None
     model: ModelDrafter | None = None
+    choose: Callable[[Any, TargetInfo, str, bool], Choice] | None = None
 
     @property
     def runs_on_v2(self) -> bool:

@@ -68,6 +68,9 @@ class ShapePlanner(Planner):
     def _rate(self, now: Outlook) -> float:
         return now.rate
 
+    def _may_draft(self, missed_rows: int) -> bool:
+        return True  # step times were measured at start, and trials are limited
+
     def _on_trial(self, outlooks: Mapping[Arm, Outlook], catch_up: float) -> Arm | None:
         if self.regime.steps in EARLY_PLAIN:
             return PLAIN

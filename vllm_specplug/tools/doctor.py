@@ -175,6 +175,12 @@ def _drafters() -> Finding:
     return Finding("shipped drafters", ", ".join(found) or "none")
 
 
+def _auto() -> Finding:
+    from vllm_specplug.proposers.auto.choice import describe
+
+    return Finding("method auto", describe())
+
+
 def _costs() -> Finding:
     from vllm_specplug.budget.cost_files import saved_models
     from vllm_specplug.budget.costs import CostTable
@@ -223,6 +229,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("OpenMP", _openmp, False),
     ("proposers", _proposers, False),
     ("shipped drafters", _drafters, False),
+    ("method auto", _auto, False),
     ("cost models", _costs, False),
     ("proofs at start", _proofs, False),
 )

@@ -237,7 +237,7 @@ def check_options(options: TreeOptions, runner: _Runner) -> None:
 
 def _check_part(options: TreeOptions, runner: _Runner) -> None:
     if not runner.serves(options.method):
-        served = ", ".join(name for name in loadable_methods() if runner.serves(name))
+        served = ", ".join(name for name in loadable_methods() if runner.serves(name) and not find_method(name).choose)
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
         )
@@ -257,6 +257,7 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
             "budget='measured' with verification='rejection'",
             "budget='fixed'",
         ),
+        (options.reload, "reload=true", "reload=false, and restart the server for another drafter"),
         # Hidden states would be copied from the device at each step, which has not been measured.
         (given["record"] is not None, "record", f"no record, or {runner.otherwise}"),
         (

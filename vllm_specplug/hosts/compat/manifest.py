@@ -360,6 +360,15 @@ MANIFEST_V2 = (
     VllmSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
 )
 
+_RELOAD = "vllm.model_executor.model_loader.reload"
+#: Also needed for ``reload`` with an EAGLE drafter.
+MANIFEST_RELOAD = (
+    VllmSymbol(f"{_RELOAD}.layerwise:get_layerwise_info", ("layer",)),
+    VllmSymbol(f"{_RELOAD}.types:LayerReloadingInfo", ("restore_metadata",)),
+    VllmSymbol(f"{_RELOAD}.meta:materialize_meta_tensor", ("meta_tensor",)),
+    VllmSymbol(f"{_RELOAD}.sanitize:restore_layer_refs", ("tensor", "layer")),
+)
+
 #: Also needed for ``tree_attention='flash'``; its module can be imported on CUDA only.
 MANIFEST_FLASH = (
     VllmSymbol(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, model_drafter, parse_options, parts_of, with_drafter
-from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, describe_tests
+from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
     V2,
@@ -23,6 +26,7 @@ from vllm_specplug.hosts.compat.features import (
     check_tree_attention,
     uses_v2_runner,
 )
+from vllm_specplug.hosts.compat.manifest import MANIFEST_RELOAD
 from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
 from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
@@ -30,6 +34,7 @@ from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.metrics import publish
+from vllm_specplug.utils.published import is_published
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -63,6 +68,15 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 
     metrics_file: str | None = None
     """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
+
+    published_head: str | None = None
+    """Folder in which versions of the drafter are published; None: its weights stay as they are."""
+
+    published_folder: str | None = None
+    """The version in it that is loaded at start."""
+
+    trainer: tuple[str, ...] = ()
+    """Command line of the trainer that runs beside the server."""
 
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
@@ -104,7 +118,7 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     _check_keys(given)
-    options = parse_options(given)
+    options, trainer = _chosen(parse_options(given), target_model_config)
     on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
     _check_vllm(options, on_cpu, v2)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
@@ -113,6 +127,7 @@ def build(
     _check_runner_options(options, on_cpu, v2, target_parallel_config.tensor_parallel_size)
     _check_connector(options, engine_args.kv_transfer_config)
     drafter = _configure_drafter(options, target_model_config)
+    head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:
         _check_record(drafter)
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
@@ -139,6 +154,9 @@ def build(
         v2_runner=v2,
         has_users_graph_sizes=_chooses_graph_sizes(engine_args),
         metrics_file=publish(target_parallel_config.data_parallel_size),
+        published_head=head,
+        published_folder=folder,
+        trainer=(sys.executable, "-m", "vllm_specplug.tools.cli", *trainer) if trainer else (),
     )
 
 
@@ -162,6 +180,17 @@ def _check_keys(given: dict[str, Any]) -> None:
             f"{', '.join(map(repr, theirs))}, which vLLM's own methods have: leave it out, or set the environment "
             "variable VLLM_PLUGINS='' (or to a list of other plugins) to get vLLM's own method"
         )
+
+
+def _chosen(options: TreeOptions, target: Any) -> tuple[TreeOptions, tuple[str, ...]]:
+    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too."""
+    if (choose := find_method(options.method).choose) is None:
+        return options, ()
+    choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
+    logger.info(
+        "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
+    )
+    return parse_options(choice.config), choice.trainer
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
@@ -216,6 +245,25 @@ def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | Non
     if given is None:
         return None
     return find_method(given.method).model.configure(given, target_info(target))
+
+
+def _published(options: TreeOptions, drafter: DrafterConfig | None) -> tuple[str, str]:
+    """Return the folder that the drafter was published in, and the version that was resolved.
+
+    Raises:
+        ConfigError: there is none, or this vLLM cannot take other weights.
+    """
+    given, folder = getattr(model_drafter(options), "model", None), None
+    if drafter is not None and given is not None and is_published(Path(given).expanduser()):
+        folder = drafter.model or drafter.options.model
+    if folder is None:
+        raise ConfigError(
+            f"reload=true needs a drafter in a folder that `specplug learn` publishes in (found model={given!r}): give "
+            "that folder as 'model', or leave reload out"
+        )
+    if drafter.model is not None and not (report := check_symbols(MANIFEST_RELOAD)).supported:
+        raise ConfigError(f"reload=true cannot be used: {'; '.join(report.problems)}; leave it out")
+    return str(Path(given).expanduser().absolute()), folder
 
 
 def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) -> TreeOptions:

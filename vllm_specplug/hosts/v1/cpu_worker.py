@@ -40,6 +40,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         self.model_runner.prepare_budget()
+        self.model_runner.follow_versions()
         self.model_runner.start_recording()
         _return_freed_memory()  # of the proof at start
         return times
@@ -47,6 +48,8 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def shutdown(self) -> None:
         if (runner := getattr(self, "model_runner", None)) is not None:
             runner.recorder.close()
+            if runner.trainer is not None:
+                runner.trainer.end()
         super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:

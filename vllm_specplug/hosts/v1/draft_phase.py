@@ -55,7 +55,7 @@ class DraftPhase:
         self.recorder.finish(request_ids)
         for req_id in request_ids:
             self._drafts.pop(req_id, None)
-        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget):
+        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget, self.reloading):
             part.finish(request_ids)
 
     # ---- drafting
