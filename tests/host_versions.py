@@ -17,6 +17,9 @@ DROPS_TOKENS_BEHIND_STOPS = Version("0.32") <= VERSION
 #: Older hosts lose track of which request's ``allowed_token_ids`` are masked where, once requests move in their batch.
 MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST = Version("0.31") <= VERSION
 
+#: Older CPU operators take attention sinks in bfloat16 only, so that plain vLLM fails with gpt-oss in float32.
+TAKES_FLOAT32_SINKS = Version("0.31") <= VERSION
+
 
 def comparable(found: list, expected: list, has_stop_strings: bool) -> list:
     """Tokens (or their logprobs) found, without those that this host hands out behind a stop string."""

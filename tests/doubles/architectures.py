@@ -73,7 +73,11 @@ TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
 ARCHITECTURES = {
-    "Phi": Architecture("PhiConfig", "parallel blocks, biases, partial rotary positions"),
+    "Phi": Architecture(
+        "PhiConfig",
+        "parallel blocks, biases, partial rotary positions",
+        {"intermediate_size": 4 * HIDDEN, "num_key_value_heads": HEADS},  # vLLM before 0.32 takes no others
+    ),
     "GPT-2": Architecture("GPT2Config", "learned positions", {"n_inner": INTERMEDIATE}, **TIED),
     "GPT-NeoX": Architecture("GPTNeoXConfig", "fused query, key and value"),
     "OPT": Architecture("OPTConfig", "learned positions", {"ffn_dim": 96, "word_embed_proj_dim": HIDDEN}, **TIED),
@@ -87,7 +91,7 @@ ARCHITECTURES = {
     "Cohere": Architecture("CohereConfig", "tied LM head, scaled logits", {"logit_scale": 0.25}, **TIED),
     "BLOOM": Architecture("BloomConfig", "ALiBi, norm of the embedding", **TIED),
     "Phi-3": Architecture("Phi3Config", "sliding window", WINDOW, num_blocks=11),
-    "Starcoder2": Architecture("Starcoder2Config", "sliding window, biases", WINDOW, num_blocks=11, **TIED),
+    "Starcoder2": Architecture("Starcoder2Config", "sliding window, biases", WINDOW, num_blocks=10, **TIED),
     "Gemma 2": Architecture(
         "Gemma2Config",
         "alternating windows, soft caps",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from vllm import ModelRegistry
 
 from tests.doubles import tiny
@@ -106,6 +107,12 @@ def _write_processor(path: Path) -> None:
         "merge_size": MERGE,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 64, "longest_edge": 1024},
+        # vLLM 0.30 loads the processor where one of these is missing, and with it the videos' part.
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": OPENAI_CLIP_MEAN,
+        "image_std": OPENAI_CLIP_STD,
     }
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
 

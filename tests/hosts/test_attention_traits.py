@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 
 from tests.doubles import knowing, tiny
+from tests.host_versions import TAKES_FLOAT32_SINKS
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug import proposer
 from vllm_specplug.hosts.attention.rows import CpuTreeRows
@@ -126,7 +127,11 @@ def layers_of(llm: Any) -> dict[str, Any]:
     [
         ("sliding window", [{"window": WINDOW + 1}, {"window": WINDOW - 1}]),
         ("alternating windows, soft caps", [{"soft_cap": 0.0}, {"window": 0}]),
-        ("sinks", [{"sinks": None}, {"window": 0}]),
+        pytest.param(
+            "sinks",
+            [{"sinks": None}, {"window": 0}],
+            marks=pytest.mark.skipif(not TAKES_FLOAT32_SINKS, reason="vLLM serves no float32 sinks"),
+        ),
         ("ALiBi", [{"alibi_slopes": None}]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +18,9 @@ from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of
 from tests.hosts.test_attention_traits import WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed
+from vllm_specplug.hosts.proof import worker
 from vllm_specplug.hosts.proof.driver import DriverV1
-from vllm_specplug.hosts.proof.worker import prove
+from vllm_specplug.hosts.proof.worker import facts_of, prove
 from vllm_specplug.hosts.v1 import cpu_runner, runner
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.utils import proof_files
@@ -109,14 +111,47 @@ def test_it_passes_and_leaves_nothing_behind(engine, proven, kept_nothing, monke
 
 
 def test_it_is_kept(proven, kept_nothing, monkeypatch):
+    said = []
+    monkeypatch.setattr(worker.logger, "info_once", lambda text, *args: said.append(text % args))
     prove_again(proven)
     mask_off_by_one_level(monkeypatch)
     prove_again(proven)  # what has passed is not tried again
+    made, kept = said
+    assert re.search(r"passed in .* s: \d+ rows of trees differ by .* from plain decoding, bound .*", made)
+    assert re.search(r"passed, kept from \d{4}-", kept)
     (path,) = kept_paths(proof_files.FOLDER)
     path.unlink()
     for _ in range(2):  # what has failed is
         with pytest.raises(ProofFailed):
             prove_again(proven)
+
+
+def other_weights(runner, monkeypatch):
+    weight = next(runner.get_model().parameters())
+    monkeypatch.setattr(weight, "data", weight.data + 1)
+
+
+def other_attention(runner, monkeypatch):
+    layers = runner.compilation_config.static_forward_context.values()
+    monkeypatch.setattr(next(layer for layer in layers if isinstance(layer, Attention)), "impl", object())
+
+
+OTHER = {
+    "weights": other_weights,
+    "vllm": lambda _, monkeypatch: monkeypatch.setattr(worker, "find_vllm", lambda: ("vllm", "99.0")),
+    "plugin": lambda _, monkeypatch: monkeypatch.setattr(worker, "source_digest", lambda: "other"),
+    "attention": other_attention,
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_it_is_made_again_for_what_it_depends_on(proven, monkeypatch, name):
+    facts = facts_of(runner_of(proven))
+    assert facts_of(runner_of(proven)) == facts
+    OTHER[name](runner_of(proven), monkeypatch)
+    others = facts_of(runner_of(proven))
+    assert {key for key in facts if others[key] != facts[key]} == {name}
+    assert proof_files.path_of(others) != proof_files.path_of(facts)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -7,6 +7,7 @@ import torch
 
 from tests.doubles.attention_by_position import attention_by_position
 from tests.doubles.attention_inputs import make_inputs
+from tests.host_versions import TAKES_FLOAT32_SINKS
 from vllm_specplug.kernels import cpu_ops
 from vllm_specplug.kernels import tree_attention as kernels
 from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
@@ -123,6 +124,7 @@ def test_large_scores_do_not_overflow(backend):
 
 
 #: For 9 heads.
+#: One number per head, of few bits.
 HEADS = torch.linspace(-1.0, 3.0, 9)
 TRAITS = {
     "window of one key": AttentionTraits(window=1),
@@ -374,6 +376,9 @@ def vllm_chain_attention(ops, inputs, isa, traits=NO_TRAITS):
         enable_kv_split=True,
         **shared,
     )
+    sinks = traits.sinks
+    if sinks is not None and not TAKES_FLOAT32_SINKS:
+        sinks = sinks.bfloat16()  # without loss: see HEADS
 
     def run():
         ops.cpu_attention_with_kv_cache(
@@ -387,7 +392,7 @@ def vllm_chain_attention(ops, inputs, isa, traits=NO_TRAITS):
             block_table=table,
             softcap=traits.soft_cap,
             scheduler_metadata=metadata,
-            s_aux=traits.sinks,
+            s_aux=sinks,
             **shared,
         )
         return output

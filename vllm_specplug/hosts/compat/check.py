@@ -26,6 +26,9 @@ TESTED_VERSIONS = {
     ("V2", False): ("0.32.0",),
 }
 
+#: Versions without a CPU wheel, and what of them has run on a CPU (``tests/vllm_on_cpu.py``).
+PARTS_ON_CPU = {"0.33.0": "its Python files, with the operators of 0.32.0"}
+
 
 @dataclass(frozen=True)
 class VllmReport:
@@ -60,7 +63,8 @@ def describe_tests(found: str, runner: str, on_cpu: bool) -> str:
     """Say on which versions the tests of this runner, ``V1`` or ``V2``, have run, and whether ``found`` is one."""
     tested = TESTED_VERSIONS.get((runner, on_cpu), ())
     where = f"the {runner} runner on {'a CPU' if on_cpu else 'CUDA'}"
-    versions = ", ".join(tested) or "no version"
+    parts = PARTS_ON_CPU if on_cpu else {}
+    versions = ", ".join(f"{one} ({parts[one]})" if one in parts else one for one in tested) or "no version"
     return f"tests of {where} have run on {versions}{'' if found in tested else ', not on this one'}"
 
 
