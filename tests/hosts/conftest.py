@@ -189,7 +189,7 @@ def kept_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for files in (cost_files, proof_files):
             folder = tmp_path_factory.mktemp(files.__name__.rpartition(".")[2])
-            patch.setattr(files, "folder", lambda folder=folder: folder)
+            patch.setattr(files, "FOLDER", folder)
         yield
 
 

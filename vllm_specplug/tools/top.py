@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "url", nargs="?", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
     )
     parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: %(default)s)"
     )
     parser.add_argument("--once", action="store_true", help="print the totals since the server's start and exit")
 
