@@ -133,7 +133,7 @@ def new_pool(num_reqs: int, draft_top_k: int, draft_depth: int, device: torch.de
     return DraftPool(ids[0], ids[1], torch.empty(shape, dtype=torch.float32, device=device), ids[2])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("pool_width", "start", "depth", "num_fed", "num_before"))
 def _grow_level_kernel(
     token_ids_ptr, log_probs_ptr, pool_token_ids_ptr, pool_parents_ptr, pool_values_ptr, pool_depths_ptr, pool_width,
     start, depth, fed_nodes_ptr, fed_bits_ptr, num_fed, num_before,
@@ -283,7 +283,7 @@ def rerank_draft(
     return Draft(TokenTree(token_ids, parents, depths, num_rows), log_values), index
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_reqs", "max_position"))
 def _start_levels_kernel(
     slots_ptr, positions_ptr, context_lens_ptr, level_positions_ptr, num_reqs, max_position,
     NUM_LEVELS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,

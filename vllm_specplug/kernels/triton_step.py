@@ -102,7 +102,8 @@ def store_trees(
     )
 
 
-@triton.jit
+# Compiled once for all numbers of requests, else a new one would be compiled while serving.
+@triton.jit(do_not_specialize=("num_reqs",))
 def _stage_rows_kernel(
     slots_ptr,
     query_start_loc_ptr,
@@ -261,7 +262,7 @@ def walk_rows(
     return output, path, num_emitted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_reqs", "num_flat_rows"))
 def _plan_step_kernel(
     path_ptr, num_emitted_ptr, row_start_ptr, num_reqs, num_flat_rows,
     sources_ptr, targets_ptr, path_index_ptr, last_rows_ptr,

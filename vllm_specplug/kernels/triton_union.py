@@ -62,6 +62,39 @@ def _find_leaders(
 
 
 @triton.jit
+def _find_pattern(
+    token_ids, depths, leaders, above, flags, odds, estimates, source_ptr, row, parent, leader, exists, num_rows,
+    NUM_SOURCES: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return each row's pattern of states, a digit to base 3 for each source, and write the sources' estimates."""
+    inside = row < num_rows
+    pattern = tl.zeros([NP], tl.int32)
+    power = 1
+    for source in range(NUM_SOURCES):
+        first = tl.full([NP], NP, tl.int32)
+        expanded = tl.zeros([NP], tl.int32)
+        for begin in range(0, num_rows, TILE):
+            other = begin + tl.arange(0, TILE)
+            ours = (other < num_rows) & (tl.load(source_ptr + other, mask=other < num_rows, other=-1) == source)
+            present = ours & (tl.load(token_ids + other, mask=ours, other=_PADDING) != _PADDING)
+            same = (tl.load(leaders + other, mask=present, other=-1)[None, :] == leader[:, None]) & present[None, :]
+            first = tl.minimum(first, tl.min(tl.where(same & exists[:, None], other[None, :], NP), axis=1))
+            children = ours & (tl.load(depths + other, mask=ours, other=0) > 0)
+            child = (tl.load(above + other, mask=children, other=-1)[None, :] == leader[:, None]) & children[None, :]
+            expanded = tl.maximum(expanded, tl.max((child & exists[:, None]).to(tl.int32), axis=1))
+        drafted = first < NP
+        estimate = tl.load(odds + first, mask=drafted & inside, other=0.0)
+        tl.store(estimates + source * num_rows + row, estimate, mask=inside)
+        tl.store(flags + row, expanded, mask=inside)
+        tl.debug_barrier()
+        omitted = (tl.load(flags + parent, mask=inside, other=0) > 0) & (drafted == 0)
+        tl.debug_barrier()
+        pattern += power * (2 * drafted.to(tl.int32) + omitted.to(tl.int32))
+        power *= 3
+    return pattern
+
+
+@triton.jit
 def _merge_drafts_kernel(
     token_ids_ptr, depths_ptr, draft_parents_ptr, draft_values_ptr, source_ptr, start_ptr, weights_ptr, limit_ptr,
     num_rows, num_weights, leaders_ptr, above_ptr, flags_ptr, odds_ptr, estimates_ptr, parents_ptr, values_ptr,
@@ -84,30 +117,10 @@ def _merge_drafts_kernel(
     _find_leaders(token_ids, depths, leaders, above, row, parent, num_rows, NP, TILE)
     leader = tl.load(leaders + row, mask=inside, other=-1)
 
-    pattern = tl.zeros([NP], tl.int32)
-    power = 1
-    for source in range(NUM_SOURCES):
-        first = tl.full([NP], NP, tl.int32)
-        expanded = tl.zeros([NP], tl.int32)
-        for begin in range(0, num_rows, TILE):
-            other = begin + tl.arange(0, TILE)
-            ours = (other < num_rows) & (tl.load(source_ptr + other, mask=other < num_rows, other=-1) == source)
-            present = ours & (tl.load(token_ids + other, mask=ours, other=_PADDING) != _PADDING)
-            same = (tl.load(leaders + other, mask=present, other=-1)[None, :] == leader[:, None]) & present[None, :]
-            first = tl.minimum(first, tl.min(tl.where(same & exists[:, None], other[None, :], NP), axis=1))
-            children = ours & (tl.load(depths + other, mask=ours, other=0) > 0)
-            child = (tl.load(above + other, mask=children, other=-1)[None, :] == leader[:, None]) & children[None, :]
-            expanded = tl.maximum(expanded, tl.max((child & exists[:, None]).to(tl.int32), axis=1))
-        drafted = first < NP
-        estimate = tl.load(odds + first, mask=drafted & inside, other=0.0)
-        tl.store(estimates_ptr + NUM_SOURCES * request + source * num_rows + row, estimate, mask=inside)
-        tl.store(flags + row, expanded, mask=inside)
-        tl.debug_barrier()
-        omitted = (tl.load(flags + parent, mask=inside, other=0) > 0) & (drafted == 0)
-        tl.debug_barrier()
-        pattern += power * (2 * drafted.to(tl.int32) + omitted.to(tl.int32))
-        power *= 3
-
+    pattern = _find_pattern(
+        token_ids, depths, leaders, above, flags, odds, estimates_ptr + NUM_SOURCES * request, source_ptr, row, parent,
+        leader, exists, num_rows, NUM_SOURCES, NP, TILE,
+    )  # fmt: skip
     weights = weights_ptr + pattern * num_weights
     log_odds = tl.load(weights) + tl.load(weights + 1) * tl.log2(tl.maximum(depth, 1).to(tl.float64))
     for source in range(NUM_SOURCES):
