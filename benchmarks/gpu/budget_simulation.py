@@ -141,7 +141,7 @@ SCENARIOS = {
     "drift: EAGLE-2, worth nothing, EAGLE-2": Scenario(("EAGLE-2", "worth nothing", "EAGLE-2")),
     "drift: worth nothing, EAGLE-2": Scenario(("worth nothing", "EAGLE-2")),
     "EAGLE-2, drafts measured 20% too cheap": Scenario(("EAGLE-2",), (0.8, 1.0)),
-    "EAGLE-2, drafts measured 20% too dear": Scenario(("EAGLE-2",), (1.2, 1.0)),
+    "EAGLE-2, drafts measured 20% too expensive": Scenario(("EAGLE-2",), (1.2, 1.0)),
 }
 
 
