@@ -70,16 +70,9 @@ UNION = {
 }
 
 
-def run(
-    model: Path,
-    speculative: dict | None,
-    folder: Path,
-    runs: tuple[float, ...] = (0.8,),
-    text: str = PROGRAM,
-    **options,
-) -> dict:
+def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, ...] = (0.8,), **options) -> dict:
     program, out = folder / "program.py", folder / "out.json"
-    program.write_text(text)
+    program.write_text(PROGRAM)
     # Costs are measured anew; kernels are not compiled again.
     kernels = Path(get_default_build_root())
     kernels.mkdir(parents=True, exist_ok=True)
