@@ -90,12 +90,11 @@ def run(
     folder: Path,
     runs: tuple[float, ...] = (0.8,),
     new_version: tuple[str, ...] = (),
-    text: str = PROGRAM,
     **options,
 ) -> dict:
     """Answer in two ranks; ``new_version``: a published folder, and a checkpoint to publish behind the first run."""
     program, out = folder / "program.py", folder / "out.json"
-    program.write_text(text)
+    program.write_text(PROGRAM)
     # Costs are measured anew; kernels are not compiled again.
     kernels = Path(get_default_build_root())
     kernels.mkdir(parents=True, exist_ok=True)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
-from tests.unit.core import test_rejection as toy
 from tests.v2.conftest import ENGINE, GREEDY, watch_rounds
 from vllm_specplug.core.typical import accept_typical, path_token_ids
 from vllm_specplug.hosts.v2 import draft_sampling, settling
-from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, sampler_noise
-from vllm_specplug.hosts.v2.settling import RejectionSettling, VerifiedRows
-from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.types import PADDING
+from vllm_specplug.hosts.v2.settling import RejectionSettling
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 #: Limits that no probability exceeds.
 NEVER = {"typical_epsilon": 1.0, "typical_delta": 1e6}
@@ -43,28 +34,6 @@ def many(prompts):
 @pytest.fixture(scope="module")
 def coupled(engine):
     return engine("eagle", TREE, **ENGINE)
-
-
-# ---- the noise of the host's sampler
-
-
-@pytest.mark.parametrize("use_fp64", [False, True])
-def test_noise_is_the_samplers(use_fp64):
-    """On flat logits the sampler picks the token with the largest noise."""
-    count, vocab = 12, 40
-    seeds = torch.randint(-(2**62), 2**62, (count,), device=DEVICE)
-    pos = torch.arange(7, 7 + count, device=DEVICE)
-    slots, ones = torch.arange(count, device=DEVICE), torch.ones(count, device=DEVICE)
-    ids = torch.arange(vocab, device=DEVICE).expand(count, -1)
-
-    def sample(temperature):
-        logits = torch.zeros(count, vocab, device=DEVICE)
-        return gumbel_sample(logits, slots, temperature, seeds, pos, True, False, use_fp64=use_fp64)
-
-    assert torch.equal(sampler_noise(ids, seeds, pos, use_fp64).argmax(dim=1), sample(ones))
-    assert not torch.equal(sampler_noise(ids, seeds, pos + 1, use_fp64).argmax(dim=1), sample(ones))
-    some = torch.tensor([3, 17, 39], device=DEVICE).expand(count, -1)
-    assert torch.equal(sampler_noise(some, seeds, pos), sampler_noise(ids, seeds, pos)[:, some[0]])
 
 
 # ---- coupled drafts
@@ -225,69 +194,3 @@ def test_rejection_keeps_seeds_and_exact_requests(rejection, plainly, many, monk
     plain = plainly(many, params)[0]
     assert first[2:] == plain[2:] and first[:2] != plain[:2]
     assert sum(int((tokens >= 0).sum()) for tokens in settled) > 10
-
-
-@pytest.fixture
-def toys(monkeypatch):
-    """``emit(seed, spoil)``: pairs of tokens that a toy target's requests emit, drafted and verified as on V2."""
-
-    def emit(target, drafter, spoil=lambda proposal: proposal):
-        trials = toy.TRIALS
-        params = SimpleNamespace(
-            seeds=lambda slots: torch.arange(trials)[slots.long()] * 7919 + 13, settles=np.ones(trials, dtype=bool)
-        )
-        monkeypatch.setattr(draft_sampling, "sampler_noise", lambda ids, *_: torch.zeros(ids.shape))
-        slots = torch.arange(trials)
-        draft = toy.draft_eagle(
-            drafter,
-            DeviceDraftSampling(
-                torch.ones(trials), torch.full((trials,), toy.VOCAB), torch.ones(trials), params.seeds(slots),
-                torch.zeros(trials, dtype=torch.bool), torch.full((trials,), 5), rejects=True, use_fp64=False,
-            ),
-        )  # fmt: skip
-        tree = draft.tree
-        width = tree.token_ids.shape[1]
-        trees = DeviceTrees(trials, width - 1, toy.DEPTH, 16, torch.device("cpu"))
-        trees.parents, trees.depths = tree.parents, tree.depths
-        proposals = Proposals(trials)
-        proposals.keep(spoil(draft.proposal), slots)
-        offsets = torch.arange(trials + 1) * width
-        batch = SimpleNamespace(
-            idx_mapping=slots, idx_mapping_np=slots.numpy(), cu_num_logits=offsets, cu_num_logits_np=offsets.numpy(),
-            num_draft_tokens_per_req=np.full(trials, width - 1), seq_lens_cpu_upper_bound=torch.zeros(trials),
-        )  # fmt: skip
-        sampler = SimpleNamespace(apply_sampling_params=lambda logits, *_: logits)
-        logits = target[toy.codes_of(tree)].flatten(0, 1)
-        rows = VerifiedRows(logits, batch, tree.token_ids.flatten(), torch.full((trials * width,), 5))
-        settle = RejectionSettling(params, trees, sampler, proposals=proposals, num_children=toy.TOP_K)
-        return emitted_pairs(tree, settle(rows), target)
-
-    return emit
-
-
-def emitted_pairs(tree, settled, target):
-    """The first two tokens; what is not settled is drawn from the target."""
-    generator = torch.Generator().manual_seed(3)
-    codes, rows = torch.zeros(toy.TRIALS, dtype=torch.int64), torch.zeros(toy.TRIALS, 1, dtype=torch.int64)
-    tokens, on_tree = [], torch.ones(toy.TRIALS, dtype=torch.bool)
-    for _ in range(2):
-        drawn = torch.multinomial(target[codes].exp(), 1, generator=generator).squeeze(1)
-        chosen = settled.gather(1, rows).squeeze(1).where(on_tree, PADDING)
-        tokens.append(torch.where(chosen >= 0, chosen, drawn))
-        found, child = ((tree.parents == rows) & (tree.token_ids == tokens[-1].unsqueeze(1))).max(dim=1)
-        on_tree, rows = on_tree & found, child.unsqueeze(1)
-        codes = codes * (toy.VOCAB + 1) + tokens[-1] + 1
-    return torch.stack(tokens, dim=1)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_rejected_trees_follow_the_target(toys, seed):
-    target, drafter = toy.tables(seed)
-    assert toy.surprise(toys(target, drafter), target) > 1e-3
-
-
-def test_control_other_proposals(toys):
-    """Where the kept distributions are not those of the draft, the output is biased."""
-    target, drafter = toy.tables(0)
-    pairs = toys(target, drafter, lambda proposal: replace(proposal, probs=proposal.probs.roll(1, dims=2)))
-    assert toy.surprise(pairs, target) < 1e-6
