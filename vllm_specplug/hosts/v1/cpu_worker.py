@@ -45,8 +45,9 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         return times
 
     def shutdown(self) -> None:
-        if (runner := getattr(self, "model_runner", None)) is not None:
-            runner.recorder.close()
+        # A start that has failed may have left vLLM's own runner, or none.
+        if (recorder := getattr(getattr(self, "model_runner", None), "recorder", None)) is not None:
+            recorder.close()
         super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
