@@ -46,10 +46,11 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         return times
 
     def shutdown(self) -> None:
-        if (runner := getattr(self, "model_runner", None)) is not None:
-            runner.recorder.close()
-            if runner.trainer is not None:
-                runner.trainer.end()
+        # A start that has failed may have left vLLM's own runner, or none.
+        runner = getattr(self, "model_runner", None)
+        for part, end in (("recorder", "close"), ("trainer", "end")):
+            if (found := getattr(runner, part, None)) is not None:
+                getattr(found, end)()
         super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
