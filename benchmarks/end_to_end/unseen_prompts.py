@@ -54,8 +54,7 @@ def records(generator: random.Random) -> list[dict]:
     for _ in range(2000):
         items = generator.sample(_ITEMS, generator.randint(3, 6))
         listed = ", ".join(f"{item} ({generator.randint(1, 99)})" for item in items)
-        messages = [{"role": "system", "content": _RULES}, {"role": "user", "content": f"Items: {listed}"}]
-        rows.append({"source": "records", "messages": messages})
+        rows.append({"source": "records", "prompt": f"{_RULES}\nItems: {listed}"})
     return rows
 
 

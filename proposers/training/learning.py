@@ -27,7 +27,7 @@ import torch
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.published import Published, current_folder, is_published, publish, read_current
 
-from ..eagle2.checkpoint import CheckpointInfo, validate_checkpoint
+from ..eagle2.checkpoint import CONFIG_NAME, CheckpointInfo, validate_checkpoint
 from .comparison import MIN_ANSWERS, HeldOut, compare, is_better, measure
 from .eagle import EagleOptions, EagleTask, load_trained
 from .features import FeatureSet, end_ids_of, join, read_target_config, target_head
@@ -125,7 +125,11 @@ class Learner:
             if self.drafter is None:
                 raise ValueError(f"{self.head} has no drafter yet: give one to start from with --model")
             self._validate(Path(self.drafter))
-            publish(self.head, lambda folder: _copy(Path(self.drafter), folder), {"start": Path(self.drafter).name})
+            publish(
+                self.head,
+                lambda folder: copy_checkpoint(Path(self.drafter), folder),
+                {"start": Path(self.drafter).name},
+            )
         self._validate(current_folder(self.head))
         self.work = self.head / WORK_NAME
         self.state = self._read_state()
@@ -272,7 +276,14 @@ class Learner:
             }
         if not (is_better(differences) and keeps):
             return Outcome(plan, facts)
-        return Outcome(plan, facts, publish(self.head, lambda folder: _copy(self.work, folder), facts))
+        return Outcome(plan, facts, publish(self.head, lambda folder: self._write_version(folder, facts), facts))
+
+    def _write_version(self, folder: Path, facts: dict) -> None:
+        """Write the candidate with what was measured."""
+        copy_checkpoint(self.work, folder)
+        config = json.loads((folder / CONFIG_NAME).read_text())
+        config["specplug"] |= facts | {"dev_chain_tau": facts["chain_tau"]}
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
     # ---- what is kept between rounds
 
@@ -327,7 +338,7 @@ def _names(files: list[Path]) -> list[str]:
     return sorted(file.name for file in files)
 
 
-def _copy(checkpoint: Path, folder: Path) -> None:
+def copy_checkpoint(checkpoint: Path, folder: Path) -> None:
     """Copy the files of a checkpoint, without the training state beside it."""
     for pattern in ("config.json", "*.safetensors", "*.bin"):
         for file in checkpoint.glob(pattern):

@@ -39,8 +39,8 @@ logger = logging.getLogger("vllm_specplug")
 FACTS_NAME, LOCK_NAME = "recorded.json", ".lock"
 #: A shard is written at the first of these limits.
 SHARD_ANSWERS, SHARD_BYTES, SHARD_SECONDS = 128, 8 << 20, 60.0
-#: Answers that wait for the thread; further ones are dropped.
-QUEUE_LENGTH = 64
+#: Hidden states that wait for the thread; further answers are dropped.
+WAITING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ class RecordedAnswer:
     features: list[torch.Tensor]
     first_position: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the hidden states in memory."""
+        return sum(part.nbytes for part in self.features)
+
 
 class ShardWriter:
     """Adds answers to a folder, in a thread; after a failure it logs one warning and drops the answers.
@@ -95,19 +100,22 @@ class ShardWriter:
             _record_facts(self.folder, facts)
         self.failed = False
         self._count = 0
-        self._queue: queue.Queue[RecordedAnswer | None] = queue.Queue(QUEUE_LENGTH)
+        self._waiting, self._waiting_lock = 0, threading.Lock()
+        self._queue: queue.SimpleQueue[RecordedAnswer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="specplug-record", daemon=True)
         self._thread.start()
 
     def add(self, answer: RecordedAnswer) -> bool:
         """Hand an answer to the thread; return whether it is taken."""
-        if self.failed:
+        if self.failed or self._waiting > WAITING_BYTES:
             return False
-        try:
-            self._queue.put_nowait(answer)
-        except queue.Full:
-            return False
+        self._add_waiting(answer.num_bytes)
+        self._queue.put(answer)
         return True
+
+    def _add_waiting(self, size: int) -> None:
+        with self._waiting_lock:
+            self._waiting += size
 
     def close(self) -> None:
         """Write the open shard and end the thread."""
@@ -122,8 +130,8 @@ class ShardWriter:
             self.failed = True
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             logger.warning("Recording to %s has stopped, and serving goes on: %s", self.folder, reason)
-            while self._queue.get() is not None:
-                pass
+            while not self._queue.empty():
+                self._queue.get()
 
     def _write_shards(self) -> None:
         """Collect answers into shards until the queue gives None."""
@@ -145,6 +153,7 @@ class ShardWriter:
                 is_due = len(answers) >= SHARD_ANSWERS or size >= SHARD_BYTES
             if is_due and answers:
                 self._write(answers)
+                self._add_waiting(-sum(one.num_bytes for one in answers))
                 answers, size = [], 0
 
     def _write(self, answers: list[RecordedAnswer]) -> None:

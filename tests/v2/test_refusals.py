@@ -48,6 +48,7 @@ def test_host_has_the_seams():
         ({"budget": "measured"}, "budget"),
         ({"verification": "typical"}, "verification"),
         ({"trace_trees": "trees.jsonl"}, "trace_trees"),
+        ({"record": "recorded"}, "record does not work.*use no record, or set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),
     ],
@@ -70,6 +71,7 @@ def options_of(changes):
         ({"budget": "measured"}, "budget"),
         ({"verification": "typical"}, "verification"),
         ({"min_level_value": 0.1}, "min_level_value"),
+        ({"record": "recorded"}, "record"),
     ],
 )
 def test_options_of_v1_on_cuda(changes, named):

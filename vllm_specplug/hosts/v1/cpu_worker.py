@@ -46,10 +46,12 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         return times
 
     def shutdown(self) -> None:
-        if (runner := getattr(self, "model_runner", None)) is not None:
-            runner.recorder.close()
-            if runner.trainer is not None:
-                runner.trainer.end()
+        # A start that has failed may have left vLLM's own runner, or none.
+        runner = getattr(self, "model_runner", None)
+        if (recorder := getattr(runner, "recorder", None)) is not None:
+            recorder.close()
+        if (trainer := getattr(runner, "trainer", None)) is not None:
+            trainer.end()
         super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
