@@ -48,9 +48,10 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def shutdown(self) -> None:
         # A start that has failed may have left vLLM's own runner, or none.
         runner = getattr(self, "model_runner", None)
-        for part, end in (("recorder", "close"), ("trainer", "end")):
-            if (found := getattr(runner, part, None)) is not None:
-                getattr(found, end)()
+        if (recorder := getattr(runner, "recorder", None)) is not None:
+            recorder.close()
+        if (trainer := getattr(runner, "trainer", None)) is not None:
+            trainer.end()
         super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
