@@ -160,7 +160,7 @@ def damage(folder: Path) -> None:
 
 
 def test_requests_run_while_versions_change(start, tmp_path, monkeypatch, engine, caplog):
-    """Eight requests at once, preempted; three versions of a union's drafter are taken, a damaged one is not."""
+    """Eight requests at once, preempted, some sampled: three versions of a drafter are taken, a damaged one is not."""
     head = tmp_path / "head"
     published(head, "reduced")
     source = {key: value for key, value in TREE.items() if key != "budget"}
