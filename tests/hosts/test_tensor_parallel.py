@@ -72,6 +72,8 @@ if __name__ == "__main__":
     tau = acceptance_length(llm) if llm.llm_engine.vllm_config.speculative_config else 1
     with open(out, "w") as file:
         json.dump({"results": results, "tau": tau}, file)
+    # Else the end of this process ends the ranks after Ray has ended, and may crash.
+    llm.llm_engine.engine_core.shutdown()
 """
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
