@@ -241,23 +241,6 @@ logging.getLogger("vllm_specplug").info("seen")
     assert "INFO " in line
 
 
-def test_the_front_end_imports_no_model_runner(checkpoints):
-    """Nor numba: a process that schedules nothing and runs no model needs neither (some 100 MiB)."""
-    code = """
-import json, sys
-from vllm.engine.arg_utils import EngineArgs
-config = EngineArgs(**json.loads(sys.argv[1])).create_engine_config()
-assert config.speculative_config.specplug.method == "eagle2"
-print(sorted({"vllm.v1.worker.gpu_model_runner", "vllm.v1.spec_decode.eagle", "numba"} & set(sys.modules)))
-"""
-    given = {"model": str(checkpoints["target"]), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256}
-    given["speculative_config"] = our_config(checkpoints)
-    command = [sys.executable, "-c", code, json.dumps(given)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "[]"
-
-
 def test_changed_host_signature_applies_no_patch(monkeypatch):
     from dataclasses import replace
 

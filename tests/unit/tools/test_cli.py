@@ -373,7 +373,10 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
     assert cli.main(["demo", "--target", str(tmp_path), "--limit", "2", *wanted]) == code
     assert [file.name for file in scratch.glob("*/plain.log")] == (["plain.log"] if "error" in end else [])
     assert len(list(scratch.iterdir())) == ("error" in end)
-    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in said)
+    finished = re.findall(r"^\[(\d)/3\] took \d+ s$", said, re.MULTILINE)  # each stage says how long it took
+    assert finished == (["1", "2", "3"] if code == 0 else ["1", "2"])
 
 
 def test_best_tree_has_many_nodes_and_a_long_path(tmp_path):
