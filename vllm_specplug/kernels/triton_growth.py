@@ -278,7 +278,7 @@ def rerank_draft(
         torch.empty(num_reqs, pool_width, dtype=torch.int32, device=device),
         token_ids, parents, depths, log_values, num_rows, index,
         NUM_NODES=num_nodes, ROWS_PADDED=triton.next_power_of_2(num_nodes + 1), SIZE_PADDED=size_padded,
-        TILE=max(1, min(size_padded, 8192 // size_padded)), num_warps=8 if size_padded >= 512 else 4,
+        TILE=max(1, min(size_padded, 4096 // size_padded)), num_warps=8 if size_padded >= 512 else 4,
     )  # fmt: skip
     return Draft(TokenTree(token_ids, parents, depths, num_rows), log_values), index
 

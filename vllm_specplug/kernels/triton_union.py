@@ -173,6 +173,6 @@ def merged_pool(
         token_ids, depths, parents, log_values, *columns, weights, limit, num_rows, weights.shape[1],
         leaders, above, flags, odds, estimates, pool.parents, pool.log_values,
         NUM_SOURCES=num_sources, NUM_JUMPS=(max_width - 1).bit_length(), NP=padded,
-        TILE=max(1, min(padded, 8192 // padded)), num_warps=8,
+        TILE=max(1, min(padded, 2048 // padded)), num_warps=8,
     )  # fmt: skip
     return pool
