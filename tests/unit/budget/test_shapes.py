@@ -128,13 +128,10 @@ def test_outcomes_may_be_late(lag):
     assert drive(budget, 2, dict.fromkeys(ACCEPTED, 0.0), 100, lag)[-50:].count(0) > 45
 
 
-def test_a_machine_that_is_faster_than_when_it_was_measured():
-    """All rounds take a third of what the file says: plain steps show it before drafts are taken for cheap."""
-    now = {nodes: (a / 3, b / 3) for nodes, (a, b) in COSTS.items()}
-    budget = ShapeBudget(times(), SHAPES, 10**6)
-    nothing = dict.fromkeys(ACCEPTED, 0.0)
-    assert drive(budget, 8, nothing, 120, costs=now)[-50:].count(0) > 45
-    assert budget.times.at(0, 8) == pytest.approx(1.08 / 3, rel=0.1)
+def test_early_steps_are_plain_whatever_pays():
+    """Only they show whether plain steps still take what the file says."""
+    chosen = drive(ShapeBudget(times(), SHAPES, 10**6), 1, ACCEPTED, 40)
+    assert [step for step, nodes in enumerate(chosen, start=1) if nodes == 0] == [8, 32]
 
 
 def test_shapes_without_room_do_not_run():
