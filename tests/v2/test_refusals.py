@@ -46,6 +46,8 @@ def test_host_has_the_seams():
             "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         ({"budget": "measured"}, "budget"),
+        ({"verification": "typical"}, "verification"),
+        ({"verification": "rejection"}, "verification"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),
     ],
@@ -84,8 +86,6 @@ def test_what_is_served():
         for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
             check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}), runner)
         check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), runner)
-    for verification in ("typical", "rejection"):
-        check_options(options_of({"verification": verification}), V2)
     check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
 
 

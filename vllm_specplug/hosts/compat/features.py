@@ -244,11 +244,7 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
     given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
     for used, option, fix in (
         (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
-        (
-            not runner.static and options.verification != "exact",
-            f"verification={options.verification!r}",
-            "verification='exact'",
-        ),
+        (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
         (
             runner.static and given["min_node_value"],
             "min_node_value",
