@@ -20,6 +20,7 @@ from vllm_specplug.core.walk import settled_rows
 from vllm_specplug.hosts.v2 import draft_sampling, settling
 from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, sampler_noise
 from vllm_specplug.hosts.v2.late_trace import LateTrace
+from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 from vllm_specplug.hosts.v2.settling import RejectionSettling, VerifiedRows
 from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.hosts.v2.trees import DeviceTrees
@@ -257,3 +258,39 @@ def test_control_other_proposals(toys):
     target, drafter = toy.tables(0)
     pairs = toys(target, drafter, lambda proposal: replace(proposal, probs=proposal.probs.roll(1, dims=2)))
     assert toy.surprise(pairs, target) < 1e-6
+
+
+def test_the_sampler_emits_and_traces_what_was_settled(tmp_path):
+    """Without an engine: tokens that were settled replace sampled ones, the walk goes on behind them, and is traced."""
+    parents = torch.tensor([[-1, 0, 0, 2], [-1, 0, 1, 2]])
+    tokens = torch.tensor([[5, 1, 2, 3], [6, 1, 2, 3]])
+    trees = DeviceTrees(2, 3, 3, 16, torch.device("cpu"))
+    trees.keep(parents, torch.arange(2))
+    trees.tree_start = torch.tensor([0, 4], dtype=torch.int32)
+    batch = toy_batch(from_flat(tokens, parents, torch.full((2,), 4)), 2, 4)
+    batch.input_ids, batch.positions = tokens.flatten().int(), torch.tensor([10, 11, 11, 12, 20, 21, 22, 23])
+    batch.logits_indices, batch.seq_lens = torch.arange(8), torch.tensor([14, 24], dtype=torch.int32)
+    batch.cu_num_logits, batch.req_ids = batch.cu_num_logits.int(), ["a", "b"]
+    committed = SimpleNamespace(commit=lambda plan: None, follow=lambda plan: None)
+    sampler = SimpleNamespace(
+        compute_nans=False,
+        needs_logits_processing=np.zeros(2, dtype=bool),
+        req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.zeros(2, dtype=torch.int32))),
+        sampling_states=SimpleNamespace(max_num_logprobs=lambda _: -1),
+        sample=lambda logits, *_: (torch.tensor([9, 9, 9, 8, 1, 7, 9, 9]), None),
+    )
+    path = tmp_path / "trees.jsonl"
+    verifier = TreeRejectionSampler.__new__(TreeRejectionSampler)
+    verifier.sampler, verifier.runner, verifier.trees = sampler, committed, trees
+    verifier._trace = LateTrace(str(path), torch.device("cpu"))
+    logits = torch.zeros(8, 10)
+    for settled, emitted in ((None, [[9], [1, 7]]), (torch.tensor([[2, -1, 3, -1], [-1] * 4]), [[2, 3, 8], [1, 7]])):
+        verifier._settling = lambda rows, settled=settled: settled
+        found = verifier(logits, batch)
+        assert [row[row >= 0].tolist() for row in found.sampled_token_ids] == emitted
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["request_id"], line["accepted_rows"]) for line in lines[2:]] == [("a", [0, 2, 3]), ("b", [0, 1])]
+    # A node whose row has no grammar mask is not accepted.
+    verifier._settling = None
+    found = verifier(logits, batch, None, torch.arange(8) == 5)
+    assert [row[row >= 0].tolist() for row in found.sampled_token_ids] == [[9], [1]]
