@@ -32,11 +32,11 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
 from tests.doubles import interpreted, tiny  # noqa: F401
+from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import checkpoints, engine, kept_files, make_prompts, runner_of, token_ids  # noqa: F401
 from vllm_specplug.core.loops import arrays
 
@@ -211,15 +211,6 @@ def asynchronous(monkeypatch):
         config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(restore))
-
-
-class NoLookAtTheDevice(TorchDispatchMode):
-    """Fails on what would make the host wait for a device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"), name
-        return func(*args, **(kwargs or {}))
 
 
 def watch_rounds(llm, monkeypatch):
