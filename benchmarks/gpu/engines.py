@@ -78,9 +78,11 @@ def engine(target: str, question: Row, **options: Any) -> Iterator[Any]:
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+        gc.collect()
 
 
 def runner_of(llm: Any) -> Any:

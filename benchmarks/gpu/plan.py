@@ -60,13 +60,15 @@ def make_plan(sizes: Sizes, with_tests: bool = True) -> list[Step]:
 def _torch_steps(sizes: Sizes) -> list[Step]:
     few = {"nodes": [sizes.nodes[i] for i in (len(sizes.nodes) // 3, -1)], "contexts": sizes.contexts}
     few = {**few, "nodes": sorted(set(few["nodes"])), "batches": sizes.batches}
-    every = {**few, "nodes": sizes.nodes}
+    others = {**few, "nodes": [nodes for nodes in sizes.nodes if nodes not in few["nodes"]]}
+    #: Each of its shapes is compiled for about ten seconds.
+    fewest = {**few, "nodes": few["nodes"][-1:], "contexts": sizes.contexts[-1:]}
     kernels = ROOT / "tests" / "v2" / "test_kernels.py"
     return [
         Step("device", "device"),
         Step("growth equals the CPU's", "check_growth"),
         Step("kernels equal their references", "tests", 120, "tests", {"file": str(kernels), "alone": True}),
-        Step("attention triton", "attention", question={**every, "name": "triton"}),
+        Step("attention triton", "attention", question={**few, "name": "triton"}),
         Step("step times by rows", "dense_step", question={"rows": sizes.rows, "contexts": sizes.contexts}),
         *(
             Step(f"drafting {name}", "drafting", question={**few, "name": name})
@@ -74,9 +76,14 @@ def _torch_steps(sizes: Sizes) -> list[Step]:
         ),
         Step("search of lookup", "search", question=few),
         Step("attention sdpa", "attention", question={**few, "name": "sdpa"}),
-        Step("attention flash", "attention", question={**every, "name": "flash"}),
-        Step("attention chain", "attention", question={**every, "name": "chain"}),
-        Step("attention flex", "attention", question={**few, "nodes": few["nodes"][-1:], "name": "flex"}),
+        Step("attention flash", "attention", question={**few, "name": "flash"}),
+        Step("attention chain", "attention", question={**few, "name": "chain"}),
+        Step("attention flex", "attention", question={**fewest, "name": "flex"}),
+        *(
+            Step(f"attention {name}, other trees", "attention", question={**others, "name": name})
+            for name in ("triton", "flash")
+            if others["nodes"]
+        ),
         Step("attention xformers", "attention", question={**few, "name": "xformers"}),
     ]
 

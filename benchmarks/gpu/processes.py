@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,12 @@ def run_tests(question: dict[str, Any], timeout: float) -> dict[str, Any]:
         command[1:3] = ["-c", "from tests.doubles.interpreter import use_interpreter as u; u(); import pytest, sys; "
                         "sys.exit(pytest.main(sys.argv[1:]))"]  # fmt: skip
         command += ["-k", "lookup or keys"]
+    elif question.get("alone") and find_spec("xdist") is not None:
+        command += ["-n", "8"]  # on a GPU most of the time is that of compiling, on one core each
     code, output, errors = run_process(command, timeout)
     tests = re.findall(r"^(\S+\.py::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*)? *$", output, re.MULTILINE)
+    in_parallel = re.findall(r"^\[gw\d+\] \[ *\d+%\] (\w+) (\S+\.py::.+?) *$", output, re.MULTILINE)
+    tests += [(name, outcome) for outcome, name in in_parallel]
     counts = Counter(outcome.lower() for _, outcome in tests if outcome)
     rows = [{"file": Path(question["file"]).name, **counts}]
     lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]

@@ -62,8 +62,12 @@ class Results:
         return self.steps.get(name, {}).get("status") in (("passed",) if retry else ("passed", "failed"))
 
     def rows(self, start: str) -> dict[str, list[Row]]:
-        """Return the rows of the steps whose names start so, by the rest of the name."""
-        return {name.removeprefix(start): step["rows"] for name, step in self.steps.items() if name.startswith(start)}
+        """Return the rows of the steps whose names start so, by the rest of the name up to a comma."""
+        found: dict[str, list[Row]] = {}
+        for name, step in self.steps.items():
+            if name.startswith(start):
+                found.setdefault(name.removeprefix(start).partition(",")[0], []).extend(step["rows"])
+        return found
 
 
 def report(results: Results, plan: Iterable[str]) -> str:
@@ -110,7 +114,8 @@ def choose(results: Results) -> Row:
     Whole steps count where they were measured, else one layer's attention.  A path that failed somewhere, or is not the
     reference's there, cannot win: the lowest geometric mean of time relative to the best of each row does.
     """
-    wrong = {path for path in PATHS if results.steps.get(f"attention {path}", {}).get("status") == "failed"}
+    failed = [name for name, step in results.steps.items() if step["status"] == "failed"]
+    wrong = {path for path in PATHS if any(name.split(",")[0] == f"attention {path}" for name in failed)}
     times: dict[tuple[int, ...], dict[str, float]] = {}
     for name, rows in results.rows("speed graphs 8b eagle2 ").items():
         path = name.split()[-1]
