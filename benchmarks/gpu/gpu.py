@@ -10,8 +10,8 @@ memory's floor, the step of an 8B-shaped model by rows, draft phases in a CUDA g
 the device.  Then engines, first without graphs, then without compilation, then vLLM's defaults: answers against plain
 decoding's, and speed.  ``plan.py`` has the order: it is that of worth, so that an early end costs least.
 
-A step takes 60 seconds at most; an engine with graphs 90 or 120, a compiled one 180 or 240, a test file 240.  A step
-that hangs is killed, one that fails is named with the end of its traceback, and the others go on.
+A step takes 60 seconds at most; the kernels' tests and an engine with graphs 120, a compiled one or a test file 240.  A
+step that hangs is killed, one that fails is named with the end of its traceback, and the others go on.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class Runner:
     def run(self, step: Step, timeout: float) -> dict[str, Any]:
         """Return ``rows``, ``done`` and ``reason``; what raises an error in a used process gets a new one once."""
         question = {**self._common, "part": step.part, **step.question}
+        if step.part == "tests" and question["dry_run"]:
+            return {"rows": [], "done": "skipped", "reason": "a dry run runs no tests"}
         if step.part == "tests":
             return run_tests(question, timeout)
         ends = time.monotonic() + timeout
