@@ -8,6 +8,7 @@ nodes are verified (``selector``).  ``outcomes`` learns from the tokens that the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -162,7 +163,11 @@ class Budget:
         Args:
             beam_values: float ``[num_reqs, beam_width]``; values of the nodes that it would run over.
         """
-        return self.growth.may_grow(beam_values, self.planner.rate)
+        levels, planner = self.growth.num_levels, self.planner
+        spent = self.forecast.usual_draft(planner.running, planner.num_reqs, levels, self._missed_rows)
+        if math.isfinite(spent) and not planner.may_spend(spent + self.costs["level"].at(beam_values.numel())):
+            return False
+        return self.growth.may_grow(beam_values, planner.rate)
 
     # ---- after drafting
 

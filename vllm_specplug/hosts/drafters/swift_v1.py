@@ -77,6 +77,8 @@ class SwiftProposer(V1Drafter):
         super().__init__(vllm_config, device, runner)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
+        #: Whether the lost time of a measured budget limits the search too; a larger share asks for more search.
+        self._limited = self.options.optimise_share <= SwiftOptions.optimise_share
         self._wanted = np.zeros(0, dtype=bool)
         #: Rows of the scratch per batch index.
         self._capacity = max(self.options.draft_depth, self.options.context_window)
@@ -212,14 +214,15 @@ class SwiftProposer(V1Drafter):
         self._trial_seconds = 0.8 * (self._trial_seconds or end - chosen) + 0.2 * (end - chosen)
         self.state.seconds["optimise"] += end - chosen
         self.ledger.charge(request_ids, end - begin)
-        self.runner.serving_budget.searched(end - begin)
+        if self._limited:
+            self.runner.serving_budget.searched(end - begin)
         if changed:
             logger.debug("vllm-specplug: swift: step %d, matchness %.3f", search.all_steps, search.matchness)
 
     def _choose_trial(self, request_ids: list[str], step_seconds: float) -> _Trial | None:
         self._steps_since_look += 1
-        seconds, budget = self._trial_seconds or step_seconds, self.runner.serving_budget
-        if not (self.ledger.allows(request_ids, seconds) and budget.may_search(seconds)):
+        seconds = self._trial_seconds or step_seconds
+        if not self._may_search(request_ids, seconds):
             return None
         window = self._choose_window(request_ids)
         if window is None:
@@ -228,13 +231,17 @@ class SwiftProposer(V1Drafter):
         search, begin = self.state.search(stream), time.perf_counter()
         thinks = search.wants_bayesian
         seconds += self._bayesian_seconds
-        affordable = self.ledger.allows(request_ids, seconds) and budget.may_search(seconds)
+        affordable = self._may_search(request_ids, seconds)
         layer_set = search.next_set((window, stream), bayesian=affordable)
         seconds = time.perf_counter() - begin
         if thinks and not search.wants_bayesian:
             self._bayesian_seconds = seconds
         self.state.seconds["propose"] += seconds
         return None if layer_set is None else _Trial(layer_set, window)
+
+    def _may_search(self, request_ids: list[str], seconds: float) -> bool:
+        limited = self._limited and not self.runner.serving_budget.may_search(seconds)
+        return not limited and self.ledger.allows(request_ids, seconds)
 
     def _choose_window(self, request_ids: list[str]) -> _Window | None:
         """Return the current window while it is fresh or the only one; else the newest tokens of an answer."""

@@ -246,14 +246,10 @@ class MeasuredBudget(FixedBudget):
                 self.observe("first_pass", self._phase.num_wanted, self._phase.by_model)
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
-        level = self.budget.costs["level"].at(beam_values.numel())
-        return agreed(self.budget.may_grow(beam_values) and self._may_spend(level))
+        return agreed(self.budget.may_grow(beam_values))
 
     def may_spend(self, seconds: float) -> bool:
-        return agreed(self._may_spend(seconds))
-
-    def _may_spend(self, seconds: float) -> bool:
-        return self.budget.planner.may_spend(time.perf_counter() - self._phase.began + seconds)
+        return agreed(self.budget.planner.may_spend(time.perf_counter() - self._phase.began + seconds))
 
     def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
         self._phase.forwards = first_pass + sum(level_seconds)
