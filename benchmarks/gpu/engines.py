@@ -136,7 +136,9 @@ def check_identity(question: Row) -> Iterator[Row]:
         for row in answers(llm, texts, tokens):
             row = compared(row, known[row["sampling"]])
             if method != "plain":
-                row["recorded"] = sorted(runner_of(llm).speculator._growth._recorded)
+                row["recorded"] = sorted(
+                    {size for growth in runner_of(llm).speculator._growths.values() for size in growth._recorded}
+                )
             yield row
 
 
