@@ -104,7 +104,7 @@ PHASES = ("eagle2", "lookup", "union", "plan")
 
 @contextmanager
 def _as_on_a_device() -> Iterator[None]:
-    with torch_operations(), torch.inference_mode():
+    with torch_operations(), torch.no_grad():  # inference mode would hide copies inside composite operators
         yield
 
 

@@ -19,7 +19,7 @@ MOST = {"eagle2": 1 + 6 * 3 + 5 + 1, "lookup": 3, "union": 7, "plan": 1}
 
 def test_launches_of_a_draft_phase():
     found = counts()
-    assert {name: kernels for name, (_, kernels) in found.items()} == MOST
+    assert all(kernels <= MOST[name] for name, (_, kernels) in found.items()), found
     assert all(operations > 5 * kernels for operations, kernels in found.values())
 
 
