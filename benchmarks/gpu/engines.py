@@ -136,9 +136,8 @@ def check_identity(question: Row) -> Iterator[Row]:
         for row in answers(llm, texts, tokens):
             row = compared(row, known[row["sampling"]])
             if method != "plain":
-                row["recorded"] = sorted(
-                    {size for growth in runner_of(llm).speculator._growths.values() for size in growth._recorded}
-                )
+                growths = runner_of(llm).speculator._growths.values()
+                row["recorded"] = sorted({size for growth in growths for size in growth._recorded})
             yield row
 
 
