@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.core.acceptance import Acceptance, Comparison
-from vllm_specplug.hosts.v1.ranks import agreed, leads, on_all_ranks
+from vllm_specplug.hosts.ranks import agreed, leads, on_all_ranks
 from vllm_specplug.types import TokenTree, Walk
 from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.utils.published import POINTER_NAME, Published, read_current
