@@ -31,7 +31,7 @@ class _PagedReference(TritonAttentionImpl):
         slots, page = slot_mapping[written], kv_cache.shape[2]
         kv_cache[slots // page, :, slots % page] = torch.cat([key[written], value[written]], dim=-1)
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *_) -> torch.Tensor:
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **_) -> torch.Tensor:
         if attn_metadata is None:
             return output.fill_(0)
         if self.kv_sharing_target_layer_name is not None:
