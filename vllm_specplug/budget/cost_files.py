@@ -17,19 +17,19 @@ from vllm_specplug.utils.files import replacing
 logger = logging.getLogger("vllm_specplug")
 
 Saved = TypeVar("Saved")
-#: Folder of the V2 runner's step times.
-STEP_TIMES = "step_times"
+#: Folders of V1's cost models and of V2's step times.
+COSTS, STEP_TIMES = "costs", "step_times"
 
 
-def folder(kind: str = "costs") -> Path:
-    """Return the folder of the files, below ``$XDG_CACHE_HOME`` if that is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / kind
+def folder() -> Path:
+    """Return the folder of V1's files, below ``$XDG_CACHE_HOME`` if that is set."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / COSTS
 
 
-def path_of(facts: Mapping[str, Any], kind: str = "costs") -> Path:
-    """Return the file for these facts about a model and a machine."""
+def path_of(facts: Mapping[str, Any], kind: str = COSTS) -> Path:
+    """Return the file for these facts about a model and a machine; ``kind`` is ``COSTS`` or ``STEP_TIMES``."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return folder(kind) / f"{digest[:16]}.json"
+    return (folder() if kind == COSTS else folder().with_name(kind)) / f"{digest[:16]}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _load(path: Path, read: Callable[[Path], Saved]) -> Saved | None:
 
 def save(facts: Mapping[str, Any], model: CostModel | StepTimes, **more: Any) -> Path | None:
     """Write a cost model, and ``more`` beside it; return None if that fails, which the server survives."""
-    path = path_of(facts, STEP_TIMES if isinstance(model, StepTimes) else "costs")
+    path = path_of(facts, STEP_TIMES if isinstance(model, StepTimes) else COSTS)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
