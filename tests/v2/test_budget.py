@@ -226,7 +226,8 @@ def test_step_times_are_measured_and_kept(engine, monkeypatch, tmp_path, prompts
     small = {"method": "lookup", "num_speculative_tokens": 7, "draft_depth": 4, "budget": "measured"}
     llm = engine(speculative_config=small, max_num_seqs=2, **ENGINE)
     known = load_step_times(facts(llm.llm_engine.vllm_config, budgeting.device_name()), 2)
-    assert {nodes: len(table.knots) for nodes, table in known.tables.items()} == {0: 2, 7: 2}
+    # A shape that cannot pay for one request is not timed for two.
+    assert set(known.tables) == {0, 7} and len(known.tables[0].knots) == 2
     assert all((table.start > 0).all() for table in known.tables.values())
     measured = scheduler_of(llm).round_budget.budget.times
     assert {nodes: table.start.tolist() for nodes, table in measured.tables.items()} == {
