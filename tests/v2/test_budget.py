@@ -18,6 +18,7 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
+from vllm_specplug.budget import cost_files
 from vllm_specplug.budget.cost_files import load_step_times
 from vllm_specplug.budget.shape_budget import ShapeBudget
 from vllm_specplug.budget.step_times import StepTimes
@@ -28,6 +29,7 @@ from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 MEASURED = {"num_speculative_tokens": 15, "draft_depth": 4, "draft_top_k": 3, "budget": "measured"}
 EAGLE = {"method": "eagle2", **MEASURED, "min_node_value": 0.0, "min_level_value": 0.0}
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 15, "draft_depth": 6, "budget": "measured"}
+MEASURE = step_times.StepMeasurement.measure
 #: Each shape after each other one.
 CHANGES = (15, 7, 0, 15, 0, 0, 7, 7, 15, 15)
 
@@ -41,7 +43,8 @@ def seconds(drafts: float) -> dict[int, dict[int, float]]:
 def cache(tmp_path_factory):
     """A cache of step times for this module, made up when they would be measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        folder = tmp_path_factory.mktemp("cache") / "costs"
+        patch.setattr(cost_files, "folder", lambda: folder)
         patch.setattr(step_times.StepMeasurement, "measure", lambda _: seconds(1.2))
         yield patch
 
@@ -218,12 +221,14 @@ def test_control_without_outcomes_it_does_not_adapt(start, prompts, monkeypatch)
 
 def test_step_times_are_measured_and_kept(engine, monkeypatch, tmp_path, prompts, plain):
     """By whole steps at start; a second start, and the scheduler, read them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cost_files, "folder", lambda: tmp_path / "costs")
+    monkeypatch.setattr(step_times.StepMeasurement, "measure", MEASURE)
     monkeypatch.setattr(step_times, "TIMES", 1)
     small = {"method": "lookup", "num_speculative_tokens": 7, "draft_depth": 4, "budget": "measured"}
     llm = engine(speculative_config=small, max_num_seqs=2, **ENGINE)
     known = load_step_times(facts(llm.llm_engine.vllm_config, budgeting.device_name()), 2)
-    assert {nodes: len(table.knots) for nodes, table in known.tables.items()} == {0: 2, 7: 2}
+    # A shape that cannot pay for one request is not timed for two.
+    assert set(known.tables) == {0, 7} and len(known.tables[0].knots) == 2
     assert all((table.start > 0).all() for table in known.tables.values())
     measured = scheduler_of(llm).round_budget.budget.times
     assert {nodes: table.start.tolist() for nodes, table in measured.tables.items()} == {

@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_specplug.config import parse_options
 from vllm_specplug.hosts.compat.speculative_config import _chooses_graph_sizes
 from vllm_specplug.hosts.v2.graph_sizes import capture_sizes, request_counts
 from vllm_specplug.hosts.v2.worker import TreeWorkerV2
@@ -27,6 +28,7 @@ def config(max_num_seqs, max_num_tokens, num_nodes, **given):
         speculative_config=SimpleNamespace(
             num_speculative_tokens=num_nodes,
             has_users_graph_sizes=bool(given),
+            specplug=parse_options({"method": "lookup", "num_speculative_tokens": num_nodes, "traffic_tokens": 0}),
             uses_dynamic_speculative_decoding=lambda: False,
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
