@@ -64,7 +64,8 @@ class RecordedAnswer:
     Attributes:
         ids: token ids [tokens].
         prompt_length: how many of them belong to the prompt, at least 1.
-        features: parts, [rows, hidden] each, of the tokens in order; the last token's row may be missing.
+        features: parts, [rows, hidden] each, of the tokens in order; the last token's row may be missing, rows
+            behind it are not written.
         first_position: tokens of the request before these.
     """
 

@@ -26,7 +26,14 @@ METHODS = ("tolist", "numpy", "cpu", "__array__")
 #: Operators without a launch, besides views.
 SILENT = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh")
 #: Code that may look: vLLM's, what runs its parts in the tests, and libraries below.
-OTHERS = ("/site-packages/", "/lib/python", "tests/doubles/interpreted", "tests/doubles/device_work", "<string>")
+OTHERS = (
+    "/site-packages/",
+    "/lib/python",
+    "tests/doubles/interpreted",
+    "tests/doubles/device_work",
+    "kernels/tree_attention",
+    "<string>",
+)
 
 
 class DeviceWork(TorchDispatchMode):

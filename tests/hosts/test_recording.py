@@ -54,8 +54,8 @@ def check(answers, checkpoints, expected):
     assert len(answers) == len(expected)
     for answer in answers:
         whole = next(ids for ids in by_ids if list(ids[answer.first_position :]) == answer.ids)
-        rows = torch.cat(answer.features)
-        assert len(answer.ids) - 1 <= len(rows) <= len(answer.ids)
+        rows = torch.cat(answer.features)[: len(answer.ids)]  # a step may accept more tokens than the request takes
+        assert len(answer.ids) - 1 <= len(rows)
         with torch.no_grad():
             states = model(torch.tensor([whole])).last_hidden_state[0]
         torch.testing.assert_close(rows, states[answer.first_position :][: len(rows)], rtol=2e-3, atol=2e-3)

@@ -190,7 +190,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             self._score,
             levels.forward,
             num_nodes=min(self.options.num_speculative_tokens, self.draft_nodes),
-            draft_depth=self.draft_depth,
+            draft_depth=min(self.draft_depth, self.options.draft_depth),
             draft_top_k=self.options.draft_top_k,
             ops=KERNELS,
         )
