@@ -6,13 +6,12 @@ import json
 
 import pytest
 import torch
-from packaging.version import Version
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
 from tests.doubles.quantised import write_quantised
-from tests.host_versions import VERSION
+from tests.host_versions import SAMPLES_GPTQ_EXACTLY
 from tests.hosts.conftest import (
     ENGINE,
     SWIFT,
@@ -67,7 +66,7 @@ def answers(llm, prompts, params=GREEDY):
     return token_ids(llm.generate(prompts, params, use_tqdm=False))
 
 
-def check(engine, prompts, drafter, **options):
+def check(engine, prompts, drafter, most_differing=0, **options):
     """The tokens of plain vLLM, whose batches do not change them; its kernels quantise each row for itself."""
     plain, llm = engine(**options), engine(drafter, **options)
     expected = answers(plain, prompts)
@@ -76,16 +75,14 @@ def check(engine, prompts, drafter, **options):
     assert answers(llm, prompts) == expected
     assert acceptance_length(llm, before) > 1.2
     sampled = zip(answers(llm, prompts, SEEDED), answers(plain, prompts, SEEDED), strict=True)
-    # In 16 bits tree attention rounds otherwise than vLLM's: a draw near its edge may give another token.  On
-    # vLLM 0.30 one of them did.
-    differing = 0 if Version("0.32") <= VERSION or options["dtype"] != "bfloat16" else 1
-    assert sum(ours == theirs for ours, theirs in sampled) >= len(prompts) - differing
+    assert sum(ours != theirs for ours, theirs in sampled) <= most_differing
     return llm
 
 
 @pytest.mark.parametrize(("form", "lm_head", "dtype", "drafter"), CHECKPOINTS)
 def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter):
-    llm = check(engine, prompts, drafter, target=quantised(form, lm_head), dtype=dtype)
+    most_differing = int(form == "gptq" and not SAMPLES_GPTQ_EXACTLY)
+    llm = check(engine, prompts, drafter, most_differing, target=quantised(form, lm_head), dtype=dtype)
     head = runner_of(llm).drafter._scorer.head
     assert (head is not None) == (drafter == "reduced")
     if head is not None and dtype == "bfloat16":
