@@ -11,10 +11,9 @@ from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
 from tests.doubles.quantised import write_quantised
+from tests.host_versions import SAMPLES_GPTQ_EXACTLY
 from tests.hosts.conftest import (
     ENGINE,
-    MEDUSA,
-    SEEDED,
     SWIFT,
     TREE,
     acceptance_length,
@@ -28,6 +27,8 @@ from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.drafters.target_parts import TargetHead
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
+MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 #: Format, whether the LM head is quantised too, dtype, drafter.  vLLM's 4-bit kernels on a CPU take no float32.
 CHECKPOINTS = [
     ("w8a8", False, "float32", "reduced"),
@@ -65,7 +66,7 @@ def answers(llm, prompts, params=GREEDY):
     return token_ids(llm.generate(prompts, params, use_tqdm=False))
 
 
-def check(engine, prompts, drafter, **options):
+def check(engine, prompts, drafter, most_differing=0, **options):
     """The tokens of plain vLLM, whose batches do not change them; its kernels quantise each row for itself."""
     plain, llm = engine(**options), engine(drafter, **options)
     expected = answers(plain, prompts)
@@ -74,14 +75,14 @@ def check(engine, prompts, drafter, **options):
     assert answers(llm, prompts) == expected
     assert acceptance_length(llm, before) > 1.2
     sampled = zip(answers(llm, prompts, SEEDED), answers(plain, prompts, SEEDED), strict=True)
-    # In 16 bits tree attention rounds otherwise than vLLM's: a draw near its edge may give another token.
-    assert sum(ours == theirs for ours, theirs in sampled) >= len(prompts) - (options["dtype"] == "bfloat16")
+    assert sum(ours != theirs for ours, theirs in sampled) <= most_differing
     return llm
 
 
 @pytest.mark.parametrize(("form", "lm_head", "dtype", "drafter"), CHECKPOINTS)
 def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter):
-    llm = check(engine, prompts, drafter, target=quantised(form, lm_head), dtype=dtype)
+    most_differing = int(form == "gptq" and not SAMPLES_GPTQ_EXACTLY)
+    llm = check(engine, prompts, drafter, most_differing, target=quantised(form, lm_head), dtype=dtype)
     head = runner_of(llm).drafter._scorer.head
     assert (head is not None) == (drafter == "reduced")
     if head is not None and dtype == "bfloat16":
