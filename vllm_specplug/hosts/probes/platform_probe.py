@@ -40,14 +40,18 @@ def vllm_without_init() -> Iterator[None]:
     """Make modules of vLLM importable without ``vllm/__init__.py``; what was imported is forgotten at the end.
 
     vLLM imports its platform before the rest of itself, so these modules need no other part.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
     """
     if "vllm" in sys.modules:
         yield
         return
+    if (spec := find_spec("vllm")) is None:
+        raise ModuleNotFoundError("vLLM is not installed")
     before = set(sys.modules)
     package = ModuleType("vllm")
-    spec = find_spec("vllm")
-    package.__path__ = list(spec.submodule_search_locations or ()) if spec is not None else []
+    package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["vllm"] = package
     try:
         yield
