@@ -35,7 +35,7 @@ class Collector:
 @pytest.fixture(scope="module")
 def llm(engine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded") / "ring"
-    return engine("eagle", {"record": str(folder), **WHOLE})
+    return engine("eagle", {"record": str(folder), **WHOLE}, block_size=32)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_request_that_does_not_fit_in_memory_is_left_out(llm, collected, monke
     recorder = runner_of(llm).recorder
     room = recorder._room
     monkeypatch.setattr(recorder, "_room", 60)
-    prompts = [{"prompt_token_ids": list(range(200, 230))}, {"prompt_token_ids": list(range(300, 330))}]
+    prompts = [{"prompt_token_ids": list(range(20, 50))}, {"prompt_token_ids": list(range(90, 120))}]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     flush(llm)
     assert len(collected) == 1 and collected[0].ids in texts(prompts, outputs)

@@ -166,7 +166,7 @@ def test_requests_run_while_versions_change(start, tmp_path, monkeypatch, engine
     published(head, "reduced")
     source = {key: value for key, value in TREE.items() if key != "budget"}
     union = {"method": "union", "sources": [source, {"method": "lookup"}], "num_speculative_tokens": 16}
-    small = {"kv_cache_memory_bytes": 1 << 18}
+    small = {"kv_cache_memory_bytes": 1 << 19, "block_size": 32}
     llm = start(head, union, **small)
     prompts = make_prompts(24, seed=8)
     params = [
