@@ -42,14 +42,15 @@ class DeviceWork(TorchDispatchMode):
     Attributes:
         launches: by name, calls of operators that compute and launches of Triton kernels.
         looks: operation and place of each look at a value.
-        kept_on_cpu: storages (addresses) that are in CPU memory on a GPU too.
+        kept_on_cpu: by address, storages that are in CPU memory on a GPU too; they live as long as this, so that no
+            other tensor gets their address.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.looks: list[str] = []
-        self.kept_on_cpu: set[int] = set()
+        self.kept_on_cpu: dict[int, torch.UntypedStorage] = {}
         self._patches = ExitStack()
 
     def __enter__(self) -> DeviceWork:

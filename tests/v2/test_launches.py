@@ -32,7 +32,8 @@ def looks_of(monkeypatch, call):
 
     def made(self, *args, **kwargs):
         honest(self, *args, **kwargs)
-        work.kept_on_cpu.add(self.seq_lens_cpu_upper_bound.untyped_storage().data_ptr())
+        storage = self.seq_lens_cpu_upper_bound.untyped_storage()
+        work.kept_on_cpu[storage.data_ptr()] = storage
 
     with monkeypatch.context() as patch, work:
         patch.setattr(InputBatch, "__init__", made)

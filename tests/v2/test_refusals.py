@@ -46,7 +46,6 @@ def test_host_has_the_seams():
             {"method": "lookup", "model": None, "traffic_tokens": 4096},
             "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
-        ({"budget": "measured", "verification": "rejection"}, "measured.*rejection"),
         ({"record": "recorded"}, "record does not work.*use no record, or set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),

@@ -251,12 +251,6 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
             f"verification={options.verification!r}",
             "verification='exact'",
         ),
-        # The proposals of all shapes would be kept in one buffer.
-        (
-            options.budget != "fixed" and options.verification == "rejection",
-            "budget='measured' with verification='rejection'",
-            "budget='fixed'",
-        ),
         (options.reload, "reload=true", "reload=false, and restart the server for another drafter"),
         # Hidden states would be copied from the device at each step, which has not been measured.
         (given["record"] is not None, "record", f"no record, or {runner.otherwise}"),
