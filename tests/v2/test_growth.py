@@ -12,6 +12,7 @@ from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.pool import NEVER
+from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.drafters import eagle_v2
 from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
 from vllm_specplug.kernels.triton_growth import KERNELS, likeliest, start_levels
@@ -143,7 +144,8 @@ def test_a_level_has_at_most_the_rows_that_the_drafter_is_compiled_for(monkeypat
         return TreeEagleSpeculator._most_at_once(speculator, vocab)
 
     assert most(1024, 8192, 10) == 819 and most(256, 2048, 10) == 204 and most(4, 2048, 10) == 4
-    assert most(8, 4, 10) == 1
+    with pytest.raises(ConfigError, match="draft_top_k=10 rows .* do not fit in max_num_batched_tokens=4"):
+        most(8, 4, 10)
     monkeypatch.setattr(eagle_v2, "get_max_chunk_logits", lambda vocab: 640_000 // vocab)
     assert most(1024, 8192, 10) == 2  # vLLM's bound on copies of logits
 

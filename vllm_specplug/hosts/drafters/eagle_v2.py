@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
-from vllm_specplug.config import Eagle2Options
+from vllm_specplug.config import ConfigError, Eagle2Options
 from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
@@ -60,7 +60,15 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         """Return how many requests one draft level may have.
 
         vLLM compiles the drafter for at most ``max_num_batched_tokens`` rows, and bounds its copies of logits.
+
+        Raises:
+            ConfigError: one request has more.
         """
+        if self.options.draft_top_k > self.max_num_tokens:
+            raise ConfigError(
+                f"draft_top_k={self.options.draft_top_k} rows of a draft level do not fit in "
+                f"max_num_batched_tokens={self.max_num_tokens}: use a lower draft_top_k"
+            )
         rows = min(self.max_num_tokens, get_max_chunk_logits(draft_vocab))
         return max(1, min(self.max_num_reqs, rows // self.options.draft_top_k))
 

@@ -31,8 +31,8 @@ logger = logging.getLogger("vllm_specplug")
 LOOK_EVERY = 1.0
 #: With several ranks, steps after which they hear whether there is something to do: a message takes time.
 STEPS_BETWEEN = 16
-#: Niceness of the threads that read checkpoints: steps come first.
-NICE = 19
+#: Niceness of the threads that read checkpoints: steps come first, but on a full machine these go on too.
+NICE = 10
 
 #: What the first rank tells all: ``read`` this version, ask whether all are ``ready``, go ``back`` to the old one.
 _Order = tuple[str, Any]
