@@ -5,8 +5,10 @@
 
 SmolLM2-135M-Instruct at batch 1.  Every method has its own engine; they take turns, block by block, on the same
 requests.  The learning engine records and reloads; `specplug learn` runs beside it and is halted (SIGSTOP) while the
-others answer, so that it takes time from the learning engine alone.  Prompts are repeated if they are too few, but each
-time with another number in front.  The CPU share of the trainer is its processor time over the learning engine's time.
+others answer, so that it takes time from the learning engine alone.  Plain decoding and lookup answer one block in
+`--others-every`; in the other blocks, the texts of the static and of the learning drafter are compared.  Prompts are
+repeated if they are too few, but each time with another number in front.  The CPU share of the trainer is its processor
+time over the learning engine's time.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
     ]
     engine = {"model": str(prepare()), "dtype": args.dtype, "max_model_len": 2048, "max_num_seqs": 8}
     engine |= {"enable_prefix_caching": False, "disable_log_stats": False}
-    blocks: dict[str, list[Measurement]] = {method.label: [] for method in methods}
+    blocks: dict[str, list[Measurement | None]] = {method.label: [] for method in methods}
     versions, cost = [], []
     arguments = ["--min-tokens", str(args.min_tokens), "--threads", str(args.threads)]
     with started(methods, engine, args.kv_gib) as workers:
@@ -134,8 +136,12 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
         with trainer_beside(ring, head, arguments, args.out.with_suffix(".log")) as trainer:
             for first in range(0, len(stream), args.block):
                 block = stream[first : first + args.block]
-                turn = (first // args.block) % len(workers)
+                number = first // args.block
+                turn = number % len(workers)
                 for worker in workers[turn:] + workers[:turn]:
+                    if worker.method.label in (PLAIN, LOOKUP) and number % args.others_every:
+                        blocks[worker.method.label].append(None)
+                        continue
                     if worker.method.label == LEARNING:
                         trainer.go_on()
                     blocks[worker.method.label].append(worker.generate(block, args.max_tokens, at_once=1))
@@ -154,22 +160,23 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Return by method: tau and tokens/s of each block, and of the last quarter; what learning cost; same texts."""
     blocks, result = found["blocks"], {}
+    expected = [plain or static for plain, static in zip(blocks[PLAIN], blocks[STATIC], strict=True)]
     for label, measured in blocks.items():
-        last = measured[-max(len(measured) // 4, 1) :]
+        last = [one for one in measured[-max(len(measured) // 4, 1) :] if one is not None]
+        pairs = [(one, other) for one, other in zip(measured, expected, strict=True) if one is not None]
         result[label] = {
-            "tau": [round(tau([one]), 4) for one in measured],
-            "tokens_per_s": [round(one.rate, 2) for one in measured],
-            "last_quarter": {"tau": round(tau(last), 4), "tokens_per_s": round(rate(last), 2)},
+            "tau": [one and round(tau([one]), 4) for one in measured],
+            "tokens_per_s": [one and round(one.rate, 2) for one in measured],
+            "last_quarter": last and {"tau": round(tau(last), 4), "tokens_per_s": round(rate(last), 2)},
             "same_texts": sum(
-                a == b
-                for one, plain in zip(measured, blocks[PLAIN], strict=True)
-                for a, b in zip(one.token_ids, plain.token_ids, strict=True)
+                a == b for one, other in pairs for a, b in zip(one.token_ids, other.token_ids, strict=True)
             ),
+            "texts": sum(len(one.token_ids) for one, _ in pairs),
         }
     ends = {label: method["last_quarter"] for label, method in result.items()}
     return {
         "methods": result,
-        "requests": sum(len(one.token_ids) for one in blocks[PLAIN]),
+        "requests": sum(len(one.token_ids) for one in blocks[LEARNING]),
         "versions": found["versions"],
         "rounds": found["rounds"],
         "trainer_share": round(found["trainer_seconds"][-1] / sum(one.seconds for one in blocks[LEARNING]), 4),
@@ -193,10 +200,12 @@ def rate(measured: list[Measurement]) -> float:
 
 def overtakes(one: dict[str, Any], other: dict[str, Any], factor: float) -> int | None:
     """Return the first block (from 0) from which on `one` is always faster by `factor`; None if there is none."""
-    faster = [a > factor * b for a, b in zip(one["tokens_per_s"], other["tokens_per_s"], strict=True)]
-    slower = [number for number, is_faster in enumerate(faster) if not is_faster]
-    first = slower[-1] + 1 if slower else 0
-    return first if first < len(faster) else None
+    pairs = enumerate(zip(one["tokens_per_s"], other["tokens_per_s"], strict=True))
+    faster = [(number, a > factor * b) for number, (a, b) in pairs if b is not None]
+    first = None
+    for number, is_faster in faster:
+        first = (number if first is None else first) if is_faster else None
+    return first
 
 
 def plot(result: dict[str, Any], block: int, file: Path) -> None:
@@ -207,8 +216,8 @@ def plot(result: dict[str, Any], block: int, file: Path) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, key, name in zip(figure.subplots(1, 2), ("tau", "tokens_per_s"), ("tau", "tokens/s"), strict=True):
         for label, method in result["methods"].items():
-            places = [block * (number + 1) for number in range(len(method[key]))]
-            axes.plot(places, method[key], ".-", linewidth=2.5 if label == LEARNING else 1.0, label=label)
+            known = [(block * (number + 1), value) for number, value in enumerate(method[key]) if value is not None]
+            axes.plot(*zip(*known, strict=True), ".-", linewidth=2.5 if label == LEARNING else 1.0, label=label)
         for number, (before, after) in enumerate(zip(result["versions"], result["versions"][1:], strict=False)):
             if after != before:
                 axes.axvline(block * (number + 2), color="grey", linewidth=0.6)
@@ -225,6 +234,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--block", type=int, default=20, help="requests of a turn")
     parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--others-every", type=int, default=1, help="blocks from one to the next of plain and lookup")
     parser.add_argument("--min-tokens", type=int, default=10_000, help="of `specplug learn`")
     parser.add_argument("--threads", type=int, default=1, help="of `specplug learn`")
     parser.add_argument("--dtype", default="float32")

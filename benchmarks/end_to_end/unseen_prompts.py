@@ -21,6 +21,9 @@ _TASKS = (
     "Da en español cinco consejos sobre {}.",
     "Escribe en español un diálogo entre dos personas que hablan de {}.",
     "Resume en español la historia de {}.",
+    "Escribe en español un anuncio breve sobre {}.",
+    "Compara en español {} de hoy con lo que era hace cien años.",
+    "Explica en español por qué nos gusta hablar de {}.",
 )
 _TOPICS = (
     *("el mar", "la montaña", "el mercado del pueblo", "la comida mexicana", "el fútbol", "la música", "los libros"),

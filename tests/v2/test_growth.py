@@ -8,11 +8,11 @@ import torch
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import ENGINE, answers, same
 from tests.v2.test_identity import TREE
+from vllm_specplug.config import ConfigError
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.pool import NEVER
-from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.drafters import eagle_v2
 from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
 from vllm_specplug.kernels.triton_growth import KERNELS, likeliest, start_levels
