@@ -24,6 +24,7 @@ _TASKS = (
     "Escribe en español un anuncio breve sobre {}.",
     "Compara en español {} de hoy con lo que era hace cien años.",
     "Explica en español por qué nos gusta hablar de {}.",
+    "Escribe en español una canción sobre {}.",
 )
 _TOPICS = (
     *("el mar", "la montaña", "el mercado del pueblo", "la comida mexicana", "el fútbol", "la música", "los libros"),
