@@ -16,17 +16,21 @@ import torch
 from benchmarks.gpu.device import attempt, device, launches, no_syncs, record, timed
 from tests.doubles.contexts import make_match_inputs
 from vllm_specplug.config import Eagle2Options
-from vllm_specplug.core.draft_sampling import likeliest
-from vllm_specplug.core.layout import ancestor_bits
+from vllm_specplug.core import draft_sampling
+from vllm_specplug.core.growth import TORCH_STATIC
+from vllm_specplug.kernels import triton_growth
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_tree_attention import tree_attention
+from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig, rotary_table
 from vllm_specplug.proposers.lookup.device import draft_matches
 from vllm_specplug.proposers.lookup.device import match_keys as match_keys_reference
+from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.options import LookupOptions
-from vllm_specplug.proposers.union.device import merge_drafts
+from vllm_specplug.proposers.union import device as union_on_device
+from vllm_specplug.proposers.union import device_proposer
 from vllm_specplug.types import Draft
 
 Row = dict[str, Any]
@@ -152,14 +156,22 @@ class DraftPhase:
         if name != "lookup":
             drafts.append(self._grow())
         if name != "eagle2":
-            known, find = self.known, match_keys_reference if self.reference else match_keys
-            given = known["token_ids"], known["slots"], known["lens"], self.roots
-            drafts.append(draft_matches(*given, self.lookup, find))
-        tree = (merge_drafts(drafts, self.nodes) if len(drafts) > 1 else drafts[0]).tree
+            drafts.append(self._search())
+        merge = (union_on_device if self.reference else device_proposer).merge_drafts
+        tree = (merge(drafts, self.nodes) if len(drafts) > 1 else drafts[0]).tree
         return tree.token_ids, tree.parents
+
+    def _search(self) -> Draft:
+        known, roots = self.known, self.roots
+        slots, token_ids, lens = known["slots"], known["token_ids"], known["lens"]
+        if self.reference:
+            return draft_matches(token_ids, slots, lens, roots, self.lookup, match_keys_reference)
+        context = DeviceDraftContext(roots, slots, token_ids, lens, lambda: None)
+        return LookupOnDevice(self.lookup).propose(context)
 
     def _grow(self) -> Draft:
         options = self.options
+        likeliest = draft_sampling.likeliest if self.reference else triton_growth.likeliest
         return grow_tree(
             self.roots,
             DraftFeatures(self.features, self.features),
@@ -168,13 +180,13 @@ class DraftPhase:
             num_nodes=self.nodes,
             draft_depth=options.draft_depth,
             draft_top_k=options.draft_top_k,
-            static=True,
+            ops=TORCH_STATIC if self.reference else triton_growth.KERNELS,
         )
 
     def _forward(
         self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor
     ) -> DraftFeatures:
-        """Run the head over the nodes of one level, see ``proposers.eagle2.drafting.grow_tree``."""
+        """Run the head over the nodes of one level, see ``grow_tree``; kernels mask in words."""
         width, layer = token_ids.shape[1], self.head.layers[0]
         x = self.head.combine(self.embed(token_ids), features)
         positions = torch.full((width,), self.context + level, device=self.place)
@@ -185,13 +197,13 @@ class DraftPhase:
         query = query.transpose(1, 2).flatten(0, 1)
         output = torch.empty_like(query)
         of_queries = self.requests * width, torch.full_like(self.lens, width)
-        of_tree = *self.scratch, self.requests * self.capacity, torch.full_like(self.lens, mask.shape[2])
+        of_tree = *self.scratch, self.requests * self.capacity, torch.full_like(self.lens, (level + 1) * width)
         given, scale = (self.table, self.lens, *of_queries, *of_tree), self.config.head_dim**-0.5
         if self.reference:
             tree_attention_reference(query, output, self.cache, TOKEN_LAYOUT, *given, mask, scale)
         else:
             sizes = {"max_query_len": width, "max_context_len": self.context}
-            tree_attention(query, output, self.cache, *given, ancestor_bits(mask), scale, **sizes)
+            tree_attention(query, output, self.cache, *given, mask, scale, **sizes)
         found = layer.finish(x, output.unflatten(0, (self.batch, width)).transpose(1, 2))
         return DraftFeatures(found, found)
 

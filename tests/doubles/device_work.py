@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
+from tests.doubles.no_syncs import READS
+
 #: Operators whose result's shape or value is needed on the CPU.
 LOOKS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive"}
 #: Methods that read a tensor without an operator.
-METHODS = ("tolist", "numpy", "cpu", "__array__")
+METHODS = ("tolist", "numpy", "cpu", "__array__", *READS)
 #: Operators without a launch, besides views.
 SILENT = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh")
 #: Code that may look: vLLM's, what runs its parts in the tests, and libraries below.

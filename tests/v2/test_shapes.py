@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tests.v2.conftest import NoLookAtTheDevice
 from vllm_specplug.config import parse_options
 from vllm_specplug.core.pruning import best_nodes
+from vllm_specplug.hosts.drafters import base_v2
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
@@ -36,12 +38,19 @@ def speculator(known):
         model_config=SimpleNamespace(get_vocab_size=lambda: 32),
         parallel_config=SimpleNamespace(data_parallel_index=0),
     )
-    return ModelFreeSpeculator(config, torch.device("cpu"), known)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_v2, "leads", lambda: True)
+        made = ModelFreeSpeculator(config, torch.device("cpu"), known)
+    made.slot_params = SimpleNamespace(
+        speculates=np.ones(4, dtype=bool), samples=np.zeros(4, dtype=bool), rejects=False
+    )
+    return made
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return SimpleNamespace(num_reqs=NUM_REQS, idx_mapping=torch.tensor([2, 0, 1]))
+    mapping = torch.tensor([2, 0, 1])
+    return SimpleNamespace(num_reqs=NUM_REQS, idx_mapping=mapping, idx_mapping_np=mapping.numpy())
 
 
 def propose(speculator, known, batch, nodes):
