@@ -123,7 +123,7 @@ class Learner:
             )
         if not is_published(self.head):
             if self.drafter is None:
-                raise ValueError(f"{self.head} has no drafter yet: give one to start from with --model")
+                raise ValueError(f"{self.head} has no drafter: give one with --model (`specplug drafter new` makes one)")
             self._validate(Path(self.drafter))
             publish(
                 self.head,

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {UNTRAINED_KEY: True, "answers": len(answers)}
     made = publish(args.out, lambda folder: task.export(str(folder), facts), {})
     print(f"{made.folder}: an untrained head, {ids.numel()} of {config['vocab_size']} tokens. Let it learn:")
-    options_given = f'{{"method": "eagle2", "model": "{args.out}", "record": "DIR"}}'
+    options_given = f'{{"method": "eagle2", "model": "{args.out}", "record": "DIR", "reload": true}}'
     print(f"  vllm serve {args.target} --speculative-config '{options_given}'")
     print(f"  specplug learn DIR --target {args.target} --out {args.out}")
     return 0
