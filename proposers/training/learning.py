@@ -123,7 +123,7 @@ class Learner:
             )
         if not is_published(self.head):
             if self.drafter is None:
-                raise ValueError(f"{self.head} has no drafter: give one with --model (`specplug drafter new` makes one)")
+                raise ValueError(f"{self.head} has no drafter: give --model, or make one with `specplug drafter new`")
             self._validate(Path(self.drafter))
             publish(
                 self.head,
