@@ -270,7 +270,7 @@ def render(findings: list[Finding]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug doctor``."""
-    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -302,10 +302,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="JSON",
-        help="result files: of specplug bench, benchmarks/papers/reproduce_*.py or any other benchmark",
+        help="result files of `specplug bench` or of a script in benchmarks/",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="HTML", help="where to write (default: %(default)s)"
+        "--out", type=Path, default=Path("report.html"), metavar="HTML", help="page to write (default: %(default)s)"
     )
 
 
