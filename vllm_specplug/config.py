@@ -101,7 +101,7 @@ class TreeOptions:
                 )
             if self.budget == "measured":
                 raise ConfigError(
-                    "verification='rejection' needs budget='fixed': a learned choice of nodes would bias it"
+                    "verification='rejection' needs budget='fixed': a measured choice of nodes changes the distribution"
                 )
         check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:

@@ -103,7 +103,7 @@ def read_steps(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is no table of step times ({error!r}): write one with `specplug steps`") from error
     if not tables["step_ms"] or any(set(table) != set(tables["step_ms"]) for table in tables.values()):
         raise ValueError(
-            f"{file} has no batches, or others for plain steps than for trees: write it again with `specplug steps`"
+            f"{file} has no batches, or not the same for plain steps and trees: write it again with `specplug steps`"
         )
     return found | tables
 

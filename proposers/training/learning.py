@@ -294,7 +294,7 @@ class Learner:
         except FileNotFoundError:
             return State()
         except (ValueError, TypeError) as error:
-            logger.warning("%s is damaged and begins anew: %s", file, error)
+            logger.warning("%s is damaged and is started again: %s", file, error)
             return State()
 
     def _write_state(self) -> None:

@@ -83,7 +83,7 @@ def test_unknown_key_and_range(args, checkpoints):
 
 def test_a_misspelt_method_names_the_right_one(args, checkpoints):
     refused(
-        args, {"method": "eagel2", "model": str(checkpoints["eagle"])}, "did you mean 'eagle2'.*serves: eagle2, hass"
+        args, {"method": "eagel2", "model": str(checkpoints["eagle"])}, "did you mean 'eagle2'.*serves: auto, eagle2, hass"
     )
 
 
