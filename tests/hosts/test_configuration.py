@@ -93,7 +93,7 @@ def test_a_method_unlike_ours_is_vllms_to_refuse(args, checkpoints):
 
 def test_our_drafter_without_a_method_asks_no_hub(args, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked a hub"))
-    message = "'smollm2-135m-instruct' is a drafter of vllm-specplug: add the key 'method', one of eagle2, hass, medusa"
+    message = "'smollm2-135m-instruct' is a drafter of vllm-specplug: add the key 'method', one of auto, eagle2, hass, medusa"
     refused(args, {"model": "smollm2-135m-instruct"}, message)
 
 
