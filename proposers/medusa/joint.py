@@ -176,7 +176,7 @@ def _with_adapter(target_dir: str, options: JointTraining) -> tuple[nn.Module, n
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("MEDUSA-2 needs peft: pip install 'vllm-specplug[train]'") from error
+        raise ImportError("MEDUSA-2 needs peft: pip install peft") from error
     from transformers import AutoModelForCausalLM
 
     settings = LoraConfig(
