@@ -67,6 +67,8 @@ class TreeOptions:
     drafter_packages: ClassVar[tuple[str, ...]] = ()
     #: Whether drafts can be sampled from known probabilities, which ``rejection`` needs.
     has_draft_probs: ClassVar[bool] = False
+    #: Values of ``budget``.
+    budgets: ClassVar[tuple[str, ...]] = BUDGETS
 
     num_speculative_tokens: int = 16
     budget: str = "fixed"
@@ -81,8 +83,8 @@ class TreeOptions:
     def __post_init__(self) -> None:
         require_bool("reload", self.reload)
         require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
-        if self.budget not in BUDGETS:
-            raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(BUDGETS)}")
+        if self.budget not in self.budgets:
+            raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(self.budgets)}")
         if self.verification not in VERIFICATIONS:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
@@ -101,7 +103,7 @@ class TreeOptions:
                 )
             if self.budget == "measured":
                 raise ConfigError(
-                    "verification='rejection' needs budget='fixed': a learned choice of nodes would bias it"
+                    "verification='rejection' needs budget='fixed': a measured choice of nodes changes the distribution"
                 )
         check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:

@@ -38,7 +38,7 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
         ConfigError, CheckpointError: the drafter that was given cannot be used.
     """
     own = [field.name for field in fields(TreeOptions)]
-    given = {key: value for key in own if (value := getattr(options, key)) != getattr(TreeOptions, key)}
+    given = {key: value for key in own if (value := getattr(options, key)) != getattr(AutoOptions, key)}
     common = {"budget": "measured" if on_cpu else "fixed", **given}
     how = "with the measured budget" if common["budget"] == "measured" else "with a fixed budget"
     shipped = next(shipped_for(name, target), None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from vllm_specplug.config import ConfigError, TreeOptions, require_string
+from vllm_specplug.config import BUDGETS, ConfigError, TreeOptions, require_string
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class AutoOptions(TreeOptions):
     """Options of the automatic choice; all others are those of what it chooses.
 
     Attributes:
-        budget: ``measured`` on a CPU, ``fixed`` elsewhere.
+        budget: ``auto``: ``measured`` on a CPU, ``fixed`` elsewhere.
         model: a drafter to use: a directory, a Hugging Face repository or the short name of a shipped one; None: a
             shipped one that was trained for the model, if there is one.
         learn: folder in which a drafter learns from what is served: answers are recorded there, a trainer runs beside
@@ -23,7 +23,9 @@ class AutoOptions(TreeOptions):
 
     method: ClassVar[str] = "auto"
     drafter_packages: ClassVar[tuple[str, ...]] = ("medusa", "hass", "eagle2")
+    budgets: ClassVar[tuple[str, ...]] = (*BUDGETS, "auto")
 
+    budget: str = "auto"
     model: str | None = None
     learn: str | None = None
 

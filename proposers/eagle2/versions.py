@@ -54,7 +54,7 @@ class VersionCheck:
         state = load_head(folder)[1]
         for name, tensor in state.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"{folder}: {name} has values that are no numbers, or infinite: train it again.")
+                raise CheckpointError(f"{folder}: {name} has values that are not finite: train it again.")
         return state
 
     def _compare(self, folder: Path, config: dict, shapes: dict[str, tuple[int, ...]]) -> None:

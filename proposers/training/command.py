@@ -40,29 +40,49 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
 
     training: false for a command that only measures. attention: whether the training uses multi-pass attention.
     """
-    parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
-    parser.add_argument("--data", help="folder written by `specplug data`; its answers and features are used")
-    parser.add_argument("--prompts", nargs="+", default=[], help="files of prompts, JSON lines (.gz too)")
-    parser.add_argument("--answers", help="answers file (default: OUT/answers.jsonl); made from --prompts if given")
-    parser.add_argument("--features", help="folder of the feature cache (default: OUT/features)")
-    parser.add_argument("--out", required=True, help="folder for the results and the training state")
-    parser.add_argument("--max-tokens", type=int, default=320, help="tokens of the longest answer; default %(default)s")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto; default %(default)s")
+    parser.add_argument("--target", metavar="DIR", required=True, help="Hugging Face folder of the target")
+    parser.add_argument("--data", metavar="DIR", help="folder that `specplug data` wrote, or a server recorded")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="files of prompts that the target answers first; JSON lines, also .gz",
+    )
+    parser.add_argument(
+        "--answers", metavar="FILE", help="file of answers (default: OUT/answers.jsonl, made from --prompts)"
+    )
+    parser.add_argument("--features", metavar="DIR", help="folder of the hidden states (default: OUT/features)")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder for the results and the training state")
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=320,
+        help="largest number of tokens of an answer (default: %(default)s)",
+    )
+    parser.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch chooses)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto (default: %(default)s)")
     if not training:
         parser.set_defaults(dev_answers=None)
         return
-    parser.add_argument("--dev-answers", help="answers to measure acceptance on; never trained on")
-    parser.add_argument("--init-from", help="start from this checkpoint of the same shape")
     parser.add_argument(
-        "--eval-every", type=int, default=0, help="steps between measurements on --dev-answers (0: only at the end)"
+        "--dev-answers", metavar="FILE", help="file of answers on which acceptance is measured; they are not trained on"
+    )
+    parser.add_argument("--init-from", metavar="DIR", help="checkpoint of the same shape to start from")
+    parser.add_argument(
+        "--eval-every",
+        metavar="N",
+        type=int,
+        default=0,
+        help="training steps between two measurements on --dev-answers (default: 0, only at the end)",
     )
     if attention:
         parser.add_argument(
             "--attention",
             choices=ATTENTIONS,
             default="auto",
-            help="implementation of the multi-pass attention; default %(default)s",
+            help="implementation of the attention over several passes (default: %(default)s)",
         )
 
 

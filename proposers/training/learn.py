@@ -30,19 +30,43 @@ POLL_SECONDS = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug learn`."""
     parser.add_argument("data", metavar="DIR", help='folder that a server records to ("record": "DIR")')
-    parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
-    parser.add_argument("--model", metavar="DRAFTER", help="drafter to start from, if HEAD has none yet")
-    parser.add_argument("--out", required=True, metavar="HEAD", help='folder to publish in; the server\'s "model"')
+    parser.add_argument("--target", metavar="DIR", required=True, help="Hugging Face folder of the target")
+    parser.add_argument("--model", metavar="DRAFTER", help="drafter to start from, if HEAD is empty")
     parser.add_argument(
-        "--min-tokens", type=int, default=20_000, help="new answer tokens that a round waits for; default %(default)s"
+        "--out", required=True, metavar="HEAD", help='folder to publish versions in: the "model" of the server'
     )
-    parser.add_argument("--rounds", type=int, help="stop after so many rounds (default: go on until a signal)")
-    parser.add_argument("--once", action="store_true", help="one round with the answers that are there, then stop")
-    parser.add_argument("--epochs", type=int, help=f"passes of a round over its answers (default: {FURTHER.epochs})")
-    parser.add_argument("--lr", type=float, help=f"highest learning rate (default: {FURTHER.lr})")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default %(default)s")
-    parser.add_argument("--nice", type=int, default=10, help="added to the process's niceness; default %(default)s")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto; default %(default)s")
+    parser.add_argument(
+        "--min-tokens",
+        metavar="N",
+        type=int,
+        default=20_000,
+        help="answer tokens that a round waits for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, help="stop after this number of rounds (default: run until stopped)"
+    )
+    parser.add_argument("--once", action="store_true", help="run one round with the answers that are there, and stop")
+    parser.add_argument(
+        "--epochs",
+        metavar="N",
+        type=int,
+        help=f"passes over the answers of a round (default: {FURTHER.epochs}; untrained: {FROM_NOTHING.epochs})",
+    )
+    parser.add_argument(
+        "--lr",
+        metavar="LR",
+        type=float,
+        help=f"highest learning rate (default: {FURTHER.lr}; untrained: {FROM_NOTHING.lr})",
+    )
+    parser.add_argument("--threads", metavar="N", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument(
+        "--nice",
+        metavar="N",
+        type=int,
+        default=10,
+        help="how much to lower the priority of the process (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

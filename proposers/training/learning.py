@@ -123,7 +123,7 @@ class Learner:
             )
         if not is_published(self.head):
             if self.drafter is None:
-                raise ValueError(f"{self.head} has no drafter yet: give one to start from with --model")
+                raise ValueError(f"{self.head} has no drafter: give --model, or make one with `specplug drafter new`")
             self._validate(Path(self.drafter))
             publish(
                 self.head,
@@ -294,7 +294,7 @@ class Learner:
         except FileNotFoundError:
             return State()
         except (ValueError, TypeError) as error:
-            logger.warning("%s is damaged and begins anew: %s", file, error)
+            logger.warning("%s is damaged and is started again: %s", file, error)
             return State()
 
     def _write_state(self) -> None:

@@ -28,14 +28,17 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug drafter new`."""
     parser.add_argument("target", metavar="MODEL", help="Hugging Face folder of the target")
-    parser.add_argument("--out", required=True, metavar="HEAD", help='folder to publish in; the server\'s "model"')
-    parser.add_argument("--data", metavar="DIR", help="folder of `specplug data`, or one that a server has recorded to")
+    parser.add_argument(
+        "--out", required=True, metavar="HEAD", help='folder to publish versions in: the "model" of the server'
+    )
+    parser.add_argument("--data", metavar="DIR", help="folder that `specplug data` wrote, or a server recorded")
     parser.add_argument(
         "--draft-vocab-size",
+        metavar="N",
         type=int,
         default=EagleOptions().draft_vocab_size,
-        help="tokens that the drafter can draft: the most frequent ones of --data, else those with the lowest ids; "
-        "default %(default)s",
+        help="tokens that the drafter can draft: the most frequent ones of --data, else those with the lowest ids "
+        "(default: %(default)s)",
     )
 
 
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {UNTRAINED_KEY: True, "answers": len(answers)}
     made = publish(args.out, lambda folder: task.export(str(folder), facts), {})
     print(f"{made.folder}: an untrained head, {ids.numel()} of {config['vocab_size']} tokens. Let it learn:")
-    options_given = f'{{"method": "eagle2", "model": "{args.out}", "record": "DIR"}}'
+    options_given = f'{{"method": "eagle2", "model": "{args.out}", "record": "DIR", "reload": true}}'
     print(f"  vllm serve {args.target} --speculative-config '{options_given}'")
     print(f"  specplug learn DIR --target {args.target} --out {args.out}")
     return 0

@@ -228,7 +228,7 @@ def read_recorded(folder: str | os.PathLike, vocab_size: int) -> FeatureSet:
     """
     sets = [data for file in shard_files(folder) if (data := read_shard(file, vocab_size)) is not None]
     if not sets:
-        raise ValueError(f"{folder} has no recorded answers yet: serve some requests first")
+        raise ValueError(f"{folder} has no recorded answers: serve some requests first")
     return join(sets)
 
 
@@ -265,7 +265,7 @@ def _problem(data: FeatureSet, vocab_size: int) -> str | None:
         return "its prompts are longer than its sequences"
     if not 0 <= int(data.ids.min()) <= int(data.ids.max()) < vocab_size:
         return "it has token ids that the target does not have"
-    return None if bool(data.features.isfinite().all()) else "it has features that are no numbers"
+    return None if bool(data.features.isfinite().all()) else "it has features that are not finite"
 
 
 def _tensors(answers: list[RecordedAnswer]) -> dict[str, torch.Tensor]:

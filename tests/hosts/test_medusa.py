@@ -257,7 +257,7 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tree": [[0], [1, 0]]}, r"not parent-closed: list \[1\], the parent of \[1, 0\], before it"),
+        ({"tree": [[0], [1, 0]]}, r"has no parent of \[1, 0\]: list \[1\] before it"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads.*the checkpoint has 3"),
         ({"tree": [[0], [160]]}, "rank 160 .* beyond the heads' vocabulary of 160"),
         ({"tree": [[0], [0]]}, "twice"),

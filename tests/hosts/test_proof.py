@@ -118,7 +118,7 @@ def test_it_is_kept(proven, kept_nothing, monkeypatch):
     prove_again(proven)  # what has passed is not tried again
     made, kept = said
     assert re.search(r"passed in .* s: \d+ rows of trees differ by .* from plain decoding, bound .*", made)
-    assert re.search(r"passed, kept from \d{4}-", kept)
+    assert re.search(r"passed on \d{4}-", kept)
     (path,) = kept_paths(proof_files.FOLDER)
     path.unlink()
     for _ in range(2):  # what has failed is

@@ -18,14 +18,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_max_tokens(parser: argparse.ArgumentParser, default: int) -> None:
     """Add ``--max-tokens``."""
     parser.add_argument(
-        "--max-tokens", type=int, default=default, metavar="N", help="most tokens of an answer (default: %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=default,
+        metavar="N",
+        help="largest number of tokens of an answer (default: %(default)s)",
     )
 
 
 def add_kv_gib(parser: argparse.ArgumentParser) -> None:
     """Add ``--kv-gib``."""
     parser.add_argument(
-        "--kv-gib", type=int, default=1, metavar="G", help="GiB of an engine's key/value cache (default: %(default)s)"
+        "--kv-gib", type=int, default=1, metavar="G", help="size of an engine's KV cache in GiB (default: %(default)s)"
     )
 
 

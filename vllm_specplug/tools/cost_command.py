@@ -37,15 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=max(BATCHES),
         metavar="R",
-        help="requests of the largest batch (default: %(default)s)",
+        help="largest batch to time, in requests (default: %(default)s)",
     )
     parser.add_argument(
-        "--questions", type=Path, metavar="FILE", help="also answer these and learn from them, by category"
+        "--questions", type=Path, metavar="FILE", help="questions to answer, to learn acceptance from (default: none)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="take N evenly spaced questions")
+    parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
     add_max_tokens(parser, 64)
     add_kv_gib(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write costs.json and costs.png here")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for costs.json and costs.png (default: not written)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -107,11 +107,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts (default: all)"
     )
     parser.add_argument(
-        "--speculative-config", default=json.dumps(METHOD), metavar="JSON", help="the method (default: %(default)s)"
+        "--speculative-config",
+        default=json.dumps(METHOD),
+        metavar="JSON",
+        help="the method to compare with plain decoding (default: %(default)s)",
     )
-    parser.add_argument("--compile", action="store_true", help="let both servers compile the model: slower to start")
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw the tree into this file")
-    parser.add_argument("--log-dir", metavar="DIR", help="keep the servers' logs there (default: only after an error)")
+    parser.add_argument(
+        "--compile", action="store_true", help="let both servers compile the model; the start takes longer"
+    )
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw a tree into this file")
+    parser.add_argument(
+        "--log-dir", metavar="DIR", help="folder for the servers' logs (default: logs are kept only after an error)"
+    )
     parser.add_argument(
         "--timeout",
         type=float,

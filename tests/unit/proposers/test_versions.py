@@ -63,7 +63,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path, value):
     tensors = load_file(file)
     tensors["fc.weight"][3, 5] = value
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"fc\.weight has values that are no numbers"):
+    with pytest.raises(CheckpointError, match=r"fc\.weight has values that are not finite"):
         check.read(tmp_path / "new")
 
 

@@ -198,7 +198,7 @@ def test_a_shell_completes_commands_and_options(line, some, tmp_path):
 
 def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "none measured yet" in doctor._costs().value
+    assert "none (a server" in doctor._costs().value
     facts = {"model": "/models/tiny", "method": "eagle2", "threads": 3}
     cost_files.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
     value = doctor._costs().value
@@ -212,7 +212,7 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
 
 def test_doctor_shows_the_proofs(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "none yet" in doctor._proofs().value
+    assert "none (a server" in doctor._proofs().value
     facts = {"model": "/models/tiny", "method": "eagle2", "dtype": "torch.bfloat16"}
     proof_files.save(facts, "", difference=0.1, bound=0.42)
     assert proof_files.load(facts)["bound"] == 0.42

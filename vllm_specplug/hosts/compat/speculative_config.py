@@ -176,9 +176,9 @@ def _check_keys(given: dict[str, Any]) -> None:
     theirs = sorted((set(given) - ours - {"method"}) & {field.name for field in fields(SpeculativeConfig)})
     if theirs:
         raise ConfigError(
-            f"the installed plugin vllm-specplug serves the method {given['method']!r} and has no key "
-            f"{', '.join(map(repr, theirs))}, which vLLM's own methods have: leave it out, or set the environment "
-            "variable VLLM_PLUGINS='' (or to a list of other plugins) to get vLLM's own method"
+            f"the installed plugin vllm-specplug serves the method {given['method']!r}, without vLLM's key "
+            f"{', '.join(map(repr, theirs))}: leave it out, or set the environment variable VLLM_PLUGINS='' to get "
+            "vLLM's own method"
         )
 
 
@@ -234,7 +234,7 @@ def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
     if options is not drafter or options.budget == "measured":
         found = f"method={options.method!r}, budget={options.budget!r}"
         raise ConfigError(
-            f"a KV connector stores the rows of drafter {drafter.model!r} too, so it has to run behind every prompt "
+            f"with a KV connector drafter {drafter.model!r} must read every prompt, as its rows are stored too "
             f"(found {found}): use method {drafter.method!r} with budget='fixed', or a method without an EAGLE drafter"
         )
 

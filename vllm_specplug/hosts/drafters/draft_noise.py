@@ -38,7 +38,9 @@ class DraftNoise:
         self.couples = options.verification != "typical" and getattr(model_drafter(options), "coupled", False)
         self.couples = self.couples and runner.may_couple
         if self.couples and not noise_is_known(runner.sampler):
-            logger.warning("vllm-specplug: vLLM's sampler draws noise of another kind: drafts are not coupled with it")
+            logger.warning(
+                "vllm-specplug: drafts are not coupled with the sampler's noise, because this vLLM draws it differently"
+            )
             self.couples = False
         self._own: dict[str, torch.Generator] = {}
 

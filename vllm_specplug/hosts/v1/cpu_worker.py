@@ -23,9 +23,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
-            raise ConfigError(
-                "tree speculation runs on vLLM's V1 model runner in this release: set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+            raise ConfigError("on a CPU, trees run on vLLM's V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0")
         with custom_processors_hidden(self.model_config):
             super().init_device()
         # vLLM builds its own runner inside init_device; its buffers are freed here.

@@ -255,7 +255,7 @@ class _Pointer:
             if str(error) != self._problem:
                 self._problem = str(error)
                 logger.warning(
-                    "vllm-specplug: no new version of the drafter can be found, the one in use stays: %s", error
+                    "vllm-specplug: versions of the drafter cannot be read, and the one in use stays: %s", error
                 )
 
 
