@@ -5,10 +5,11 @@
 
 SmolLM2-135M-Instruct at batch 1.  Every method has its own engine; they take turns, block by block, on the same
 requests.  The learning engine records and reloads; `specplug learn` runs beside it and is halted (SIGSTOP) while the
-others answer, so that it takes time from the learning engine alone.  Plain decoding and lookup answer one block in
-`--others-every`; in the other blocks, the texts of the static and of the learning drafter are compared.  Prompts are
-repeated if they are too few, but each time with another number in front.  The CPU share of the trainer is its processor
-time over the learning engine's time.
+others answer, so that it takes time from the learning engine alone.  Plain decoding and lookup, and with
+`--from-nothing` the static drafter, answer one block in `--others-every`.  The learning drafter's texts are compared
+with plain decoding's, and in the other blocks with the static drafter's.  Prompts are repeated if they are too few, but
+each time with another number in front.  The CPU share of the trainer is its processor time over the learning engine's
+time.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
     engine |= {"enable_prefix_caching": False, "disable_log_stats": False}
     blocks: dict[str, list[Measurement | None]] = {method.label: [] for method in methods}
     versions, cost = [], []
+    others = (PLAIN, LOOKUP, STATIC) if args.from_nothing else (PLAIN, LOOKUP)
     arguments = ["--min-tokens", str(args.min_tokens), "--threads", str(args.threads)]
     with started(methods, engine, args.kv_gib) as workers:
         for worker in workers:
@@ -139,7 +141,7 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
                 number = first // args.block
                 turn = number % len(workers)
                 for worker in workers[turn:] + workers[:turn]:
-                    if worker.method.label in (PLAIN, LOOKUP) and number % args.others_every:
+                    if worker.method.label in others and number % args.others_every:
                         blocks[worker.method.label].append(None)
                         continue
                     if worker.method.label == LEARNING:
@@ -160,10 +162,12 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Return by method: tau and tokens/s of each block, and of the last quarter; what learning cost; same texts."""
     blocks, result = found["blocks"], {}
-    expected = [plain or static for plain, static in zip(blocks[PLAIN], blocks[STATIC], strict=True)]
     for label, measured in blocks.items():
         last = [one for one in measured[-max(len(measured) // 4, 1) :] if one is not None]
-        pairs = [(one, other) for one, other in zip(measured, expected, strict=True) if one is not None]
+        expected = blocks[PLAIN]
+        if label == LEARNING:
+            expected = [plain or static for plain, static in zip(expected, blocks[STATIC], strict=True)]
+        pairs = [(a, b) for a, b in zip(measured, expected, strict=True) if a is not None and b is not None]
         result[label] = {
             "tau": [one and round(tau([one]), 4) for one in measured],
             "tokens_per_s": [one and round(one.rate, 2) for one in measured],
