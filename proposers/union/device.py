@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.pruning import rerank_draft
-from vllm_specplug.proposers.union.drafting import start_weights
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED
 from vllm_specplug.types import PADDING, Draft
 
