@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -42,15 +42,28 @@ class DeviceWork(TorchDispatchMode):
     Attributes:
         launches: by name, calls of operators that compute and launches of Triton kernels.
         looks: operation and place of each look at a value.
-        kept_on_cpu: storages (addresses) that are in CPU memory on a GPU too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.looks: list[str] = []
-        self.kept_on_cpu: set[int] = set()
+        self._kept_on_cpu: dict[int, torch.Tensor] = {}
         self._patches = ExitStack()
+        self._only: set[int] | None = None
+
+    def keep_on_cpu(self, tensor: torch.Tensor) -> None:
+        """Do not count looks at a tensor that is in CPU memory on a GPU too."""
+        self._kept_on_cpu[_address(tensor)] = tensor  # alive, so that no other tensor gets its address
+
+    @contextmanager
+    def on_the_cpu(self, device_tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Watch code that works on copies in CPU memory: looks at these tensors only are counted."""
+        self._only = {_address(tensor) for tensor in device_tensors}
+        try:
+            yield
+        finally:
+            self._only = None
 
     def __enter__(self) -> DeviceWork:
         for name in METHODS:
@@ -90,12 +103,19 @@ class DeviceWork(TorchDispatchMode):
         return launch
 
     def _look(self, name: str, tensor: torch.Tensor) -> None:
+        address = _address(tensor)
+        if address in self._kept_on_cpu or (self._only is not None and address not in self._only):
+            return
         frame = sys._getframe(2)
         while frame is not None and ("/torch/" in frame.f_code.co_filename or __file__ == frame.f_code.co_filename):
             frame = frame.f_back
         place = frame.f_code.co_filename if frame is not None else ""
-        if not any(other in place for other in OTHERS) and tensor.untyped_storage().data_ptr() not in self.kept_on_cpu:
+        if not any(other in place for other in OTHERS):
             self.looks.append(f"{name} at {place}:{frame.f_lineno}")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _has_mask(indices: Any) -> bool:

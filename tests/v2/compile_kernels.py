@@ -30,7 +30,8 @@ from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_growth import KERNELS, likeliest, start_levels
 from vllm_specplug.kernels.triton_lookup import continuations, match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, plan_step, stage_rows, store_trees, walk_rows
-from vllm_specplug.proposers.union.device_proposer import merge_drafts
+from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
 
 #: Bytes of shared memory that a program can have, by compute capability.
@@ -135,7 +136,8 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
         match_keys(tokens, given, ints, 1, 16)
         continuations(
             tokens, given, ints, min_match=1, max_match=16, max_candidates=8, draft_depth=16,
-            weights=torch.zeros(7, dtype=torch.float64),
+            table=torch.zeros(20, dtype=torch.float64),
+            kept=(torch.zeros(num_reqs, 128, dtype=torch.int64), torch.zeros(num_reqs, 2, 8, dtype=torch.int32)),
         )  # fmt: skip
         start_levels(given, slots, 5, 10, 4095)
 
@@ -150,7 +152,7 @@ def draft_kernels(num_reqs: int = 2, top_k: int = 10, depth: int = 8, num_nodes:
         ids = torch.zeros(num_reqs * (top_k if level else 1), top_k, dtype=torch.int64)
         beam = KERNELS.grow_level(pool, beam, ids, ids.float(), num_nodes)
     draft, _ = KERNELS.rerank_draft(pool, roots, num_nodes)
-    merge_drafts([draft, draft], num_nodes)
+    merge_drafts([draft, draft], num_nodes, Merging.make(start_weights(2), [draft, draft], num_reqs))
 
 
 def compile_all() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -46,19 +47,21 @@ def llm(engine, expected):  # the newest engine owns the host's counters
 
 
 def trees_of(llm, monkeypatch):
-    """The list gets a pair for each tree drafted from now on: the request's tokens, and the tree as rows."""
+    """The list gets an entry for each tree drafted from now on: slot, the request's tokens, what was learned by then,
+    and the tree as rows."""
     speculator, drafted = runner_of(llm).speculator, []
     largest = (max(speculator.depths), False)
     honest = speculator._growths[largest]
 
+    @functools.wraps(honest)  # with its attributes
     def look(num_reqs, slots, roots, *inputs):
         token_ids, parents = honest(num_reqs, slots, roots, *inputs)
-        states = speculator._req_states
+        states, weights = speculator._req_states, speculator._proposer.learner.calibration.weights.copy()
         num_rows = 1 + (parents >= 0).sum(dim=1)
         tree = from_flat(token_ids, parents, num_rows)
         for request, slot in enumerate(slots.tolist()):
             known = states.all_token_ids.gpu[slot, : states.total_len.gpu[slot]].tolist()
-            drafted.append((known, to_rows(tree, request)))
+            drafted.append((slot, known, weights, to_rows(tree, request)))
         return token_ids, parents
 
     monkeypatch.setitem(speculator._growths, largest, look)
@@ -74,12 +77,13 @@ def test_trees_are_those_of_the_host(llm, repeating, monkeypatch):
     found, _ = answers(llm, repeating)
     texts = [prompt["prompt_token_ids"] + answer[0] for prompt, answer in zip(repeating, found, strict=True)]
     options = runner_of(llm).speculator._proposer._options
-    assert len(drafted) > 10 and max(len(rows) for _, rows in drafted) == 13
-    for known, rows in drafted:
+    assert len(drafted) > 10 and max(len(rows) for *_, rows in drafted) == 13
+    for _, known, weights, rows in drafted:
         # A last step may emit more than was asked for.
         assert any(known[: len(text)] == text[: len(known)] for text in texts)
-        untaught = LookupProposer(replace(options, min_node_value=0.0, traffic_tokens=0))
-        assert rows == to_rows(untaught.propose(context([known], max_len=256)).tree, 0)
+        proposer = LookupProposer(replace(options, min_node_value=0.0, traffic_tokens=0))
+        proposer.calibration.weights[:] = weights
+        assert rows == to_rows(proposer.propose(context([known], max_len=256)).tree, 0)
 
 
 def test_same_seed_same_tokens(llm, repeating, plainly):

@@ -11,6 +11,7 @@ from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.union import device_proposer
 from vllm_specplug.proposers.union.device import merge_drafts
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Draft, TokenTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,11 +21,13 @@ def context_of(token_ids, slots, lens, roots):
     return DeviceDraftContext(roots.to(DEVICE), slots.to(DEVICE), token_ids.to(DEVICE), lens.to(DEVICE), lambda: None)
 
 
-def check_lookup(inputs, options, found=None):
-    """Equal trees; returns the draft of the reference."""
-    roots = torch.arange(len(inputs["slots"])) + 3
-    expected = draft_matches(**inputs, root_token_ids=roots, options=options)
-    found = LookupOnDevice(options).propose(context_of(roots=roots, **inputs))
+def check_lookup(inputs, options, taught=0.0):
+    """Equal trees, also after learning has changed all weights; returns the draft of the reference."""
+    roots, lookup = torch.arange(len(inputs["slots"])) + 3, LookupOnDevice(options)
+    lookup.learner.calibration.weights += taught
+    weights = lookup.learner.calibration.weights
+    expected = draft_matches(**inputs, root_token_ids=roots, options=options, weights=weights)
+    found = lookup.propose(context_of(roots=roots, **inputs))
     for name in ("token_ids", "parents", "depths", "num_rows"):
         assert torch.equal(getattr(found.tree, name).cpu(), getattr(expected.tree, name)), name
     assert torch.allclose(found.log_values.cpu(), expected.log_values, rtol=1e-6, atol=0)
@@ -45,7 +48,7 @@ def test_lookup(max_len, options):
     """Contexts from nothing to the last place, over several blocks of the kernel."""
     for seed in range(1 if max_len > 99 else 3):
         inputs = make_match_inputs([0, 1, 2, max_len // 2, max_len, max_len], max_len, seed=seed)
-        assert (check_lookup(inputs, options).tree.num_rows > 1).any()
+        assert (check_lookup(inputs, options, taught=seed / 4).tree.num_rows > 1).any()
 
 
 def test_a_request_without_a_slot_drafts_nothing():
@@ -79,12 +82,13 @@ def random_draft(num_reqs, num_nodes, seed, vocab=3):
 def test_union(widths):
     for seed in range(2):
         drafts = [random_draft(3, width, 10 * seed + source) for source, width in enumerate(widths)]
-        expected = merge_drafts(drafts, 12)
+        weights = start_weights(len(widths)) + seed / 4
+        expected = merge_drafts(drafts, 12, torch.from_numpy(weights))
         given = [
             Draft(TokenTree(*(values.to(DEVICE) for values in vars(draft.tree).values())), draft.log_values.to(DEVICE))
             for draft in drafts
         ]
-        found = device_proposer.merge_drafts(given, 12)
+        found = device_proposer.merge_drafts(given, 12, device_proposer.Merging.make(weights, given, 5))
         for name in ("token_ids", "parents", "depths", "num_rows"):
             assert torch.equal(getattr(found.tree, name).cpu(), getattr(expected.tree, name)), name
         assert torch.allclose(found.log_values.cpu(), expected.log_values, rtol=1e-6, atol=0)

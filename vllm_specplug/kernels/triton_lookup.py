@@ -104,9 +104,20 @@ def log_sigmoid(x):
 
 
 @triton.jit
+def _largest(values, column, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr):
+    """Return the largest ``COUNT`` values, largest first; those above 0 differ."""
+    found = tl.zeros([COUNT_PADDED], tl.int32)
+    for i in range(COUNT):
+        best = tl.max(values, axis=0)
+        found = tl.where(column == i, best, found)
+        values = tl.where(values == best, 0, values)
+    return found
+
+
+@triton.jit
 def _prefix_tree_kernel(
-    best_ptr, num_best, tokens_ptr, slots_ptr, lens_ptr, max_len, weights_ptr,
-    token_ids_ptr, parents_ptr, values_ptr, depths_ptr,
+    best_ptr, num_best, tokens_ptr, slots_ptr, lens_ptr, max_len, table_ptr,
+    token_ids_ptr, parents_ptr, values_ptr, depths_ptr, matches_ptr,
     DEPTH: tl.constexpr, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, BEST_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Merge the matches of a request's blocks and build the pool of their continuations."""
@@ -115,11 +126,7 @@ def _prefix_tree_kernel(
     column = tl.arange(0, COUNT_PADDED)
     place = tl.arange(0, BEST_PADDED)
     candidates = tl.load(best_ptr + request * num_best + place, mask=place < num_best, other=0)
-    keys = tl.zeros([COUNT_PADDED], tl.int32)
-    for i in range(COUNT):
-        best = tl.max(candidates, axis=0)
-        keys = tl.where(column == i, best, keys)
-        candidates = tl.where(candidates == best, 0, candidates)
+    keys = _largest(candidates, column, COUNT, COUNT_PADDED)
     lengths = keys // max_len
     positions = keys % max_len
     ages = tl.maximum(tl.load(lens_ptr + slot) - 1 - positions, 1)
@@ -131,9 +138,13 @@ def _prefix_tree_kernel(
     value = tl.zeros([COUNT_PADDED], tl.float64)
     leader_above = column
     log_age = tl.log2((ages + 1).to(tl.float64))
-    one, match = tl.load(weights_ptr), tl.load(weights_ptr + 1)
-    share, support, age = tl.load(weights_ptr + 2), tl.load(weights_ptr + 3), tl.load(weights_ptr + 4)
-    least, limit = tl.load(weights_ptr + 5), tl.load(weights_ptr + 6)
+    matches = matches_ptr + request * 2 * COUNT + column
+    tl.store(matches, lengths, mask=column < COUNT)
+    tl.store(matches + COUNT, ages, mask=column < COUNT)
+    least, limit = tl.load(table_ptr), tl.load(table_ptr + 1)
+    own = table_ptr + 2  # the weights of matches in the request itself come first
+    one, match = tl.load(own), tl.load(own + 1)
+    share, support, age = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4)
     for depth in range(DEPTH):
         # At the end of the known tokens, a repetition continues from its beginning.
         ahead = tl.minimum(positions + 1 + depth % ages, max_len - 1)
@@ -174,7 +185,8 @@ def continuations(
     max_match: int,
     max_candidates: int,
     draft_depth: int,
-    weights: torch.Tensor,
+    table: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
 ) -> DraftPool:
     """Find the best matches and build the pool of their continuations, in two launches.
 
@@ -184,7 +196,9 @@ def continuations(
         token_ids, slots, lens, min_match, max_match: as of ``match_keys``; a request with slot -1 has no matches.
         max_candidates: matches per request.
         draft_depth: tokens of a continuation.
-        weights: float64 ``[7]`` on the device; see ``proposers.lookup.device.kernel_weights``.
+        table: float64 on the device; see ``proposers.lookup.device.kernel_table``.
+        kept: buffers of at least ``num_reqs`` rows.  int64 ``[..., draft_depth * max_candidates]`` becomes the pool's
+            token ids; lengths and ages of the matches are written to int32 ``[..., 2, max_candidates]``.
     """
     num_reqs, max_len, device = slots.shape[0], token_ids.shape[1], token_ids.device
     num_blocks = triton.cdiv(max_len, _BLOCK)
@@ -195,10 +209,12 @@ def continuations(
         COUNT_PADDED=count_padded, BLOCK=_BLOCK,
     )  # fmt: skip
     shape = (num_reqs, draft_depth * max_candidates)
-    tokens, parents, depths = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(3))
+    parents, depths = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+    tokens, matches = kept[0][:num_reqs], kept[1]
     values = torch.empty(shape, dtype=torch.float32, device=device)
     _prefix_tree_kernel[(num_reqs,)](
-        best, num_blocks * max_candidates, token_ids, slots, lens, max_len, weights, tokens, parents, values, depths,
+        best, num_blocks * max_candidates, token_ids, slots, lens, max_len, table, tokens, parents, values, depths,
+        matches,
         DEPTH=draft_depth, COUNT=max_candidates, COUNT_PADDED=count_padded,
         BEST_PADDED=triton.next_power_of_2(num_blocks * max_candidates),
     )  # fmt: skip

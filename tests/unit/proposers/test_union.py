@@ -318,11 +318,14 @@ def untied(rng, draft):
     return Draft(draft.tree, log_values)
 
 
-def check_device(drafts, num_nodes):
-    """Check that ``merge_drafts`` equals the proposer, and return the proposer's draft."""
+def check_device(drafts, num_nodes, weights=None):
+    """Check that ``merge_drafts`` equals the proposer, with learned weights if given; return the proposer's draft."""
     num_reqs = len(drafts[0].log_values)
     union = make(*map(Fixed, drafts), num_nodes=num_nodes)
-    expected, found = union.propose(rows_context(num_reqs, vocab_size=1000)), merge_drafts(drafts, num_nodes)
+    if weights is not None:
+        union.calibration.weights[:] = weights
+    expected = union.propose(rows_context(num_reqs, vocab_size=1000))
+    found = merge_drafts(drafts, num_nodes, weights)
     assert found.tree.token_ids.shape == found.log_values.shape == (num_reqs, num_nodes + 1)
     for request in range(num_reqs):
         trees = [

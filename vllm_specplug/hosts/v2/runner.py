@@ -151,7 +151,8 @@ class TreeRunner:
         elif options.verification == "typical":
             settling = TypicalSettling(params, trees, self.sampler)
         self.rejection_sampler = TreeRejectionSampler(
-            self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace
+            *(self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace),
+            learning=self.speculator.learning,
         )
 
     def _check_config(self) -> None:
