@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 #: Operators whose result's shape or value is needed on the CPU.
 LOOKS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive"}
+LOOKS |= {"item", "is_nonzero"}  # in inference mode they are not split into others
 #: Methods that read a tensor without an operator.
 METHODS = ("tolist", "numpy", "cpu", "__array__")
 #: Operators without a launch, besides views.

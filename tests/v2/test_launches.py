@@ -128,4 +128,4 @@ def test_control_of_whole_steps(start, prompts, monkeypatch):
 
     monkeypatch.setattr(DeviceTrees, "keep", keep)
     work, _ = looks_of(monkeypatch, lambda: answers(start("eagle2"), prompts[:1]))
-    assert any("_local_scalar_dense" in look for look in work.looks)
+    assert any("item" in look for look in work.looks)
