@@ -161,6 +161,21 @@ class DeviceLearner(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceRemembering(Protocol):
+    """A device proposer that keeps tokens of ended requests."""
+
+    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+        """Keep what it needs of a request that has ended, on the device and without waiting.
+
+        Args:
+            token_ids, num_tokens: as of ``DeviceDraftContext``.
+            slot: place of the request in both.
+            prompt_len: number of tokens of its prompt.
+        """
+        ...
+
+
 # ---- 2. and 3. drafters with weights
 
 

@@ -2,7 +2,7 @@
 
 The matches of a request are found in its own tokens by a search over all positions.  Trees and weights are those of
 ``prefix_tree``; of more matches than ``max_candidates`` the longest of all are drafted, not the longest of the newest.
-Traffic is left out, because it needs data on the CPU; the feature "request" is 0.
+Matches in traffic are left out here: ``LookupProposer`` is the reference for these.  The feature "request" is 0.
 """
 
 from __future__ import annotations

@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_specplug.kernels.triton_growth import rerank_draft
-from vllm_specplug.kernels.triton_lookup import continuations
+from vllm_specplug.kernels.triton_lookup import LookupBuffers, continuations, keep_answer
 from vllm_specplug.proposer import DeviceDraftContext, LateOutcome
 from vllm_specplug.proposers.lookup.device import kernel_table
+from vllm_specplug.proposers.lookup.index import BREAK
 from vllm_specplug.proposers.lookup.learning import MatchLearner
-from vllm_specplug.proposers.lookup.matches import Matches
+from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.types import Draft
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """What keeps its address, so that CUDA graphs can read and write it.
-
-    Attributes:
-        table: see ``kernel_table``.
-        token_ids: int64 ``[max_num_reqs, draft_depth * max_candidates]``; the continuations of the last draft.
-        matches: int32 ``[max_num_reqs, 2, max_candidates]``; lengths and ages of its matches.
-    """
-
-    table: torch.Tensor
-    token_ids: torch.Tensor
-    matches: torch.Tensor
-
-
 class LookupOnDevice:
-    """Drafts continuations of matches in each request's own tokens, which V2 keeps on the GPU.
+    """Drafts continuations of matches in each request's tokens and in ended requests' answers, all kept on the GPU.
 
-    ``device.draft_matches`` is the reference; here it takes three launches.  It is a ``DeviceLearner``.
+    It takes three launches.  ``device.draft_matches`` is the reference for a request's own tokens, ``LookupProposer``
+    for both.  It is a ``DeviceLearner`` and a ``DeviceRemembering``.
     """
 
     def __init__(self, options: LookupOptions):
         self._options, self.learner = options, MatchLearner()
-        self._buffers: _Buffers | None = None  # the device is known at the first call
+        self._buffers: LookupBuffers | None = None  # the device is known at the first call
 
     def propose(self, context: DeviceDraftContext) -> Draft:
         """Draft one tree per request."""
@@ -54,17 +40,36 @@ class LookupOnDevice:
             max_match=options.max_match,
             max_candidates=options.max_candidates,
             draft_depth=options.draft_depth,
-            table=buffers.table,
-            kept=(buffers.token_ids, buffers.matches),
+            min_traffic_match=self._min_traffic_match,
+            buffers=buffers,
         )
         return rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens)[0]
 
-    def _make_buffers(self, token_ids: torch.Tensor) -> _Buffers:
+    @property
+    def _min_traffic_match(self) -> int:
+        """Shortest match in traffic: one of few tokens is everywhere there."""
+        return max(self._options.min_match, LONG_ANCHOR)
+
+    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+        if self._buffers is not None:
+            keep_answer(
+                token_ids,
+                num_tokens,
+                slot,
+                prompt_len,
+                max_match=self._options.max_match,
+                longer_than=LONG_ANCHOR,
+                buffers=self._buffers,
+            )
+
+    def _make_buffers(self, token_ids: torch.Tensor) -> LookupBuffers:
         num_reqs, count, device = len(token_ids), self._options.max_candidates, token_ids.device
-        self._buffers = _Buffers(
+        self._buffers = LookupBuffers(
             torch.from_numpy(kernel_table(self.learner.calibration.weights)).to(device, copy=True),
             torch.zeros(num_reqs, self._options.draft_depth * count, dtype=torch.int64, device=device),
-            torch.zeros(num_reqs, 2, count, dtype=torch.int32, device=device),
+            torch.zeros(num_reqs, 3, count, dtype=torch.int32, device=device),
+            torch.full((self._options.kept_tokens + 1,), BREAK, dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
         )
         return self._buffers
 
@@ -84,7 +89,7 @@ class LookupOnDevice:
         continuations = token_ids.reshape(num_reqs, -1, count).transpose(0, 2, 1)
         lengths, ages = (np.ascontiguousarray(matches[:, which], dtype=np.int64) for which in range(2))
         found = Matches(
-            np.ascontiguousarray(continuations, dtype=np.int32), lengths, ages, np.ones_like(lengths, dtype=np.bool_)
+            np.ascontiguousarray(continuations, dtype=np.int32), lengths, ages, np.ascontiguousarray(matches[:, 2] > 0)
         )
         valued = self.learner.value(found, np.zeros(num_reqs), np.arange(num_reqs), num_reqs)
         self.learner.learn(valued, *outcome.arguments())

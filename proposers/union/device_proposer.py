@@ -11,7 +11,7 @@ import torch
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.kernels.triton_growth import rerank_draft
 from vllm_specplug.kernels.triton_union import merged_pool
-from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, LateOutcome, find_method
+from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, LateOutcome, find_method
 from vllm_specplug.proposers.union.device import kernel_columns, kernel_limit
 from vllm_specplug.proposers.union.learning import MergeLearner
 from vllm_specplug.proposers.union.merge import merge
@@ -48,7 +48,7 @@ class Merging:
 class UnionOnDevice:
     """Merges the drafts of its sources: the drafter with weights first, then the model-free ones.
 
-    It is a ``DeviceLearner``, and so may its sources be.
+    It is a ``DeviceLearner`` and a ``DeviceRemembering``, and so may its sources be.
     """
 
     def __init__(self, options: UnionOptions):
@@ -65,6 +65,11 @@ class UnionOnDevice:
         if self._merging is None:
             self._merging = Merging.make(self.learner.calibration.weights, drafts, len(context.token_ids))
         return merge_drafts(drafts, self._num_nodes, self._merging)
+
+    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+        for source in self._sources:
+            if isinstance(source, DeviceRemembering):
+                source.finish(token_ids, num_tokens, slot, prompt_len)
 
     # ---- learning
 

@@ -15,6 +15,8 @@ from tests.v2.conftest import ENGINE, GREEDY, answers, same, watch_rounds
 from tests.v2.test_lookup import LOOKUP, trees_of
 from tests.v2.test_union import EAGLE
 from vllm_specplug.budget import calibration
+from vllm_specplug.core.guard import Guard
+from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.v2.late_learning import MOST_REQUESTS, LateLearning
 from vllm_specplug.proposers.lookup.device import kernel_table
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
@@ -224,3 +226,31 @@ def test_nothing_waits_for_copies():
     waiting.query = lambda: True
     step(learning, ["r1"])
     assert len(pupil.taught) == 2 and pupil.table.tolist() == [2]
+
+
+def test_which_answers_are_kept():
+    """Those of ended requests that speculated, once the server serves."""
+    kept = []
+
+    class Remembers:
+        def finish(self, token_ids, num_tokens, slot, prompt_len):
+            kept.append((token_ids, num_tokens, slot, prompt_len))
+
+    speculator = TreeSpeculator.__new__(TreeSpeculator)
+    speculator._proposer, speculator._guard, speculator.learning = Remembers(), Guard("lookup"), None
+    speculator.slot_params = SimpleNamespace(speculates=np.array([True, False, True]))
+    speculator._req_states = SimpleNamespace(
+        req_id_to_index={"b": 0, "silent": 1, "a": 2},
+        all_token_ids=SimpleNamespace(gpu="tokens"),
+        total_len=SimpleNamespace(gpu="lens"),
+        prompt_len=SimpleNamespace(np=np.array([5, 6, 7])),
+    )
+    ended = {"b", "silent", "a", "never started"}
+    speculator.finish(ended)
+    assert not kept
+    speculator.start_serving()
+    speculator.finish(ended)
+    assert kept == [("tokens", "lens", 2, 7), ("tokens", "lens", 0, 5)]
+    speculator._proposer = object()  # keeps nothing
+    speculator.finish(ended)
+    assert len(kept) == 2 and not speculator._guard.failures

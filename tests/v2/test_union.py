@@ -17,7 +17,7 @@ from vllm_specplug.proposers.union import device_proposer
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 MEDUSA = {"method": "medusa", "tree": [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]}
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "draft_depth": 5}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "draft_depth": 5, "traffic_tokens": 1024}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm_specplug.hosts.v2.rounds import shapes
 from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, find_method
+from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, find_method
 from vllm_specplug.types import PADDING, Draft
 
 
@@ -51,6 +51,8 @@ class TreeSpeculator:
     depths: dict[int, int]
     draft_nodes: int
     draft_depth: int
+    #: Whether users' requests are served: what ran before leaves no trace.
+    _serves = False
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
     #: Drafts with the weights, from the slots (int ``[num_reqs]``; -1: not used), the last emitted tokens (int64
@@ -127,6 +129,23 @@ class TreeSpeculator:
                 token_ids = self._draft_nothing(input_batch)
         self.timer.add("proposer failed", self._guard.failures - failures)
         return token_ids
+
+    def start_serving(self) -> None:
+        """Learn from here on, and keep answers; called at the end of the start."""
+        self._serves = True
+        if self.learning is not None:
+            self.learning.start()
+
+    def finish(self, req_ids: Collection[str]) -> None:
+        """Let the proposer keep the tokens of ended requests, of those that did not turn speculation off."""
+        if not (self._serves and isinstance(self._proposer, DeviceRemembering)):
+            return
+        known = self._req_states
+        for req_id in sorted(req_ids):
+            slot = known.req_id_to_index.get(req_id)
+            if slot is not None and self.slot_params.speculates[slot]:
+                tokens, prompt_len = (known.all_token_ids.gpu, known.total_len.gpu), int(known.prompt_len.np[slot])
+                self._guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""

@@ -190,6 +190,10 @@ class TreeRunner:
                 self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
             self._slot_params.upload()
 
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self.speculator.finish(scheduler_output.finished_req_ids)  # their places are given away below
+        super().finish_requests(scheduler_output)
+
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         self.trace.close()
         super().shutdown(*args, **kwargs)

@@ -48,8 +48,7 @@ class TreeWorkerV2(ProvesTrees):
         times = super().compile_or_warm_up_model()
         if self.vllm_config.speculative_config.specplug.budget == "measured":
             measure_if_unknown(self)
-        if (learning := self.model_runner.speculator.learning) is not None:
-            learning.start()
+        self.model_runner.speculator.start_serving()
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
