@@ -31,6 +31,7 @@ from vllm_specplug.proposers.lookup.device import draft_matches
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.union import device, device_proposer
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Draft, Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +52,9 @@ class Phases:
         path = torch.zeros(NUM_REQS, NUM_NODES + 1, dtype=torch.int64, device=DEVICE)
         self.walk = Walk(path, path, torch.ones(NUM_REQS, dtype=torch.int32, device=DEVICE))
         self.starts = torch.arange(NUM_REQS, dtype=torch.int32, device=DEVICE) * (NUM_NODES + 1)
+        self.on_device = LookupOnDevice(LOOKUP)
         self.drafts = [self.lookup(True), self.lookup(True)]
+        self.merging = device_proposer.Merging.make(start_weights(2), self.drafts, NUM_REQS)
 
     def eagle2(self, kernels: bool) -> Draft:
         """Grow trees with a drafter that computes nothing."""
@@ -89,11 +92,13 @@ class Phases:
             return draft_matches(**self.known, root_token_ids=self.roots, options=LOOKUP, find=match_keys)
         known = self.known
         context = DeviceDraftContext(self.roots, known["slots"], known["token_ids"], known["lens"], lambda: None)
-        return LookupOnDevice(LOOKUP).propose(context)
+        return self.on_device.propose(context)
 
     def union(self, kernels: bool) -> Draft:
         """Merge two drafts; their sources are not counted."""
-        return (device_proposer if kernels else device).merge_drafts(self.drafts, NUM_NODES)
+        if not kernels:
+            return device.merge_drafts(self.drafts, NUM_NODES)
+        return device_proposer.merge_drafts(self.drafts, NUM_NODES, self.merging)
 
     def plan(self, kernels: bool) -> object:
         return (triton_step.plan_step if kernels else plan_step)(self.walk, self.starts, 200)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,12 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from tests.doubles.no_syncs import READS
+from tests.doubles.no_syncs import LOOKS
 
-#: Operators whose result's shape or value is needed on the CPU.
-LOOKS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive"}
 #: Methods that read a tensor without an operator.
-METHODS = ("tolist", "numpy", "cpu", "__array__", *READS)
+METHODS = ("tolist", "numpy", "cpu", "__array__")
 #: Operators without a launch, besides views.
 SILENT = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh")
 #: Code that may look: vLLM's, what runs its parts in the tests, and libraries below.
@@ -44,16 +42,28 @@ class DeviceWork(TorchDispatchMode):
     Attributes:
         launches: by name, calls of operators that compute and launches of Triton kernels.
         looks: operation and place of each look at a value.
-        kept_on_cpu: by address, storages that are in CPU memory on a GPU too; they live as long as this, so that no
-            other tensor gets their address.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.looks: list[str] = []
-        self.kept_on_cpu: dict[int, torch.UntypedStorage] = {}
+        self._kept_on_cpu: dict[int, torch.Tensor] = {}
         self._patches = ExitStack()
+        self._only: set[int] | None = None
+
+    def keep_on_cpu(self, tensor: torch.Tensor) -> None:
+        """Do not count looks at a tensor that is in CPU memory on a GPU too."""
+        self._kept_on_cpu[_address(tensor)] = tensor  # alive, so that no other tensor gets its address
+
+    @contextmanager
+    def on_the_cpu(self, device_tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Watch code that works on copies in CPU memory: looks at these tensors only are counted."""
+        self._only = {_address(tensor) for tensor in device_tensors}
+        try:
+            yield
+        finally:
+            self._only = None
 
     def __enter__(self) -> DeviceWork:
         for name in METHODS:
@@ -93,12 +103,19 @@ class DeviceWork(TorchDispatchMode):
         return launch
 
     def _look(self, name: str, tensor: torch.Tensor) -> None:
+        address = _address(tensor)
+        if address in self._kept_on_cpu or (self._only is not None and address not in self._only):
+            return
         frame = sys._getframe(2)
         while frame is not None and ("/torch/" in frame.f_code.co_filename or __file__ == frame.f_code.co_filename):
             frame = frame.f_back
         place = frame.f_code.co_filename if frame is not None else ""
-        if not any(other in place for other in OTHERS) and tensor.untyped_storage().data_ptr() not in self.kept_on_cpu:
+        if not any(other in place for other in OTHERS):
             self.looks.append(f"{name} at {place}:{frame.f_lineno}")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _has_mask(indices: Any) -> bool:

@@ -28,9 +28,10 @@ from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_growth import KERNELS, likeliest, start_levels
-from vllm_specplug.kernels.triton_lookup import continuations, match_keys
+from vllm_specplug.kernels.triton_lookup import LookupBuffers, continuations, keep_answer, match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, plan_step, stage_rows, store_trees, walk_rows
-from vllm_specplug.proposers.union.device_proposer import merge_drafts
+from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
 
 #: Bytes of shared memory that a program can have, by compute capability.
@@ -131,11 +132,16 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     move_rows(cache_pointers(caches), caches[0], flat, path, path)
     plan_step(Walk(path, path, ints), ints, num_reqs * width)
     tokens = torch.zeros(num_reqs, 4096, dtype=torch.int32)
+    buffers = LookupBuffers(
+        torch.zeros(20, dtype=torch.float64), torch.zeros(num_reqs, 128, dtype=torch.int64),
+        *(torch.zeros(shape, dtype=torch.int32) for shape in ((num_reqs, 3, 8), (1 << 17) + 1, 2)),
+    )  # fmt: skip
+    keep_answer(tokens, ints, 1, 10, max_match=16, longer_than=3, buffers=buffers)
     for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
         match_keys(tokens, given, ints, 1, 16)
         continuations(
-            tokens, given, ints, min_match=1, max_match=16, max_candidates=8, draft_depth=16,
-            weights=torch.zeros(7, dtype=torch.float64),
+            tokens, given, ints, min_match=1, max_match=16, max_candidates=8, draft_depth=16, min_traffic_match=3,
+            buffers=buffers,
         )  # fmt: skip
         start_levels(given, slots, 5, 10, 4095)
 
@@ -150,7 +156,7 @@ def draft_kernels(num_reqs: int = 2, top_k: int = 10, depth: int = 8, num_nodes:
         ids = torch.zeros(num_reqs * (top_k if level else 1), top_k, dtype=torch.int64)
         beam = KERNELS.grow_level(pool, beam, ids, ids.float(), num_nodes)
     draft, _ = KERNELS.rerank_draft(pool, roots, num_nodes)
-    merge_drafts([draft, draft], num_nodes)
+    merge_drafts([draft, draft], num_nodes, Merging.make(start_weights(2), [draft, draft], num_reqs))
 
 
 def compile_all() -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ whether there is a Triton backend.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 
@@ -226,6 +227,7 @@ def watch_rounds(llm, monkeypatch):
     runner, rounds = runner_of(llm), []
 
     def watched(function):
+        @functools.wraps(function)  # with its attributes
         def call(*args, **kwargs):
             rounds.append(function)
             with NoLookAtTheDevice():

@@ -29,6 +29,7 @@ from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 MEASURED = {"num_speculative_tokens": 15, "draft_depth": 4, "draft_top_k": 3, "budget": "measured"}
 EAGLE = {"method": "eagle2", **MEASURED, "min_node_value": 0.0, "min_level_value": 0.0}
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 15, "draft_depth": 6, "budget": "measured"}
+LOOKUP |= {"traffic_tokens": 1024}
 MEASURE = step_times.StepMeasurement.measure
 #: Each shape after each other one.
 CHANGES = (15, 7, 0, 15, 0, 0, 7, 7, 15, 15)

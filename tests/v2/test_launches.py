@@ -11,7 +11,9 @@ from tests.v2.conftest import ENGINE, answers, same
 from tests.v2.test_identity import TREE
 from tests.v2.test_lookup import LOOKUP
 from tests.v2.test_union import EAGLE
+from vllm_specplug.hosts.v2.late_learning import LateLearning
 from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 
 #: Depth 6 and 10 nodes a level: for each level two launches choose children, one grows the pool, one gathers features.
 MOST = {"eagle2": 1 + 6 * 3 + 5 + 1, "lookup": 3, "union": 7, "plan": 1}
@@ -28,14 +30,21 @@ def test_launches_of_a_draft_phase():
 
 def looks_of(monkeypatch, call):
     """Places where the CPU looks at a device's values during ``call``, and its result."""
-    work, honest = DeviceWork(), InputBatch.__init__
+    work, honest, learn = DeviceWork(), InputBatch.__init__, LateLearning._learn
 
     def made(self, *args, **kwargs):
         honest(self, *args, **kwargs)
-        storage = self.seq_lens_cpu_upper_bound.untyped_storage()
-        work.kept_on_cpu[storage.data_ptr()] = storage
+        work.keep_on_cpu(self.seq_lens_cpu_upper_bound)
 
+    def learned(self, one):
+        learned_from.append(one)
+        tables = [table for _, table in self._proposer.tables()]
+        with work.on_the_cpu([*self._proposer.drafted(), *tables]):
+            learn(self, one)
+
+    work.learned_from = learned_from = []
     with monkeypatch.context() as patch, work:
+        patch.setattr(LateLearning, "_learn", learned)
         patch.setattr(InputBatch, "__init__", made)
         result = call()
     return work, result
@@ -90,10 +99,23 @@ def test_whole_steps_look_at_no_value(start, prompts, plain, monkeypatch, name):
     work, found = looks_of(monkeypatch, lambda: answers(llm, prompts))
     assert same(found, plain)
     assert not work.looks, sorted(set(work.looks))
+    assert bool(work.learned_from) == (name != "eagle2")
     assert work.launches["stage_rows_kernel"] > 3 and work.launches["plan_step_kernel"] > 3
     assert runner_of(llm).speculator._guard.failures == 0
     # vLLM keeps the tokens in device memory if this holds, else in CPU memory, which each search would read over PCIe.
     assert llm.llm_engine.vllm_config.speculative_config.use_ngram() == (name != "eagle2")
+
+
+def test_control_of_learning(start, prompts, monkeypatch):
+    """What is learned from are the copies, not what they are copies of."""
+    honest = LookupOnDevice.learn
+
+    def learn(self, drafted, outcome):
+        honest(self, [values[: len(outcome.requests)] for values in self.drafted()], outcome)
+
+    monkeypatch.setattr(LookupOnDevice, "learn", learn)
+    work, _ = looks_of(monkeypatch, lambda: answers(start("lookup"), prompts[:1]))
+    assert any("device_proposer" in look for look in work.looks)
 
 
 def test_control_of_whole_steps(start, prompts, monkeypatch):

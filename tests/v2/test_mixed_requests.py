@@ -59,6 +59,7 @@ def host_without_its_mask_kernel():
 def start(engine, checkpoints):
     tiny.write_tokenizer(checkpoints["target"])
     sources = [{**EAGLE, "model": str(checkpoints["eagle"])}, {"method": "lookup", "num_speculative_tokens": 6}]
+    sources[1]["traffic_tokens"] = 1024
     speculative = {**SPECULATIVE, "sources": sources}
     return lambda **options: engine(speculative_config=speculative, **OPTIONS, **ENGINE, **options)
 

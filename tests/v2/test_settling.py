@@ -186,11 +186,10 @@ def test_late_trace(tmp_path):
     tree = from_flat(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]), torch.tensor([3]))
     walk = Walk(torch.tensor([[7, 9, -1]]), torch.tensor([[0, 2, -1]]), torch.tensor([2]))
     trace = LateTrace(str(path), torch.device("cpu"))
-    trace._on_cuda = False
     assert trace.is_on and not LateTrace(None, torch.device("cpu")).is_on
     trace.add(["a"], tree, walk)
     waiting = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
-    trace._copies.append((waiting, ["b"], tree, walk))
+    trace._copies._running.append((waiting, (["b"], tree, walk)))
     trace.add(["c"], tree, walk)  # its copy has arrived; those before it are written first
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert written == [{"request_id": "a", "token_ids": [5, 6, 7], "parents": [-1, 0, 0], "accepted_rows": [0, 2]}]

@@ -17,7 +17,7 @@ from vllm_specplug.proposers.union import device_proposer
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 MEDUSA = {"method": "medusa", "tree": [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]}
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "draft_depth": 5}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "draft_depth": 5, "traffic_tokens": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,12 @@ def start(engine, checkpoints, heads):
 def test_greedy(start, mixed, expected, drafter, kind, drafted_by, monkeypatch):
     """And no value is read back; what was merged is checked behind it."""
     merged, honest = [], device_proposer.merge_drafts
-    monkeypatch.setattr(device_proposer, "merge_drafts", lambda *args: merged.append(args) or honest(*args))
+
+    def merge_drafts(drafts, num_nodes, merging):
+        merged.append((drafts, num_nodes, merging.weights.clone()))
+        return honest(drafts, num_nodes, merging)
+
+    monkeypatch.setattr(device_proposer, "merge_drafts", merge_drafts)
     llm = start(drafter)
     merged.clear()
     check_greedy(llm, kind, mixed, expected, 1.5, monkeypatch)

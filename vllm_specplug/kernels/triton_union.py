@@ -159,7 +159,7 @@ def merged_pool(
         log_values: float32, like them.
         columns: int32 ``[num_rows]`` each; the source of a column, and the source's first column.
         max_width: rows of the widest draft.
-        weights: float64 ``[3 ** num_sources, num_weights]``; see ``proposers.union.drafting.start_weights``.
+        weights: float64 ``[3 ** num_sources, 2 + 2 * num_sources]``; see ``proposers.union.learning``.
         limit: float64 ``[1]``; of log odds.
     """
     (num_reqs, num_rows), device = token_ids.shape, token_ids.device

@@ -239,9 +239,7 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
         raise ConfigError(
             f"method {options.method!r} does not run on {runner.name}: use one of {served}, or {runner.otherwise}"
         )
-    given = {
-        name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens", "record")
-    }
+    given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "record")}
     for used, option, fix in (
         (options.budget != "fixed" and not runner.static, "budget='measured'", "budget='fixed'"),
         (
@@ -257,8 +255,6 @@ def _check_part(options: TreeOptions, runner: _Runner) -> None:
             "min_node_value",
             "min_node_value=0, and fewer num_speculative_tokens",
         ),
-        # Answers of other requests are in CPU memory.
-        (runner.static and given["traffic_tokens"], "traffic_tokens", f"traffic_tokens=0, or {runner.otherwise}"),
         # Reading back from a device whether to go on costs more than a draft level.
         (given["min_level_value"], "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):

@@ -274,6 +274,7 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_V2}.sample.gumbel:gumbel_noised_argmax"),
     VllmSymbol("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), keywords=("out",)),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.add_requests", ("self", "scheduler_output")),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.finish_requests", ("self", "scheduler_output")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.shutdown", ("self",)),
     VllmSymbol(f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")),
     VllmSymbol("vllm.v1.core.sched.output:SchedulerOutput.num_spec_tokens_to_schedule"),

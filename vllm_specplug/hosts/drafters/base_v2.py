@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from vllm_specplug.core.pruning import best_nodes
 from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, draft_sampling
 from vllm_specplug.hosts.v2.growth import Growth
+from vllm_specplug.hosts.v2.late_learning import LateLearning
 from vllm_specplug.hosts.v2.rounds import shapes
 from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.proposer import DeviceDraftContext, find_method
+from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, find_method
 from vllm_specplug.types import PADDING, Draft
 
 
@@ -30,6 +31,7 @@ class TreeSpeculator:
         options: of the drafter with weights; None for a model-free method.
         trees: what was drafted last.
         timer: counts and times the step.
+        learning: teaches the method's proposer; None if it does not learn.
         slot_params: sampling parameters by request.
         proposals: the distributions that sampled trees were drawn from, if they are verified by rejection.
         sampling: how the draft phase that runs samples; None: it takes the likeliest tokens.
@@ -41,6 +43,7 @@ class TreeSpeculator:
     options: TreeOptions | None
     trees: DeviceTrees
     timer: StepTimer
+    learning: LateLearning | None
     slot_params: SlotParams
     proposals: Proposals
     sampling: DeviceDraftSampling | None = None
@@ -48,6 +51,8 @@ class TreeSpeculator:
     depths: dict[int, int]
     draft_nodes: int
     draft_depth: int
+    #: Whether users' requests are served: what ran before leaves no trace.
+    _serves = False
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
     #: Drafts with the weights, from the slots (int ``[num_reqs]``; -1: not used), the last emitted tokens (int64
@@ -62,6 +67,8 @@ class TreeSpeculator:
         self.options, self._req_states = model_drafter(config.specplug), req_states
         #: None: the drafter with weights is all there is.
         self._proposer = None if method.make_on_device is None else method.make_on_device(config.specplug)
+        learns = isinstance(self._proposer, DeviceLearner)
+        self.learning = LateLearning(self._proposer, device) if learns else None
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._guard = Guard(config.specplug.method)
         metrics_file = config.metrics_file if leads() else None  # every tensor-parallel rank does the same
@@ -107,12 +114,14 @@ class TreeSpeculator:
         self._nodes = self.trees.width - 1 if num_speculative_tokens is None else num_speculative_tokens
         if dummy_run:
             return self.draft_trees(input_batch, *args, dummy_run=True, **kwargs)
+        failures = self._guard.failures
+        if self.learning is not None:
+            self._guard.run(self.learning.begin_phase)
         speculates = self.slot_params.speculates[input_batch.idx_mapping_np]
         self.timer.add("turned off by the request", int((~speculates).sum()))
         # A draft model reads all tokens: later requests may find their key/value in the prefix cache.
         if not speculates.any() and not self.draft_attn_layer_names:
             return self._draft_nothing(input_batch)
-        failures = self._guard.failures
         draft = self.draft_trees if self._nodes else self.keep_up
         with self.timer.timed("draft_seconds"):
             token_ids = self._guard.run(partial(draft, input_batch, *args, **kwargs))
@@ -120,6 +129,23 @@ class TreeSpeculator:
                 token_ids = self._draft_nothing(input_batch)
         self.timer.add("proposer failed", self._guard.failures - failures)
         return token_ids
+
+    def start_serving(self) -> None:
+        """Learn from here on, and keep answers; called at the end of the start."""
+        self._serves = True
+        if self.learning is not None:
+            self.learning.start()
+
+    def finish(self, req_ids: Collection[str]) -> None:
+        """Let the proposer keep the tokens of ended requests, of those that did not turn speculation off."""
+        if not (self._serves and isinstance(self._proposer, DeviceRemembering)):
+            return
+        known = self._req_states
+        for req_id in sorted(req_ids):
+            slot = known.req_id_to_index.get(req_id)
+            if slot is not None and self.slot_params.speculates[slot]:
+                tokens, prompt_len = (known.all_token_ids.gpu, known.total_len.gpu), int(known.prompt_len.np[slot])
+                self._guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""
@@ -154,6 +180,8 @@ class TreeSpeculator:
             )
         if not dummy_run:
             self.trees.keep(parents, slots)
+            if self.learning is not None:
+                self.learning.drafted(input_batch.req_ids, growth.at_once)
         # A node that could not be drafted is still a row of the next forward, so that it needs a valid token id.
         return token_ids[:, 1:].clamp(0, self._vocab_size - 1)
 

@@ -151,7 +151,8 @@ class TreeRunner:
         elif options.verification == "typical":
             settling = TypicalSettling(params, trees, self.sampler)
         self.rejection_sampler = TreeRejectionSampler(
-            self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace
+            *(self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace),
+            learning=self.speculator.learning,
         )
 
     def _check_config(self) -> None:
@@ -188,6 +189,10 @@ class TreeRunner:
             for new in scheduler_output.scheduled_new_reqs:
                 self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
             self._slot_params.upload()
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self.speculator.finish(scheduler_output.finished_req_ids)  # their places are given away below
+        super().finish_requests(scheduler_output)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         self.trace.close()

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_specplug.core.step import StepRunner, after_forward
 from vllm_specplug.core.walk import walk_exact
+from vllm_specplug.hosts.v2.late_learning import LateLearning
 from vllm_specplug.hosts.v2.late_trace import LateTrace
 from vllm_specplug.hosts.v2.settling import Settling, VerifiedRows
 from vllm_specplug.hosts.v2.trees import DeviceTrees
@@ -43,7 +44,10 @@ class TreeRejectionSampler(RejectionSampler):
         trees: the staged trees.
         settling: chooses tokens before the exact walk; None: all are sampled.
         trace: receives the verified trees.
+        learning: receives what was emitted; None: nothing learns.
     """
+
+    _learning: LateLearning | None = None
 
     def __init__(
         self,
@@ -54,9 +58,11 @@ class TreeRejectionSampler(RejectionSampler):
         trees: DeviceTrees,
         settling: Settling | None = None,
         trace: LateTrace | None = None,
+        learning: LateLearning | None = None,
     ):
         super().__init__(sampler, spec_config, device)
         self.runner, self.trees, self._settling, self._trace = runner, trees, settling, trace
+        self._learning = learning
 
     def __call__(
         self,
@@ -92,6 +98,8 @@ class TreeRejectionSampler(RejectionSampler):
         walk = Walk(output, path_rows, num_sampled)
         if self._trace is not None and self._trace.is_on:
             self._trace.add(input_batch.req_ids, self.trees.batch_tree(input_batch, token_ids), walk)
+        if self._learning is not None:
+            self._learning.verified(input_batch, walk)
         row_start, num_rows = self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens
         after_forward(self.runner, walk, row_start, num_rows, plan_step)
         return SamplerOutput(

@@ -48,6 +48,7 @@ class TreeWorkerV2(ProvesTrees):
         times = super().compile_or_warm_up_model()
         if self.vllm_config.speculative_config.specplug.budget == "measured":
             measure_if_unknown(self)
+        self.model_runner.speculator.start_serving()
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
