@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Operators whose result's shape or value is needed on the CPU; in inference mode the last two are not split into others.
+#: Operators whose result has a shape or value that the CPU needs.  In inference mode the last two are not split up.
 LOOKS = (
     *("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive"),
     *("item", "is_nonzero"),
