@@ -252,7 +252,7 @@ class _Pointer:
                 self._known, self._problem = state, ""
         except (OSError, ValueError) as error:  # a folder that is gone may come back
             self._known = None
-            if str(error) != self._problem:
+            if not self._problem:  # told once, until the folder can be read again
                 self._problem = str(error)
                 logger.warning(
                     "vllm-specplug: versions of the drafter cannot be read, and the one in use stays: %s", error
