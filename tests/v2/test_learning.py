@@ -65,8 +65,8 @@ def test_lookup_learns_what_v1_learns(engine, repeating, plainly, monkeypatch):
     answers(llm, repeating[:1])  # buffers are made by the first draft phase
     proposer = runner_of(llm).speculator._proposer
     before, address = proposer._buffers.table.clone(), proposer._buffers.table.data_ptr()
+    rounds = watch_rounds(llm, monkeypatch)  # first: what the test reads itself is not watched
     drafted, seen = trees_of(llm, monkeypatch), outcomes_of(proposer.learner, monkeypatch)
-    rounds = watch_rounds(llm, monkeypatch)
     assert same(answers(llm, repeating, LONG), plainly(repeating, LONG)) and len(rounds) > 10
     on_v1, expected = {}, []
     for slot, known, _, _ in drafted:
