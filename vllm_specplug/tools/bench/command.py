@@ -94,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=1, metavar="R", help="passes over the questions (default: %(default)s)"
     )
+    _add_engine_arguments(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
+    _add_table_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         action="append",
@@ -113,8 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run scheduler and worker of each engine in one process, which reduces noise",
     )
     add_kv_gib(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
-    _add_table_arguments(parser)
 
 
 def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
