@@ -31,6 +31,7 @@ from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.union import device as union_on_device
 from vllm_specplug.proposers.union import device_proposer
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Draft
 
 Row = dict[str, Any]
@@ -135,6 +136,7 @@ class DraftPhase:
         slots = self.known["slots"].long()
         self.roots = self.known["token_ids"][slots, self.known["lens"][slots].long() - 1].long()
         self.lookup = LookupOptions(num_speculative_tokens=nodes, traffic_tokens=0)
+        self._searching, self._merging = LookupOnDevice(self.lookup), None
         self._make_pages()
 
     def _make_pages(self) -> None:
@@ -157,9 +159,15 @@ class DraftPhase:
             drafts.append(self._grow())
         if name != "eagle2":
             drafts.append(self._search())
-        merge = (union_on_device if self.reference else device_proposer).merge_drafts
-        tree = (merge(drafts, self.nodes) if len(drafts) > 1 else drafts[0]).tree
+        tree = (self._merge(drafts) if len(drafts) > 1 else drafts[0]).tree
         return tree.token_ids, tree.parents
+
+    def _merge(self, drafts: list[Draft]) -> Draft:
+        if self.reference:
+            return union_on_device.merge_drafts(drafts, self.nodes)
+        if self._merging is None:
+            self._merging = device_proposer.Merging.make(start_weights(len(drafts)), drafts, self.batch)
+        return device_proposer.merge_drafts(drafts, self.nodes, self._merging)
 
     def _search(self) -> Draft:
         known, roots = self.known, self.roots
@@ -167,7 +175,7 @@ class DraftPhase:
         if self.reference:
             return draft_matches(token_ids, slots, lens, roots, self.lookup, match_keys_reference)
         context = DeviceDraftContext(roots, slots, token_ids, lens, lambda: None)
-        return LookupOnDevice(self.lookup).propose(context)
+        return self._searching.propose(context)
 
     def _grow(self) -> Draft:
         options = self.options
