@@ -86,7 +86,7 @@ class LookupOnDevice:
     def learn(self, drafted: Sequence[torch.Tensor], outcome: LateOutcome) -> None:
         token_ids, matches = (values.numpy() for values in drafted)
         num_reqs, count = len(token_ids), self._options.max_candidates
-        continuations = token_ids.reshape(num_reqs, -1, count).transpose(0, 2, 1)
+        continuations = token_ids.reshape(num_reqs, self._options.draft_depth, count).transpose(0, 2, 1)
         lengths, ages = (np.ascontiguousarray(matches[:, which], dtype=np.int64) for which in range(2))
         found = Matches(
             np.ascontiguousarray(continuations, dtype=np.int32), lengths, ages, np.ascontiguousarray(matches[:, 2] > 0)

@@ -28,8 +28,8 @@ from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 
 MEASURED = {"num_speculative_tokens": 15, "draft_depth": 4, "draft_top_k": 3, "budget": "measured"}
 EAGLE = {"method": "eagle2", **MEASURED, "min_node_value": 0.0, "min_level_value": 0.0}
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 15, "draft_depth": 6, "budget": "measured"}
-LOOKUP |= {"traffic_tokens": 1024}
+#: Without the answers of other tests, which would be accepted.
+LOOKUP = {"method": "lookup", "traffic_tokens": 0, "num_speculative_tokens": 15, "draft_depth": 6, "budget": "measured"}
 MEASURE = step_times.StepMeasurement.measure
 #: Each shape after each other one.
 CHANGES = (15, 7, 0, 15, 0, 0, 7, 7, 15, 15)
@@ -45,7 +45,7 @@ def cache(tmp_path_factory):
     """A cache of step times for this module, made up when they would be measured."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache") / "costs"
-        patch.setattr(cost_files, "folder", lambda: folder)
+        patch.setattr(cost_files, "STEP_TIMES", folder)
         patch.setattr(step_times.StepMeasurement, "measure", lambda _: seconds(1.2))
         yield patch
 
@@ -222,7 +222,7 @@ def test_control_without_outcomes_it_does_not_adapt(start, prompts, monkeypatch)
 
 def test_step_times_are_measured_and_kept(engine, monkeypatch, tmp_path, prompts, plain):
     """By whole steps at start; a second start, and the scheduler, read them."""
-    monkeypatch.setattr(cost_files, "folder", lambda: tmp_path / "costs")
+    monkeypatch.setattr(cost_files, "STEP_TIMES", tmp_path / "costs")
     monkeypatch.setattr(step_times.StepMeasurement, "measure", MEASURE)
     monkeypatch.setattr(step_times, "TIMES", 1)
     small = {"method": "lookup", "num_speculative_tokens": 7, "draft_depth": 4, "budget": "measured"}
