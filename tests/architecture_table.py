@@ -49,4 +49,6 @@ def written() -> list[list[str]]:
 
 
 if __name__ == "__main__":
+    if not RESULTS.is_file():
+        raise SystemExit(f"{RESULTS} is missing: run pytest tests/hosts/test_architectures.py first")
     print(architecture_table(json.loads(RESULTS.read_text())))

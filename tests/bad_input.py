@@ -49,7 +49,7 @@ COMMANDS = (
     Case("demo --speculative-config {}", "with the key 'method'"),
     Case("bench", "--questions FILE is needed"),
     Case("bench --questions DIR/nowhere.jsonl", "nowhere.jsonl: No such file"),
-    Case("bench --questions DIR/text.txt", "is not JSON"),
+    Case("bench --questions DIR/text.txt", "not JSON"),
     Case("bench --questions DIR/questions.jsonl --methods plain,magic", "magic"),
     Case("bench --questions DIR/questions.jsonl --max-tokens 0", "--max-tokens must be at least 1"),
     Case("bench --questions DIR/questions.jsonl --target DIR/nowhere", "there is no config.json"),

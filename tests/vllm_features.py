@@ -83,7 +83,7 @@ WORKS = (
     Support(
         "several KV cache groups",
         "tests/hosts/test_kv_groups.py::test_same_as_plain",
-        "(vLLM's hybrid KV cache manager) of windows and full layers",
+        "of windows and full layers (vLLM's hybrid KV cache manager)",
     ),
     Support("layers of different shapes", "tests/hosts/test_kv_groups.py::test_layers_of_different_shapes"),
     Support("learned positions", "tests/hosts/test_kv_groups.py::test_learned_positions"),

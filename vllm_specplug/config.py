@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_specplug.proposer import find_method, method_names
+from vllm_specplug.utils.published import current_folder
 
 #: Upper bound of a tree: masks and KV scratch grow with its square.
 MAX_NUM_SPECULATIVE_TOKENS = 255
@@ -58,6 +59,7 @@ class TreeOptions:
         trace_trees: file that receives the first trees as JSON lines.
         on_failure: what happens if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it
             decodes plainly.
+        reload: take new versions of the drafter while serving; ``model`` is a folder in which they are published.
     """
 
     method: ClassVar[str]
@@ -65,6 +67,8 @@ class TreeOptions:
     drafter_packages: ClassVar[tuple[str, ...]] = ()
     #: Whether drafts can be sampled from known probabilities, which ``rejection`` needs.
     has_draft_probs: ClassVar[bool] = False
+    #: Values of ``budget``.
+    budgets: ClassVar[tuple[str, ...]] = BUDGETS
 
     num_speculative_tokens: int = 16
     budget: str = "fixed"
@@ -74,11 +78,13 @@ class TreeOptions:
     tree_attention: str = TREE_ATTENTIONS[0]
     trace_trees: str | None = None
     on_failure: str = ON_FAILURE[0]
+    reload: bool = False
 
     def __post_init__(self) -> None:
+        require_bool("reload", self.reload)
         require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
-        if self.budget not in BUDGETS:
-            raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(BUDGETS)}")
+        if self.budget not in self.budgets:
+            raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(self.budgets)}")
         if self.verification not in VERIFICATIONS:
             raise ConfigError(
                 f"verification={self.verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}"
@@ -97,7 +103,7 @@ class TreeOptions:
                 )
             if self.budget == "measured":
                 raise ConfigError(
-                    "verification='rejection' needs budget='fixed': a learned choice of nodes would bias it"
+                    "verification='rejection' needs budget='fixed': a measured choice of nodes changes the distribution"
                 )
         check_typical_limits(self.typical_epsilon, self.typical_delta)
         if self.trace_trees is not None:
@@ -107,7 +113,31 @@ class TreeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle2Options(TreeOptions):
+class RecordOptions(TreeOptions):
+    """Options of methods whose drafter reads the target's hidden states.
+
+    Attributes:
+        record: folder that keeps token ids and hidden states of finished requests, for training; None: none are kept.
+        record_mib: limit of the folder; the oldest answers are deleted.
+        record_share: share of the requests to keep.
+    """
+
+    record: str | None = None
+    record_mib: int = 1024
+    record_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("record_mib", self.record_mib, 16, 1 << 20)
+        require_number("record_share", self.record_share, 0.0, 1.0)
+        if self.record is not None:
+            require_string("record", self.record)
+            if not Path(self.record).absolute().parent.is_dir():
+                raise ConfigError(f"record={self.record!r}: create the folder above it first, or leave the key out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle2Options(RecordOptions):
     """Options of ``{"method": "eagle2"}`` (EAGLE-2, section 4; defaults by measurement on CPU).
 
     Attributes:
@@ -289,7 +319,7 @@ def resolve_drafter(model: str, method: str = "eagle2") -> Path:
         return shipped[model]
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return _checkpoint_of(path)
     names = ", ".join(shipped) or "none"
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise ConfigError(
@@ -297,6 +327,14 @@ def resolve_drafter(model: str, method: str = "eagle2") -> Path:
             f"repository (owner/name), or a shipped drafter ({names})"
         )
     return _download(model, names)
+
+
+def _checkpoint_of(folder: Path) -> Path:
+    """Return the checkpoint in a folder: of one that `specplug learn` publishes in, the current version's."""
+    try:
+        return current_folder(folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _download(repository: str, shipped: str) -> Path:

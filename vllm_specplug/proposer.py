@@ -26,12 +26,13 @@ the output stays the target's: drafts are checked, and a drafter that fails cost
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from vllm_specplug.types import PADDING, Draft, TokenTree
@@ -114,6 +115,64 @@ class DeviceProposer(Protocol):
 
     def propose(self, context: DeviceDraftContext) -> Draft:
         """Return trees of ``num_speculative_tokens + 1`` rows, at most ``options.draft_depth`` deep."""
+        ...
+
+
+@dataclass(frozen=True)
+class LateOutcome:
+    """What the target emitted behind some drafts.
+
+    Attributes:
+        requests: int64 ``[n]``; rows of the draft.
+        token_ids: int32 ``[batch_size, width]``; emitted tokens of the step that verified it.
+        token_rows: int64 ``[n]``; each request's row in ``token_ids``.
+        num_tokens: int64 ``[n]``; valid entries of that row.
+    """
+
+    requests: np.ndarray
+    token_ids: np.ndarray
+    token_rows: np.ndarray
+    num_tokens: np.ndarray
+
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        """Return ``requests``, and what ``core.outcomes.find_outcomes`` takes behind ``first_nodes``."""
+        return self.requests, self.token_ids, self.token_rows, np.zeros_like(self.num_tokens), self.num_tokens
+
+
+@runtime_checkable
+class DeviceLearner(Protocol):
+    """A device proposer that learns which of its nodes are accepted, some steps after it drafted them.
+
+    It learns on the CPU, from copies that nothing waited for.  What it has learned is in tables.  The runner copies
+    them to the device between two draft phases.
+    """
+
+    def drafted(self) -> tuple[torch.Tensor, ...]:
+        """Return what must be known of the last draft, on the device: ``[>= num_reqs, ...]`` each, in the order of its
+        requests.  The addresses do not change.  Empty before the first draft."""
+        ...
+
+    def learn(self, drafted: Sequence[torch.Tensor], outcome: LateOutcome) -> None:
+        """Learn from a draft: ``drafted`` holds rows of ``drafted()``, copied to CPU memory."""
+        ...
+
+    def tables(self) -> list[tuple[np.ndarray, torch.Tensor]]:
+        """Return what was learned, and for each array the tensor on the device that drafting reads."""
+        ...
+
+
+@runtime_checkable
+class DeviceRemembering(Protocol):
+    """A device proposer that keeps tokens of ended requests."""
+
+    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+        """Keep what it needs of a request that has ended, on the device and without waiting.
+
+        Args:
+            token_ids, num_tokens: as of ``DeviceDraftContext``.
+            slot: place of the request in both.
+            prompt_len: number of tokens of its prompt.
+        """
         ...
 
 
@@ -210,6 +269,21 @@ class ModelDrafter:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a method that only chooses has chosen.
+
+    Attributes:
+        config: a configuration of another method.
+        why: for people.
+        trainer: command line after ``specplug`` of a trainer that runs beside the server; empty: none.
+    """
+
+    config: dict[str, Any]
+    why: str
+    trainer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Method:
     """A draft method.
 
@@ -220,6 +294,8 @@ class Method:
             called more than once at start: some of these proposers are only warmed up and timed.
         make_on_device: makes the proposer for the V2 runner; None: not on V2.
         model: the drafter with weights; None for a model-free method.
+        choose: of a method that stands for others' configurations: called with its options, the target, the target's
+            name, and whether it runs on a CPU.
     """
 
     name: str
@@ -227,6 +303,7 @@ class Method:
     make: Callable[[Any], Proposer] | None = None
     make_on_device: Callable[[Any], DeviceProposer] | None = None
     model: ModelDrafter | None = None
+    choose: Callable[[Any, TargetInfo, str, bool], Choice] | None = None
 
     @property
     def runs_on_v2(self) -> bool:

@@ -9,19 +9,17 @@ a drafted token is accepted exactly when it is the answer's next.  Trees of one 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.papers.offline_trees import Drafted, TreePolicy, eagle2_policy, tree_tau
-from benchmarks.papers.reproductions import Cycles, gain_text, summary, tau, verdict_on, write
+from benchmarks.papers.reproductions import Cycles, gain_text, offline_parser, summary, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
+from vllm_specplug.proposers.training.trees import Drafted, TreePolicy, eagle2_policy, tree_tau
 
 
 class Size(NamedTuple):
@@ -151,12 +149,8 @@ def table(title: str, source: str, claim: str, found: dict[Size, dict[str, Cycle
 
 def main() -> None:
     """Run the command (see the module's docstring)."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser = offline_parser(__doc__.splitlines()[0])
     parser.add_argument("--head", required=True, metavar="DIR", help="folder of the EAGLE or HASS head")
-    parser.add_argument("--answers", required=True, type=Path, metavar="FILE", help="answers.jsonl of `specplug data`")
-    parser.add_argument("--features", required=True, type=Path, metavar="DIR", help="features; made if missing")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--limit", type=int, default=None, help="answers to use (default: all)")
     parser.add_argument("--serve", action="store_true", help="check one figure in the real engine")
     args = parser.parse_args()

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.papers.offline_trees import tree_tau
 from benchmarks.papers.reproductions import Cycles, gain_text, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.data import ANSWERS_NAME, FEATURES_NAME
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
+from vllm_specplug.proposers.training.trees import tree_tau
 
 NODES, DEPTH, BEAM = 60, 6, 10
 SWEEP_NODES, SWEEP_DEPTH, SWEEP_BEAM = 16, 4, 4

@@ -11,7 +11,6 @@ runs sparse trees of those sizes in the real engine on prompts of the second hal
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.papers.reproductions import write
+from benchmarks.papers.reproductions import offline_parser, write
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import best_dense
 from vllm_specplug.proposers.medusa.ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_tau
@@ -142,12 +141,8 @@ def budget_sweep(sparse: Paths, values: list[float], taus: dict[int, float], ste
 
 def main() -> None:
     """Run the command (see the module's docstring)."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser = offline_parser(__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, metavar="HEADS", help="Medusa heads: a folder or a shipped name")
-    parser.add_argument("--answers", required=True, type=Path, metavar="FILE", help="answers.jsonl of `specplug data`")
-    parser.add_argument("--features", required=True, type=Path, metavar="DIR", help="features; made if missing")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
     parser.add_argument("--steps", type=Path, metavar="FILE", help="file of `specplug steps`")
     parser.add_argument(
         "--serve",

@@ -74,6 +74,16 @@ def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: An
     print(markdown(content))
 
 
+def offline_parser(summary: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of a script that measures a drafter on a target's answers."""
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("--target", required=True, metavar="DIR", help="Hugging Face folder of the target")
+    parser.add_argument("--answers", required=True, type=Path, metavar="FILE", help="answers.jsonl of `specplug data`")
+    parser.add_argument("--features", required=True, type=Path, metavar="DIR", help="features; made if missing")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file to write")
+    return parser
+
+
 def markdown(content: dict[str, Any]) -> str:
     """Return all tables of a file and their provenance as Markdown."""
     parts = []

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_specplug.core.draft_sampling import Children, stack_candidates
-from vllm_specplug.core.growth import grow_level
-from vllm_specplug.core.pool import new_pool
-from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.core.growth import TORCH, GrowthOps
 from vllm_specplug.types import Draft, Proposal
 
 
@@ -48,7 +46,7 @@ def grow_tree(
     draft_top_k: int,
     min_node_value: float = 0.0,
     may_grow: Callable[[torch.Tensor], bool] | None = None,
-    static: bool = False,
+    ops: GrowthOps = TORCH,
 ) -> Draft:
     """Draft a tree for each request.
 
@@ -62,22 +60,23 @@ def grow_tree(
         min_node_value: nodes of a lower value are not kept.
         may_grow: receives the values ``[num_reqs, draft_top_k]`` of the nodes to feed next; false ends the growth.  It
             is called on a CPU only: a synchronisation with another device costs more than drafting.
-        static: draft all levels without reading values back to the CPU; on a CUDA device always so.
+        ops: the torch functions, or kernels.  Static ones draft all levels without reading values back to the CPU; on a
+            CUDA device it is always so.
     """
     num_reqs = root_token_ids.shape[0]
     device = root_token_ids.device
-    pool = new_pool(num_reqs, draft_top_k, draft_depth, device)
+    pool = ops.new_pool(num_reqs, draft_top_k, draft_depth, device)
     levels = [score(0, root.score, draft_top_k)]
-    beam = grow_level(pool, None, levels[0].token_ids, levels[0].log_probs, num_nodes, static)
+    beam = ops.grow_level(pool, None, levels[0].token_ids, levels[0].log_probs, num_nodes)
     features = root.feed
-    sync_is_cheap = device.type == "cpu" and not static and may_grow is not None
+    sync_is_cheap = device.type == "cpu" and not ops.static and may_grow is not None
     while beam is not None and not (sync_is_cheap and not may_grow(beam.log_values.exp())):
         inputs = features.index_select(0, beam.sources).unflatten(0, beam.nodes.shape)
         fed = forward(len(levels) - 1, beam.token_ids, inputs, beam.mask)
         features = fed.feed.flatten(0, 1)
         levels.append(score(len(levels), fed.score.flatten(0, 1), draft_top_k))
-        beam = grow_level(pool, beam, levels[-1].token_ids, levels[-1].log_probs, num_nodes, static)
-    draft, indices = rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
+        beam = ops.grow_level(pool, beam, levels[-1].token_ids, levels[-1].log_probs, num_nodes)
+    draft, indices = ops.rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
     candidates = stack_candidates(levels, num_reqs)
     if candidates is None:
         return draft

@@ -94,7 +94,7 @@ def convert(path: str, out: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug convert`."""
     parser.add_argument("checkpoint", help="folder of an EAGLE-3 checkpoint in the speculators format")
-    parser.add_argument("--out", required=True, help="folder for the checkpoint in the plain layout")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder for the converted checkpoint")
 
 
 def run(args: argparse.Namespace) -> None:

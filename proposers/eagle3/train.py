@@ -27,8 +27,8 @@ from .head import Eagle3Head, layer_ids
 class Eagle3Options(LoopOptions):
     """Options of an EAGLE-3 head's training."""
 
-    align_steps: int = option(7, "passes of the training-time test", low=1)
-    step_weight: float = option(0.8, "the weight of pass j is this ** (j - 1)", low=0)
+    align_steps: int = option(7, "passes of EAGLE-3's training-time test", low=1)
+    step_weight: float = option(0.8, "the weight of pass j is this number ** (j - 1)", low=0)
     prompt_share: float = option(0.0, PROMPT_SHARE_HELP, low=0, high=1)
 
 

@@ -14,7 +14,7 @@ from ..training.options import option
 class HassTrainOptions(EagleOptions):
     """Options of a HASS head's training: the paper's alignment and objective, a schedule that suits small data."""
 
-    align_steps: int = option(3, "passes of HASS's context alignment; 1 is EAGLE", low=1)
+    align_steps: int = option(3, "passes of HASS's context alignment (1: EAGLE)", low=1)
     distill_weight: float = option(1.0, "weight of the harmonised loss", low=0)
 
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset",
         choices=["published"],
-        help="the published schedule: 40 epochs without, then 10 with the harmonised objective; sets learning rates, "
+        help="the paper's schedule: 40 epochs without the harmonised objective, then 10 with it; sets learning rates, "
         "clipping and noise",
     )
     command.add_option_arguments(parser, HassTrainOptions())

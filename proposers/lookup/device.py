@@ -2,13 +2,14 @@
 
 The matches of a request are found in its own tokens by a search over all positions.  Trees and weights are those of
 ``prefix_tree``; of more matches than ``max_candidates`` the longest of all are drafted, not the longest of the newest.
-Traffic and learning are left out, because both need data on the CPU: ``START_WEIGHTS`` hold throughout.
+Matches in traffic are left out here: ``LookupProposer`` is the reference for these.  The feature "request" is 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch.nn.functional import logsigmoid, pad
 
@@ -16,8 +17,14 @@ from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposers.lookup.options import LookupOptions
-from vllm_specplug.proposers.lookup.prefix_tree import START_WEIGHTS
+from vllm_specplug.proposers.lookup.prefix_tree import SCOPES, START_WEIGHTS
 from vllm_specplug.types import PADDING, Draft
+
+#: Added to the weight of the matches that agree on a token.
+LEAST_WEIGHT = 1e-3
+
+#: float64 ``[num_scopes, num_features]``, before anything is learned.
+UNTAUGHT = np.array([START_WEIGHTS[scope] for scope in SCOPES])
 
 #: Type of ``match_keys`` and of its Triton kernel.
 MatchKeys = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor]
@@ -58,6 +65,7 @@ def draft_matches(
     root_token_ids: torch.Tensor,
     options: LookupOptions,
     find: MatchKeys = match_keys,
+    weights: np.ndarray = UNTAUGHT,
 ) -> Draft:
     """Draft the continuations of the longest matches, one tree per request.
 
@@ -66,27 +74,51 @@ def draft_matches(
         root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
         options: of lookup.
         find: ``match_keys`` or its kernel.
+        weights: of ``MatchLearner.calibration``.
     """
     max_len = token_ids.shape[1]
     keys = find(token_ids, slots, lens, options.min_match, options.max_match)
     best = keys.topk(min(options.max_candidates, max_len), dim=1).values.long()
-    lengths, positions = best.div(max_len, rounding_mode="floor"), best % max_len
-    ages = (lens[slots].long().unsqueeze(1) - 1 - positions).clamp(min=1)
-    depths = torch.arange(options.draft_depth, device=token_ids.device).unsqueeze(1)
-    # At the end of the known tokens, a repetition continues from its beginning.
-    ahead = positions.unsqueeze(1) + 1 + depths % ages.unsqueeze(1)
-    continuations = token_ids[slots.view(-1, 1, 1), ahead.clamp(max=max_len - 1)].long()
-    pool = _prefix_tree(continuations, lengths, ages)
+    pool = prefix_tree(best, token_ids, slots, lens, options.draft_depth, weights)
     return rerank_draft(pool, root_token_ids, options.num_speculative_tokens)[0]
 
 
-def _prefix_tree(token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Tensor) -> DraftPool:
+def prefix_tree(
+    best: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    draft_depth: int,
+    weights: np.ndarray = UNTAUGHT,
+) -> DraftPool:
+    """Build the pool of the continuations of matches.
+
+    Args:
+        best: int64 ``[num_reqs, num_matches]``; largest keys first.
+        token_ids, slots, lens: as in ``match_keys``.
+        draft_depth: tokens of a continuation.
+        weights: of ``MatchLearner.calibration``.
+    """
+    max_len = token_ids.shape[1]
+    lengths, positions = best.div(max_len, rounding_mode="floor"), best % max_len
+    ages = (lens[slots].long().unsqueeze(1) - 1 - positions).clamp(min=1)
+    depths = torch.arange(draft_depth, device=token_ids.device).unsqueeze(1)
+    # At the end of the known tokens, a repetition continues from its beginning.
+    ahead = positions.unsqueeze(1) + 1 + depths % ages.unsqueeze(1)
+    continuations = token_ids[slots.view(-1, 1, 1), ahead.clamp(max=max_len - 1)].long()
+    return _prefix_tree(continuations, lengths, ages, weights[SCOPES.index("own")])
+
+
+def _prefix_tree(
+    token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Tensor, own_weights: np.ndarray
+) -> DraftPool:
     """Build the pool of ``prefix_tree.make_pool`` from matches in the request itself.
 
     Args:
         token_ids: int64 ``[num_reqs, draft_depth, num_matches]``; the continuations, best match first.
         lengths: int64 ``[num_reqs, num_matches]``; matching tokens, 0 where there is no match.
         ages: int64, like ``lengths``; tokens since the match.
+        own_weights: float64 ``[num_features]``; of matches in the request itself.
     """
     _, depth, count = token_ids.shape
     depths = torch.arange(depth, device=token_ids.device).unsqueeze(1)
@@ -99,11 +131,11 @@ def _prefix_tree(token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Ten
     weights = torch.exp2((lengths - lengths[:, :1]).double()) * (lengths > 0)
     weight = (same * weights[:, None, None]).sum(dim=3)
     parent_weight = torch.cat([weights.sum(dim=1).view(-1, 1, 1).expand_as(weight[:, :1]), weight[:, :-1]], dim=1)
-    one, match, share, support, age, _ = START_WEIGHTS["own"]
+    one, match, share, support, age, _ = own_weights.tolist()
     log_odds = (
         one
         + match * (lengths.unsqueeze(1) + depths).clamp(1, 64).double().log2()
-        + share * torch.log((weight + 1e-3) / ((parent_weight - weight).clamp(min=0.0) + 0.5))
+        + share * torch.log((weight + LEAST_WEIGHT) / ((parent_weight - weight).clamp(min=0.0) + 0.5))
         + support * same.sum(dim=3).clamp(min=1).double().log2()
         + age * (ages.unsqueeze(1) + 1).double().log2() / 10
     )
@@ -118,3 +150,11 @@ def _prefix_tree(token_ids: torch.Tensor, lengths: torch.Tensor, ages: torch.Ten
         depths=(depths + 1).expand_as(token_ids).flatten(1),
         size=depth * count,
     )
+
+
+def kernel_table(weights: np.ndarray) -> np.ndarray:
+    """Return what ``kernels.triton_lookup.continuations`` needs of ``MatchLearner.calibration.weights``.
+
+    float64 ``[2 + num_scopes * num_features]``: ``LEAST_WEIGHT``, the limit of log odds, the weights.
+    """
+    return np.concatenate([[LEAST_WEIGHT, LOGIT_LIMIT], weights.ravel()])

@@ -10,22 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.budget.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
-from vllm_specplug.core.outcomes import common_requests, find_outcomes
-from vllm_specplug.core.pool import DraftPool
+from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_ratio
+from vllm_specplug.core.outcomes import common_requests
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import RequestIndex, TrafficIndex
+from vllm_specplug.proposers.lookup.learning import MatchLearner, ValuedMatches
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, find_matches
 from vllm_specplug.proposers.lookup.options import LookupOptions
-from vllm_specplug.proposers.lookup.prefix_tree import (
-    REQUEST,
-    SCOPES,
-    START_WEIGHTS,
-    PrefixTree,
-    build_prefix_tree,
-    make_pool,
-)
+from vllm_specplug.proposers.lookup.prefix_tree import REQUEST
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.compiled import compiled
 
@@ -39,27 +32,20 @@ class _LastDraft:
     Attributes:
         request_ids: requests that were drafted for.
         num_tokens: int64 ``[num_reqs]``; tokens that each had.
-        tree: of these requests.
-        log_odds: float64, like ``tree.nodes``.
-        pool: the nodes of ``tree``.
-        pool_rows: int64 ``[num_reqs]``; each request's row in ``pool``.
+        valued: their matches.
     """
 
     request_ids: tuple[str, ...]
     num_tokens: np.ndarray
-    tree: PrefixTree
-    log_odds: np.ndarray
-    pool: DraftPool
-    pool_rows: np.ndarray
+    valued: ValuedMatches
 
 
-class LookupProposer:
+class LookupProposer(MatchLearner):
     """Drafts the continuations of earlier matches of the last tokens; learns while serving which are accepted."""
 
     def __init__(self, options: LookupOptions):
+        super().__init__()
         self.options = options
-        self.calibration = OnlineLogistic(np.array([START_WEIGHTS[scope] for scope in SCOPES]))
-        self.reliability = Reliability()
         self._index: RequestIndex | None = None  # its slots are as long as vLLM's rows: known at the first call
         self._traffic = TrafficIndex(options.kept_tokens, LONG_ANCHOR) if options.kept_tokens else None
         self._last_draft: _LastDraft | None = None
@@ -75,12 +61,10 @@ class LookupProposer:
         index, slots = self._store(request_ids, num_tokens, token_ids, wanted)
         self._learn(request_ids, num_tokens, token_ids, wanted)
         matches = find_matches(index, self._traffic, slots, self.options)
-        tree = build_prefix_tree(matches, self._request_features(request_ids))
-        log_odds = self.calibration.log_odds(tree.models, tree.features)
-        pool = make_pool(tree, log_odds, wanted, len(context.request_ids))
-        self._last_draft = _LastDraft(request_ids, num_tokens, tree, log_odds, pool, wanted)
+        valued = self.value(matches, self._request_features(request_ids), wanted, len(context.request_ids))
+        self._last_draft = _LastDraft(request_ids, num_tokens, valued)
         options = self.options
-        return rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)[0]
+        return rerank_draft(valued.pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)[0]
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Keep the answers of ended requests for later ones."""
@@ -136,20 +120,10 @@ class LookupProposer:
         now, then = common_requests(request_ids, last.request_ids)
         if not len(now):
             return
-        tree, pool = last.tree, last.pool
-        nodes, owners, accepted = find_outcomes(
-            (pool.token_ids.numpy(), pool.parents.numpy(), pool.depths.numpy()),
-            last.pool_rows[then],
-            then * pool.size,
-            token_ids,
-            rows[now],
-            last.num_tokens[then],
-            num_tokens[now],
+        nodes, owners, accepted = self.learn(
+            last.valued, then, token_ids, rows[now], last.num_tokens[then], num_tokens[now]
         )
-        models, log_odds = tree.models.ravel()[nodes], last.log_odds.ravel()[nodes]
-        features = tree.features.reshape(-1, tree.features.shape[-1])[nodes]
-        self.reliability.add(sigmoid(log_odds), accepted)
-        self.calibration.learn(models, features, accepted)
+        models, features, log_odds = last.valued.of_nodes(nodes)
         sums = _record_sums(
             owners, models, features, accepted, log_odds, self.calibration.weights, LOGIT_LIMIT, len(now)
         )

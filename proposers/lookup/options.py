@@ -32,7 +32,7 @@ class LookupOptions(TreeOptions):
         min_node_value: nodes below this estimated acceptance probability are not drafted; by default 0.06 with a fixed
             budget, 0.01 with a measured one.
         traffic_tokens: capacity for answers of finished requests, in tokens; with 0, a request is matched with its own
-            tokens only.  By default 131072; vLLM's V2 runner always uses 0.
+            tokens only.  By default 131072.
     """
 
     method: ClassVar[str] = "lookup"

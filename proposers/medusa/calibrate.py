@@ -86,15 +86,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug calibrate medusa`."""
     command.add_data_arguments(parser, training=False)
     parser.add_argument(
-        "--model", required=True, help="the heads: a directory, a Hugging Face repository or a short name"
+        "--model",
+        metavar="HEADS",
+        required=True,
+        help="the heads: a directory, a Hugging Face repository or a short name",
     )
-    parser.add_argument("--budget", type=int, default=64, help="nodes of the largest tree (default %(default)s)")
+    parser.add_argument(
+        "--budget", metavar="N", type=int, default=64, help="largest number of nodes of the tree (default: %(default)s)"
+    )
     parser.add_argument(
         "--prior",
         type=float,
         default=30.0,
         metavar="POSITIONS",
-        help="weight of a head's overall accuracy against the counts of a path (default %(default)s)",
+        help="weight of a head's overall accuracy against the counts of a path (default: %(default)s)",
     )
     parser.add_argument(
         "--step-ms",
@@ -103,7 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured time of a step by rows, drafting included, or a file of `specplug steps`; cuts the tree to the "
         "size with the most tokens per second",
     )
-    parser.add_argument("--into-model", action="store_true", help="also write the tree into the heads' config.json")
+    parser.add_argument(
+        "--into-model",
+        action="store_true",
+        help="also write the tree into config.json of the heads, which then draft with it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

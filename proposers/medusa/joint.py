@@ -47,11 +47,13 @@ class JointTraining(MedusaTraining):
     """Options of MEDUSA-2's training; the defaults are the paper's."""
 
     lr: float = option(5e-4, "highest learning rate of the target's adapter", above=0)
-    heads_lr_scale: float = option(4.0, "learning rate of the heads over the adapter's", above=0)
+    heads_lr_scale: float = option(4.0, "learning rate of the heads divided by that of the adapter", above=0)
     heads_weight: float = option(
         0.01, "final weight of the heads' loss: 0.01 for the target's own answers, 0.2 for other data", above=0
     )
-    heads_first: float = option(0.3, "share of the steps in which the heads learn alone", low=0, high=1)
+    heads_first: float = option(
+        0.3, "share of the steps, at the start, in which only the heads are trained", low=0, high=1
+    )
     lora_rank: int = option(32, "rank of the adapter", low=1)
     lora_alpha: int = option(16, "scale of the adapter (alpha / rank)", low=1)
     lora_dropout: float = option(0.05, "dropout of the adapter", low=0, high=0.99)
@@ -174,7 +176,7 @@ def _with_adapter(target_dir: str, options: JointTraining) -> tuple[nn.Module, n
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("MEDUSA-2 needs peft: pip install 'vllm-specplug[train]'") from error
+        raise ImportError("MEDUSA-2 needs peft: pip install peft") from error
     from transformers import AutoModelForCausalLM
 
     settings = LoraConfig(

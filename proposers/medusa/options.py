@@ -10,7 +10,7 @@ from vllm_specplug.config import (
     MAX_DRAFT_DEPTH,
     MAX_DRAFT_TOP_K,
     ConfigError,
-    TreeOptions,
+    RecordOptions,
     require_bool,
     require_int,
     require_number,
@@ -27,7 +27,7 @@ DYNAMIC_TOP_K = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaOptions(TreeOptions):
+class MedusaOptions(RecordOptions):
     """Options of ``{"method": "medusa"}`` (Medusa, section 2).
 
     ``num_speculative_tokens`` is a limit: a larger tree is cut to its first nodes, which are the best ones of a

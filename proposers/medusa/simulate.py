@@ -40,9 +40,13 @@ def best_nodes(speedups: dict[int, float]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug simulate medusa`."""
-    parser.add_argument("--tree", type=Path, required=True, help="tree.json of `specplug calibrate medusa`")
-    parser.add_argument("--steps", type=Path, required=True, help="step times of `specplug steps`")
-    parser.add_argument("--out", type=Path, required=True, help="folder for simulation.json and simulation.png")
+    parser.add_argument(
+        "--tree", metavar="FILE", type=Path, required=True, help="tree.json that `specplug calibrate medusa` wrote"
+    )
+    parser.add_argument("--steps", metavar="FILE", type=Path, required=True, help="file that `specplug steps` wrote")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="folder for simulation.json and simulation.png"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

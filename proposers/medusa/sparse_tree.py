@@ -64,9 +64,7 @@ def check_paths(value: object, where: str) -> Paths:
         if path in seen:
             raise ConfigError(f"{where} has the node {list(path)} twice: leave one out")
         if path[:-1] not in seen:
-            raise ConfigError(
-                f"{where} is not parent-closed: list {list(path[:-1])}, the parent of {list(path)}, before it"
-            )
+            raise ConfigError(f"{where} has no parent of {list(path)}: list {list(path[:-1])} before it")
         seen.add(path)
         paths.append(path)
     return tuple(paths)

@@ -103,7 +103,7 @@ def read_steps(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is no table of step times ({error!r}): write one with `specplug steps`") from error
     if not tables["step_ms"] or any(set(table) != set(tables["step_ms"]) for table in tables.values()):
         raise ValueError(
-            f"{file} has no batches, or others for plain steps than for trees: write it again with `specplug steps`"
+            f"{file} has no batches, or not the same for plain steps and trees: write it again with `specplug steps`"
         )
     return found | tables
 
@@ -124,15 +124,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="DIR", help="the target (default: SmolLM2-135M-Instruct, prepared if needed)"
     )
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="Medusa heads (default %(default)s)")
-    parser.add_argument("--max-nodes", type=int, default=64, metavar="N", help="largest tree (default %(default)s)")
-    parser.add_argument("--batches", default="1", metavar="B,...", help="requests at once (default %(default)s)")
-    parser.add_argument("--context", type=int, default=200, help="tokens of each prompt (default %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=24, help="tokens decoded in each measurement (default %(default)s)"
+        "--model", metavar="HEADS", default="smollm2-135m-instruct", help="Medusa heads (default: %(default)s)"
     )
-    parser.add_argument("--turns", type=int, default=4, help="measurements of each case (default %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        "--max-nodes", type=int, default=64, metavar="N", help="nodes of the largest tree (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batches", default="1", metavar="B,...", help="numbers of requests at once, like 1,4 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context", metavar="N", type=int, default=200, help="tokens of each prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=24,
+        help="tokens decoded in each measurement (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--turns", metavar="N", type=int, default=4, help="measurements of each case (default: %(default)s)"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="JSON file to write")
 
 
 def run(args: argparse.Namespace) -> None:

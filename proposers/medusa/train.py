@@ -31,11 +31,15 @@ class MedusaTraining(LoopOptions):
     """Options of Medusa heads' training."""
 
     weight_decay: float = option(0.0, "weight decay of AdamW", low=0)
-    num_heads: int = option(4, "heads; head k predicts the token k places behind the next one", low=1)
+    num_heads: int = option(4, "number of heads; head k predicts the token k places after the next one", low=1)
     num_layers: int = option(1, "residual blocks per head", low=1)
-    decay: float = option(0.8, "the weight of head k's loss is this ** k", above=0)
-    label_topk: int = option(32, "a label is the target's distribution over so many likeliest tokens; 0: all", low=0)
-    own_lm_heads: bool = option(False, "train an LM head for each head, from the target's; checkpoints become large")
+    decay: float = option(0.8, "the weight of the loss of head k is this number ** k", above=0)
+    label_topk: int = option(
+        32, "number of likeliest tokens whose target probabilities are the label (0: all tokens)", low=0
+    )
+    own_lm_heads: bool = option(
+        False, "give each head an LM head of its own, begun with the target's; makes large checkpoints"
+    )
 
 
 class MedusaTask(Task):

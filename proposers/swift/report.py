@@ -70,7 +70,7 @@ def _matchness(state: SwiftState, names: dict[str, str]) -> str:
     lines = {name: line for name, line in lines.items() if line}
     if not lines:
         return section_html(
-            "Matchness", "No window has been scored yet: answers were too short, or the time limits allowed no scoring."
+            "Matchness", "No candidate was scored: answers were too short, or the time limits allowed no scoring."
         )
     chart = legend(list(lines)) + line_chart("Matchness of the set in use", lines, "candidates scored", "matchness")
     rows = [

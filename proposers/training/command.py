@@ -14,10 +14,11 @@ import torch
 from vllm_specplug.utils.lazy import load
 
 from ..eagle2.alignment import ATTENTIONS
-from .answers import content_hash, read_answers, read_prompts, select_draft_vocabulary
+from .answers import Answer, content_hash, read_answers, read_prompts, select_draft_vocabulary
 from .data import ANSWER_PROMPTS, ANSWERS_NAME, FEATURES_NAME
-from .features import FeatureSet, extract, has_layer_features, load_features, read_target_config
+from .features import FeatureSet, end_ids_of, extract, has_layer_features, load_features, read_target_config
 from .options import flag_of
+from .recorded import answers_of, is_recorded, read_recorded
 from .team import Team, join
 from .trainer import LoopOptions, RunSettings, Task, train
 
@@ -39,29 +40,49 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
 
     training: false for a command that only measures. attention: whether the training uses multi-pass attention.
     """
-    parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
-    parser.add_argument("--data", help="folder written by `specplug data`; its answers and features are used")
-    parser.add_argument("--prompts", nargs="+", default=[], help="files of prompts, JSON lines (.gz too)")
-    parser.add_argument("--answers", help="answers file (default: OUT/answers.jsonl); made from --prompts if given")
-    parser.add_argument("--features", help="folder of the feature cache (default: OUT/features)")
-    parser.add_argument("--out", required=True, help="folder for the results and the training state")
-    parser.add_argument("--max-tokens", type=int, default=320, help="tokens of the longest answer; default %(default)s")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto; default %(default)s")
+    parser.add_argument("--target", metavar="DIR", required=True, help="Hugging Face folder of the target")
+    parser.add_argument("--data", metavar="DIR", help="folder that `specplug data` wrote, or a server recorded")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="files of prompts that the target answers first; JSON lines, also .gz",
+    )
+    parser.add_argument(
+        "--answers", metavar="FILE", help="file of answers (default: OUT/answers.jsonl, made from --prompts)"
+    )
+    parser.add_argument("--features", metavar="DIR", help="folder of the hidden states (default: OUT/features)")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder for the results and the training state")
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=320,
+        help="largest number of tokens of an answer (default: %(default)s)",
+    )
+    parser.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch chooses)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto (default: %(default)s)")
     if not training:
         parser.set_defaults(dev_answers=None)
         return
-    parser.add_argument("--dev-answers", help="answers to measure acceptance on; never trained on")
-    parser.add_argument("--init-from", help="start from this checkpoint of the same shape")
     parser.add_argument(
-        "--eval-every", type=int, default=0, help="steps between measurements on --dev-answers (0: only at the end)"
+        "--dev-answers", metavar="FILE", help="file of answers on which acceptance is measured; they are not trained on"
+    )
+    parser.add_argument("--init-from", metavar="DIR", help="checkpoint of the same shape to start from")
+    parser.add_argument(
+        "--eval-every",
+        metavar="N",
+        type=int,
+        default=0,
+        help="training steps between two measurements on --dev-answers (default: 0, only at the end)",
     )
     if attention:
         parser.add_argument(
             "--attention",
             choices=ATTENTIONS,
             default="auto",
-            help="implementation of the multi-pass attention; default %(default)s",
+            help="implementation of the attention over several passes (default: %(default)s)",
         )
 
 
@@ -117,8 +138,10 @@ def run(
 
 
 def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], device) -> Material:
-    out = Path(args.out)
     target_config = read_target_config(args.target)
+    if args.data and is_recorded(args.data):
+        return _recorded_material(args, options, layers, target_config)
+    out = Path(args.out)
     folder = Path(args.data) if args.data else out
     answers_file = Path(args.answers or folder / ANSWERS_NAME)
     if args.prompts and args.data:
@@ -143,13 +166,28 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     dev = None
     if args.dev_answers:
         dev = features_of(read_answers(args.dev_answers), features.with_name("dev_features"))
-    end = target_config.get("eos_token_id")
-    end_ids = end if isinstance(end, list) else [end] if end is not None else []
+    return _material(answers, features_of(answers, features), dev, options, target_config)
+
+
+def _recorded_material(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], config) -> Material:
+    """Prepare what a server has recorded; the target does not run."""
+    if layers:
+        raise ValueError(f"{args.data} was recorded by a server, without the three layers that EAGLE-3 reads")
+    if args.dev_answers:
+        raise ValueError(f"{args.data} was recorded by a server: leave --dev-answers out, or use `specplug data`")
+    data = read_recorded(args.data, config["vocab_size"])
+    return _material(answers_of(data), data, None, options, config)
+
+
+def _material(
+    answers: list[Answer], data: FeatureSet, dev: FeatureSet | None, options: LoopOptions, target_config: dict
+) -> Material:
     facts = {
         "data_sha256": content_hash(answers),
         "prompts": len(answers),
         "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
         "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
     }
-    draft_ids = select_draft_vocabulary(answers, options.draft_vocab_size, target_config["vocab_size"], end_ids)
-    return Material(features_of(answers, features), dev, draft_ids, facts)
+    size, end_ids = options.draft_vocab_size, end_ids_of(target_config)
+    draft_ids = select_draft_vocabulary(answers, size, target_config["vocab_size"], end_ids)
+    return Material(data, dev, draft_ids, facts)

@@ -28,25 +28,49 @@ ANSWER_PROMPTS = "vllm_specplug.hosts.probes.offline:answer_prompts"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug data`."""
-    parser.add_argument("--target", required=True, help="Hugging Face folder of the target")
+    parser.add_argument("--target", metavar="DIR", required=True, help="Hugging Face folder of the target")
     parser.add_argument(
         "--prompts",
+        metavar="FILE",
         nargs="+",
         required=True,
         help="JSON lines (.gz too): prompt, turns, messages, conversations, instruction and input, or question",
     )
-    parser.add_argument("--out", required=True, help="folder for answers and features; give it to `train` as --data")
-    parser.add_argument("--limit", type=int, help="use at most so many prompts")
-    parser.add_argument("--max-turns", type=int, help="answer at most so many turns of a conversation (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=320, help="tokens of the longest answer; default %(default)s")
     parser.add_argument(
-        "--max-prompt-tokens", type=int, default=1600, help="tokens of the longest prompt; default %(default)s"
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="folder for answers and hidden states: the --data of `specplug train`",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; default %(default)s")
-    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template, if the target has none")
-    parser.add_argument("--eagle3", action="store_true", help="also keep the features that EAGLE-3 reads")
-    parser.add_argument("--no-features", action="store_true", help="stop after the answers")
-    parser.add_argument("--device", default="cpu", help="device that computes the features; default %(default)s")
+    parser.add_argument("--limit", metavar="N", type=int, help="largest number of prompts (default: all)")
+    parser.add_argument(
+        "--max-turns", metavar="N", type=int, help="largest number of turns of a conversation to answer (default: all)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=320,
+        help="largest number of tokens of an answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-prompt-tokens",
+        metavar="N",
+        type=int,
+        default=1600,
+        help="prompts are cut to this number of tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.0, help="sampling temperature (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="file with a chat template (Jinja), if the target has none"
+    )
+    parser.add_argument(
+        "--eagle3", action="store_true", help="also keep the hidden states of three layers, which EAGLE-3 reads"
+    )
+    parser.add_argument("--no-features", action="store_true", help="make answers only, no hidden states")
+    parser.add_argument("--device", default="cpu", help="device that computes the features (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

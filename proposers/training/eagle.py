@@ -21,24 +21,24 @@ from .options import option
 from .provenance import provenance
 from .trainer import LoopOptions, Task
 
-PROMPT_SHARE_HELP = "share of the prompts' rows that are trained on, drawn anew in each step"
+PROMPT_SHARE_HELP = "share of the prompt tokens that are trained on too, drawn anew in each step"
 
 
 @dataclass(frozen=True)
 class EagleOptions(LoopOptions):
     """Options of an EAGLE-1/2 or HASS head's training."""
 
-    align_steps: int = option(1, "passes of HASS's context alignment; 1 is EAGLE", low=1)
-    align_from: float = option(0.0, "share of the steps that are first made with one pass", low=0, high=1)
-    step_weight: float = option(1.0, "beta: the weight of pass j is beta ** (j - 1)", low=0)
-    feature_weight: float = option(1.0, "weight of the loss of the features", low=0)
+    align_steps: int = option(1, "passes of HASS's context alignment (1: EAGLE)", low=1)
+    align_from: float = option(0.0, "share of the steps, at the start, with one pass only", low=0, high=1)
+    step_weight: float = option(1.0, "the weight of pass j is this number ** (j - 1), beta in the paper", low=0)
+    feature_weight: float = option(1.0, "weight of the loss of the hidden states", low=0)
     ce_weight: float = option(0.1, "weight of the cross-entropy", low=0)
     topk: int = option(10, "K of the harmonised loss", low=1)
     distill_loss: str = option("topk", f"harmonised loss of HASS: {', '.join(LOSSES)}")
     distill_weight: float = option(0.0, "weight of the harmonised loss", low=0)
     prompt_share: float = option(0.0, PROMPT_SHARE_HELP, low=0, high=1)
-    noise: float = option(0.2, "width of the uniform noise on the input features", low=0)
-    noise_length: int = option(0, "if above 0, the width is noise * this / rows of the batch", low=0)
+    noise: float = option(0.2, "width of the uniform noise that is added to the input hidden states", low=0)
+    noise_length: int = option(0, "if above 0, the width is --noise * this number / rows of the batch", low=0)
     bias: bool = option(False, "give the first layer (fc) a bias")
 
     def __post_init__(self):
@@ -158,13 +158,14 @@ class EagleTask(Task):
         more_tensors: written beside `d2t` where the draft vocabulary is reduced.
         """
         config, draft_vocab_size = self.target_config, self.draft_ids.numel()
-        keys = ("hidden_act", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         keys += ("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "vocab_size")
         keys += ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         plain = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **{key: config[key] for key in keys if key in config},
+            "hidden_act": "silu",
             "num_hidden_layers": 1,
             "draft_vocab_size": draft_vocab_size,
             "torch_dtype": "bfloat16",

@@ -9,7 +9,7 @@ tau, the tokens per verification, counts the target's own token: plain decoding 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,9 @@ class Acceptance:
     alphas: list[float]  # share of accepted tokens at each draft level, if all levels before it are accepted
     tau: float
     cycles: int = 0  # verifications that tau is measured over
+    by_answer: list[tuple[int, int]] = field(
+        default_factory=list, repr=False
+    )  # tokens and verifications of each answer
 
     def __str__(self) -> str:
         return f"tau {self.tau:.3f}, alpha " + " ".join(f"{alpha:.3f}" for alpha in self.alphas)
@@ -36,7 +39,7 @@ def chain_acceptance(
 ) -> Acceptance:
     """Acceptance of greedy chains of `depth` tokens; `ids` [draft_vocab] are the target ids of `lm_head`'s rows."""
     accepted, tried = torch.zeros(depth), torch.zeros(depth)
-    tokens = cycles = 0
+    by_answer = []
     for i in range(len(data)):
         hits = _chain_hits(head, data, i, embedding, lm_head, ids, depth)
         first = int(data.prompt_lengths[i]) - 1  # the feature that predicts the answer's first token
@@ -47,7 +50,7 @@ def chain_acceptance(
                 if not hits[level, start + level]:
                     break
                 accepted[level] += 1
-        position = first
+        position, tokens, cycles = first, 0, 0
         while position < rows:
             run = 0
             while run < depth and position + run < rows and hits[run, position + run]:
@@ -55,7 +58,14 @@ def chain_acceptance(
             tokens += run + 1
             cycles += 1
             position += run + 1
-    return Acceptance((accepted / tried.clamp(min=1)).tolist(), tokens / max(cycles, 1), cycles)
+        by_answer.append((tokens, cycles))
+    alphas = (accepted / tried.clamp(min=1)).tolist()
+    return Acceptance(alphas, tau_of(by_answer), sum(cycles for _, cycles in by_answer), by_answer)
+
+
+def tau_of(by_answer: list[tuple[int, int]]) -> float:
+    """Tokens per verification over all answers, from (tokens, verifications) of each."""
+    return sum(tokens for tokens, _ in by_answer) / max(sum(cycles for _, cycles in by_answer), 1)
 
 
 def _chain_hits(head, data, i, embedding, lm_head, ids, depth) -> torch.Tensor:

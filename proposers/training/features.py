@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -51,6 +51,14 @@ class FeatureSet:
 
     def __len__(self) -> int:
         return self.lengths.numel()
+
+    def take(self, sequences: list[int]) -> FeatureSet:
+        """The sequences of these numbers, in this order."""
+        pairs = zip(self.starts[sequences].tolist(), self.lengths[sequences].tolist(), strict=True)
+        rows = torch.cat([torch.arange(start, start + length) for start, length in pairs] or [torch.arange(0)])
+        layers = None if self.layer_features is None else self.layer_features[rows]
+        lengths, prompts = self.lengths[sequences], self.prompt_lengths[sequences]
+        return FeatureSet(self.features[rows], self.ids[rows], lengths, prompts, layers)
 
 
 def extract(
@@ -123,6 +131,12 @@ def load_features(files: list[Path], layers: bool = False) -> FeatureSet:
     return FeatureSet(**{name: x if name.endswith("features") else x.long() for name, x in joined.items()})
 
 
+def join(sets: list[FeatureSet]) -> FeatureSet:
+    """Return all sequences of all sets, in their order."""
+    names = [one.name for one in fields(FeatureSet) if getattr(sets[0], one.name) is not None]
+    return FeatureSet(**{name: torch.cat([getattr(one, name) for one in sets]) for name in names})
+
+
 def has_layer_features(folder: Path) -> bool:
     """Return whether the shards of a folder, if it has any, contain `layer_features`."""
     shards = sorted(folder.glob("shard-*.safetensors"))
@@ -158,6 +172,12 @@ def read_target_config(target_dir: str | os.PathLike) -> dict:
     if not file.is_file():
         raise ValueError(f"{target_dir} is not a Hugging Face folder: it has no config.json; download the model first")
     return json.loads(file.read_text())
+
+
+def end_ids_of(target_config: dict) -> list[int]:
+    """The ids that end the target's answers."""
+    end = target_config.get("eos_token_id")
+    return end if isinstance(end, list) else [end] if end is not None else []
 
 
 def target_head(target_dir: str | os.PathLike) -> tuple[dict, torch.Tensor, torch.Tensor]:

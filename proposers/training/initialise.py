@@ -54,7 +54,9 @@ def small_layer(layer: torch.nn.Module, input_rms: float) -> None:
 def linear_predictor(data: FeatureSet, embedding: torch.Tensor, seed: int, ridge: float) -> torch.Tensor:
     """Ridge solution W [h, 2h] of feature t+1 = W [embed(token t+1); feature t] over a sample of rows."""
     last = torch.zeros(data.ids.numel(), dtype=torch.bool)
-    last[data.starts + data.lengths - 1] = True
+    ends = data.starts + data.lengths
+    last[ends - 1] = True
+    last[torch.maximum(ends - 2, data.starts)] = True  # a recorded sequence may lack the feature of its last token
     rows = (~last).nonzero()[:, 0]
     generator = torch.Generator().manual_seed(seed)
     rows = rows[torch.randperm(rows.numel(), generator=generator)[:SAMPLE_ROWS]]

@@ -148,7 +148,7 @@ def load_state(path: str | os.PathLike, plan_id: dict, defaults: dict | None = N
     if changed:
         raise ValueError(
             f"{path} belongs to a run with other {', '.join(changed)}; give the same settings to resume it, "
-            f"or another --out (or delete the file) to start anew."
+            f"or another --out to start again."
         )
     return state
 

@@ -30,16 +30,16 @@ class LoopOptions:
     """Options of a training run that decide its weights, besides the target and the data."""
 
     epochs: int = option(8, "passes over the data", low=1)
-    batch_tokens: int = option(4096, "tokens of a micro-batch, padding included", low=1)
+    batch_tokens: int = option(4096, "largest number of tokens of a micro-batch, padding included", low=1)
     accumulate: int = option(1, "micro-batches per step and device", low=1)
     lr: float = option(1e-3, "highest learning rate", above=0)
-    schedule: str = option("cosine", f"of the learning rate: {' or '.join(SCHEDULES)}")
-    warmup: float = option(0.03, "share of the steps in which the learning rate rises", low=0, high=1)
+    schedule: str = option("cosine", f"how the learning rate falls: {' or '.join(SCHEDULES)}")
+    warmup: float = option(0.03, "share of the steps, at the start, in which the learning rate rises", low=0, high=1)
     weight_decay: float = option(0.05, "weight decay of AdamW", low=0)
-    clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
-    clip_value: float = option(0.0, "largest absolute value of a gradient's element; 0: no limit", low=0)
-    draft_vocab_size: int = option(8192, "tokens that the drafter can draft: the most frequent ones", low=1)
-    seed: int = option(0, "of the initial weights, the order of the data and the noise", low=0)
+    clip: float = option(1.0, "largest norm of the gradient (0: no limit)", low=0)
+    clip_value: float = option(0.0, "largest absolute value of an element of the gradient (0: no limit)", low=0)
+    draft_vocab_size: int = option(8192, "size of the draft vocabulary: the most frequent tokens of the data", low=1)
+    seed: int = option(0, "seed of the initial weights, the order of the data and the noise", low=0)
 
     def __post_init__(self):
         check_ranges(self)

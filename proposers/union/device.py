@@ -1,7 +1,6 @@
 """Merging of drafts in torch, for a GPU: tensors of fixed shape, no CPU-GPU synchronisation.
 
-Nodes are merged as in ``merge`` and valued as in ``drafting``, with the initial weights throughout: the weights are
-learned from outcomes on the CPU, which are not available here before drafting.
+Nodes are merged as in ``merge`` and valued as in ``learning``; the sources' records in each request count as 0.
 """
 
 from __future__ import annotations
@@ -15,18 +14,25 @@ from torch.nn.functional import logsigmoid
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.pruning import rerank_draft
-from vllm_specplug.proposers.union.drafting import start_weights
+from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED
 from vllm_specplug.types import PADDING, Draft
 
 
-def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
+def merge_drafts(drafts: Sequence[Draft], num_nodes: int, weights: torch.Tensor | None = None) -> Draft:
     """Merge drafts for the same requests and keep the best nodes.
 
     Args:
         drafts: one per source, with the same roots.
         num_nodes: number of nodes to keep.
+        weights: float64, of ``MergeLearner.calibration``; None: ``start_weights``.
     """
+    pool = merged_pool(drafts, weights)
+    return rerank_draft(pool, pool.token_ids[:, 0], num_nodes)[0]
+
+
+def merged_pool(drafts: Sequence[Draft], weights: torch.Tensor | None = None) -> DraftPool:
+    """Return the pool of merged nodes; the first of equal ones stands for them.  Arguments as of ``merge_drafts``."""
     rows = _Rows(drafts)
     estimates, pattern = [], torch.zeros_like(rows.token_ids)
     for source, columns in enumerate(rows.sources):
@@ -39,7 +45,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         expanded = (rows.same.gather(2, children) & rows.nodes[:, None, columns]).any(dim=2)
         omitted = expanded.gather(1, rows.parents) & ~drafted
         pattern += 3**source * (DRAFTED * drafted + OMITTED * omitted)
-    weights = _start_weights(len(drafts), pattern.device)[pattern]
+    weights = (_start_weights(len(drafts), pattern.device) if weights is None else weights)[pattern]
     features = torch.stack([torch.ones_like(estimates[0]), rows.depths.clamp(min=1).double().log2(), *estimates], dim=2)
     log_odds = (weights[:, :, : features.shape[2]] * features).sum(dim=2)
     log_values = logsigmoid(log_odds.clamp(-LOGIT_LIMIT, LOGIT_LIMIT)).masked_fill(~rows.nodes, 0.0)
@@ -47,7 +53,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         log_values = log_values + log_values.gather(1, ancestor)
     leaders = rows.same.byte().argmax(dim=2)
     merged = rows.nodes & (leaders == torch.arange(leaders.shape[1], device=leaders.device))
-    pool = DraftPool(
+    return DraftPool(
         token_ids=rows.token_ids,
         # A leader comes before the children of all rows with its path.
         parents=leaders.gather(1, rows.parents).masked_fill(rows.depths == 1, PADDING),
@@ -55,7 +61,6 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int) -> Draft:
         depths=rows.depths,
         size=leaders.shape[1],
     )
-    return rerank_draft(pool, rows.token_ids[:, 0], num_nodes)[0]
 
 
 class _Rows:
@@ -105,5 +110,19 @@ class _Rows:
 
 @lru_cache(maxsize=16)
 def _start_weights(num_sources: int, device: torch.device) -> torch.Tensor:
-    """Return ``start_weights`` on a device; cached, so that a draft phase copies nothing from the CPU."""
+    """Return ``start_weights`` on a device; cached, so that no call copies it again."""
     return torch.from_numpy(start_weights(num_sources)).to(device)
+
+
+@lru_cache(maxsize=16)
+def kernel_columns(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source and first column."""
+    lens, starts = torch.tensor(widths), torch.tensor([sum(widths[:source]) for source in range(len(widths))])
+    columns = (torch.arange(len(widths)), starts)
+    return tuple(values.repeat_interleave(lens).to(device, torch.int32) for values in columns)
+
+
+@lru_cache(maxsize=16)
+def kernel_limit(device: torch.device) -> torch.Tensor:
+    """Return the limit of log odds, float64 ``[1]`` on a device; cached as above."""
+    return torch.tensor([LOGIT_LIMIT], dtype=torch.float64, device=device)

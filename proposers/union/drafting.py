@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from vllm_specplug.budget.calibration import OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.budget.calibration import sigmoid
 from vllm_specplug.core.guard import Guard
-from vllm_specplug.core.outcomes import common_requests, find_outcomes
-from vllm_specplug.core.pool import DraftPool
+from vllm_specplug.core.outcomes import common_requests
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
-from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED, Merged, merge
+from vllm_specplug.proposers.union.learning import MergeLearner, ValuedMerge
+from vllm_specplug.proposers.union.merge import DRAFTED, Merged, merge
 from vllm_specplug.proposers.union.options import UnionOptions
-from vllm_specplug.types import PADDING, Draft
+from vllm_specplug.types import Draft
 from vllm_specplug.utils.compiled import compiled
 
 #: Most requests whose records are kept, for callers that never report ended requests.
@@ -31,25 +30,15 @@ class _LastDraft:
     Attributes:
         request_ids: requests that were drafted for.
         num_tokens: int64 ``[num_reqs]``; tokens that each had.
-        merged: the nodes of all sources.
-        patterns: int64 ``[num_nodes]``; see ``pattern_of``.
-        features: float64 ``[num_nodes, 2 + 2 * num_sources]``: constant 1, logarithm of the depth, the log odds of each
-            source, its record in the request.
-        log_odds: float64 ``[num_nodes]``; of each node's acceptance, given that its parent is accepted.
-        pool: token ids, parents and depths of all nodes as in ``DraftPool``; the columns of a request are its nodes in
-            the order of ``merged``.
+        valued: the nodes of all sources.
     """
 
     request_ids: tuple[str, ...]
     num_tokens: np.ndarray
-    merged: Merged
-    patterns: np.ndarray
-    features: np.ndarray
-    log_odds: np.ndarray
-    pool: tuple[np.ndarray, np.ndarray, np.ndarray]
+    valued: ValuedMerge
 
 
-class UnionProposer:
+class UnionProposer(MergeLearner):
     """Merges the drafts of its sources and keeps the nodes most likely to be accepted.
 
     The log odds of a node's acceptance, given that its parent is accepted, are linear in the log odds that its sources
@@ -60,6 +49,7 @@ class UnionProposer:
     """
 
     def __init__(self, options: UnionOptions):
+        super().__init__(len(options.sources))
         self.options = options
         self.names = tuple(source.method for source in options.sources)
         methods = [find_method(source.method) for source in options.sources]
@@ -68,8 +58,6 @@ class UnionProposer:
             for method, source in zip(methods, options.sources, strict=True)
         ]
         self._guards = [Guard(f"{name} (in a union)") for name in self.names]
-        self.calibration = OnlineLogistic(start_weights(len(self.names)), memory=3000.0)
-        self.reliability = Reliability()
         self._last_draft: _LastDraft | None = None
         #: By request: accepted and expected nodes of each source, ``[num_sources, 2]``, with decay.
         self._records: dict[str, np.ndarray] = {}
@@ -100,47 +88,36 @@ class UnionProposer:
 
     def _select(self, merged: Merged, context: DraftContext) -> Draft:
         """Estimate each node's acceptance, remember the draft for ``_learn``, and keep the best nodes."""
-        patterns = pattern_of(merged)
         records = self._records_of(context.request_ids)
         ratios = np.minimum(np.maximum(np.log((records[..., 0] + 1) / (records[..., 1] + 1)), -2.0), 2.0)
-        features = _features(merged.requests, merged.depths, merged.states, merged.log_odds, ratios)
-        log_odds = self.calibration.log_odds(patterns, features)
-        token_ids, parents, log_values, depths, bits = _pool(
-            merged.token_ids, merged.parents, merged.depths, merged.states, merged.counts, np.log(sigmoid(log_odds))
-        )
-        num_tokens, nodes = context.num_tokens.numpy().copy(), (token_ids, parents, depths)
-        self._last_draft = _LastDraft(context.request_ids, num_tokens, merged, patterns, features, log_odds, nodes)
+        valued = self.value(merged, ratios)
+        self._last_draft = _LastDraft(context.request_ids, context.num_tokens.numpy().copy(), valued)
         # A request's nodes are ordered by depth, so that ties go to the shallower node.
-        pool = DraftPool(*map(torch.from_numpy, (token_ids, parents, log_values, depths)), size=token_ids.shape[1])
-        options = self.options
+        options, pool = self.options, valued.pool
         draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
-        source_bits = _gather(bits, np.ascontiguousarray(rows.numpy()))
+        source_bits = _gather(valued.source_bits, np.ascontiguousarray(rows.numpy()))
         return Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
 
     def _learn(self, context: DraftContext) -> None:
         """Compare the last draft with the tokens that the target has chosen since."""
         last, self._last_draft = self._last_draft, None
-        if last is not None and len(last.merged.requests):
+        if last is not None and len(last.valued.merged.requests):
             self._compare(last, context)
 
     def _compare(self, last: _LastDraft, context: DraftContext) -> None:
-        merged = last.merged
         then, now = common_requests(last.request_ids, context.request_ids)
-        nodes, _, accepted = find_outcomes(
-            last.pool,
+        nodes, accepted = self.learn(
+            last.valued,
             then,
-            (np.cumsum(merged.counts) - merged.counts)[then],
             context.token_ids.numpy(),
             now,
             last.num_tokens[then],
             context.num_tokens.numpy()[now],
         )
-        self.reliability.add(sigmoid(last.log_odds[nodes]), accepted)
-        self.calibration.learn(last.patterns[nodes], last.features[nodes], accepted)
         self._keep_records(last, nodes, accepted)
 
     def _keep_records(self, last: _LastDraft, nodes: np.ndarray, accepted: np.ndarray) -> None:
-        merged = last.merged
+        merged = last.valued.merged
         records = self._records_of(last.request_ids)
         has_outcome = np.zeros(merged.num_reqs, dtype=np.bool_)
         expected = sigmoid(merged.log_odds)
@@ -188,78 +165,6 @@ def _raise_to_sums(log_values: np.ndarray, most: np.ndarray) -> None:
 
 
 @compiled
-def _features(
-    requests: np.ndarray, depths: np.ndarray, states: np.ndarray, log_odds: np.ndarray, ratios: np.ndarray
-) -> np.ndarray:
-    """Compute the features of nodes, see ``_LastDraft``.
-
-    Args:
-        requests, depths, states, log_odds: of ``Merged``.
-        ratios: float64 ``[num_reqs, num_sources]``; log of each source's accepted over expected nodes in the request.
-    """
-    num_sources = len(states)
-    features = np.empty((len(requests), 2 + 2 * num_sources))
-    for node in range(len(requests)):
-        features[node, 0] = 1.0
-        features[node, 1] = math.log2(depths[node])
-        for source in range(num_sources):
-            drafted = states[source, node] == DRAFTED
-            features[node, 2 + source] = log_odds[source, node]
-            features[node, 2 + num_sources + source] = ratios[requests[node], source] if drafted else 0.0
-    return features
-
-
-@compiled
-def _pool(
-    merged_ids: np.ndarray,
-    merged_parents: np.ndarray,
-    merged_depths: np.ndarray,
-    states: np.ndarray,
-    counts: np.ndarray,
-    edges: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Make a pool of all nodes.
-
-    Args:
-        merged_ids, merged_parents, merged_depths, states, counts: of ``Merged``.
-        edges: float64 ``[num_nodes]``; log probability of each node's acceptance, given that its parent is accepted.
-
-    Returns:
-        Token ids, parents, log values and depths of a ``DraftPool``, and int64, same shape: bit ``i`` is set where
-        source ``i`` drafted the node.
-    """
-    num_reqs, width = len(counts), 1
-    for count in counts:
-        width = max(width, count)
-    token_ids, parents = np.empty((num_reqs, width), dtype=np.int64), np.empty((num_reqs, width), dtype=np.int64)
-    depths, bits = np.empty((num_reqs, width), dtype=np.int64), np.empty((num_reqs, width), dtype=np.int64)
-    log_values = np.empty((num_reqs, width), dtype=np.float32)
-    values = np.empty(len(edges))
-    begin = 0
-    for request in range(num_reqs):
-        for column in range(counts[request]):
-            node = begin + column
-            parent = merged_parents[node] - num_reqs  # below 0 for children of the root
-            values[node] = edges[node] if parent < 0 else values[parent] + edges[node]
-            token_ids[request, column] = merged_ids[node]
-            parents[request, column] = PADDING if parent < 0 else parent - begin
-            depths[request, column] = merged_depths[node]
-            log_values[request, column] = values[node]
-            bits[request, column] = 0
-            for source in range(len(states)):
-                if states[source, node] == DRAFTED:
-                    bits[request, column] |= 1 << source
-        for column in range(counts[request], width):
-            token_ids[request, column] = PADDING
-            parents[request, column] = PADDING
-            depths[request, column] = 0
-            log_values[request, column] = -np.inf
-            bits[request, column] = 0
-        begin += counts[request]
-    return token_ids, parents, log_values, depths, bits
-
-
-@compiled
 def _gather(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Gather int64 values by column, both ``[num_reqs, ...]``; 0 where the column is negative."""
     found = np.empty(columns.shape, dtype=np.int64)
@@ -302,26 +207,3 @@ def _add_to_records(
                     records[request, other, 1] *= 0.9
             records[request, source, 0] += accepted[outcome]
             records[request, source, 1] += expected[source, node]
-
-
-def pattern_of(merged: Merged) -> np.ndarray:
-    """Return each node's pattern of agreement, int64 ``[num_nodes]``: its states as the digits of a base-3 number."""
-    return (3 ** np.arange(len(merged.states))) @ merged.states
-
-
-def start_weights(num_sources: int) -> np.ndarray:
-    """Return the initial weights of all patterns, float64 ``[3 ** num_sources, 2 + 2 * num_sources]``.
-
-    The estimate of a single source is used as it is.  Estimates of several sources add up with weights below 1, because
-    the sources see the same context.  Each source that omitted the node lowers its log odds.
-    """
-    weights = np.zeros((3**num_sources, 2 + 2 * num_sources))
-    for pattern in range(len(weights)):
-        states = [pattern // 3**source % 3 for source in range(num_sources)]
-        agreeing = states.count(DRAFTED)
-        weights[pattern, 0] = 0.4 * max(agreeing - 1, 0) - 0.5 * states.count(OMITTED)
-        for source, state in enumerate(states):
-            if state == DRAFTED:
-                weights[pattern, 2 + source] = (1.0, 0.7, 0.55, 0.45)[agreeing - 1]
-                weights[pattern, 2 + num_sources + source] = 0.5 / agreeing
-    return weights

@@ -27,6 +27,7 @@ _UNION_ONLY = (
     "typical_delta",
     "tree_attention",
     "on_failure",
+    "reload",
 )
 
 _EXAMPLE = '"sources": [{"method": "eagle2", "model": ...}, {"method": "lookup"}]'
@@ -78,6 +79,8 @@ def _parse_source(number: int, given: object, budget: str) -> TreeOptions:
     given = {str(key).replace("-", "_"): value for key, value in given.items()}
     if given.get("method") == UnionOptions.method:
         raise ConfigError(f"sources[{number}] is itself a union: list its sources in the outer union")
+    if given.get("method") == "auto":
+        raise ConfigError(f"sources[{number}]: 'auto' chooses all sources: use it as the only method")
     if misplaced := sorted(set(given) & set(_UNION_ONLY)):
         raise ConfigError(f"sources[{number}]: {misplaced[0]!r} belongs to the union: give it next to 'sources'")
     try:

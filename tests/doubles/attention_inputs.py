@@ -25,6 +25,7 @@ def make_inputs(
     garbage: float = float("nan"),
     gap: int = 1,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Make random keyword arguments of ``tree_attention.tree_attention``.
 
@@ -38,46 +39,51 @@ def make_inputs(
         causal: use a chain mask over the last ``query_len`` tree rows instead of a random tree.
         garbage: value of never-written slots, of unused rows and of ``output``.
         gap: rows between two requests, and at both ends.
+        device: on which everything is made; no large tensor is made elsewhere, or in another dtype.
     """
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(device).manual_seed(seed)
+    place = {"generator": g, "device": device}
     tree_lens = list(query_lens if tree_lens is None else tree_lens)
     num_reqs, rows, nodes = len(context_lens), max(query_lens), max(tree_lens)
 
     def starts(lens: Sequence[int]) -> torch.Tensor:
         gaps = torch.tensor([gap, *(n + gap for n in lens)], dtype=torch.int32)
-        return gaps.cumsum(0, dtype=torch.int32)[:-1].contiguous()
+        return gaps.cumsum(0, dtype=torch.int32)[:-1].contiguous().to(device)
 
     def ints(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int32)
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
 
     pages_of = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(pages_of) + 1
-    order = torch.randperm(num_blocks, generator=g).to(torch.int32)
-    block_table = torch.full((num_reqs, max(*pages_of, 1)), -1, dtype=torch.int32)
-    contents = torch.full((2, num_blocks, num_kv_heads, block_size, head_size), garbage)
+    order = torch.randperm(num_blocks, **place).to(torch.int32)
+    block_table = torch.full((num_reqs, max(*pages_of, 1)), -1, dtype=torch.int32, device=device)
+    filled = torch.zeros(num_blocks, dtype=torch.int32, device=device)  # slots of each page that are written
     used = 0
     for r, context in enumerate(context_lens):
         pages = order[used : used + pages_of[r]]
         block_table[r, : pages_of[r]] = pages
         used += pages_of[r]
-        for i, page in enumerate(pages.tolist()):
-            filled = min(block_size, context - i * block_size)
-            contents[:, page, :, :filled] = torch.randn(2, num_kv_heads, filled, head_size, generator=g)
-    key, value = contents.to(dtype)
+        firsts = torch.arange(pages_of[r], dtype=torch.int32, device=device) * block_size
+        filled[pages.long()] = (context - firsts).clamp(max=block_size)
+    contents = torch.randn(2, num_blocks, num_kv_heads, block_size, head_size, dtype=dtype, **place)
+    unwritten = torch.arange(block_size, device=device) >= filled.unsqueeze(1)
+    contents.masked_fill_(unwritten[:, None, :, None], garbage)
+    key, value = contents
 
     heads = num_heads + 2 * num_kv_heads
     query_rows, tree_rows = (sum(lens) + gap * (num_reqs + 1) for lens in (query_lens, tree_lens))
-    fused = torch.randn(max(query_rows, tree_rows), heads, head_size, generator=g).to(dtype)
+    fused = torch.randn(max(query_rows, tree_rows), heads, head_size, dtype=dtype, **place)
     query, tree_key, tree_value = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
+    on_cpu = torch.Generator().manual_seed(seed)
     mask = torch.zeros(num_reqs, rows, nodes, dtype=torch.bool)
     for r, (q, t) in enumerate(zip(query_lens, tree_lens, strict=True)):
-        tree = _chain_mask(t) if causal else _random_tree_mask(t, g)
+        tree = _chain_mask(t) if causal else _random_tree_mask(t, on_cpu)
         mask[r, : min(q, t), :t] = tree[max(0, t - q) :]
         mask[r, t:q, :t] = True  # more rows than nodes: the additional rows see all of them
     return dict(
         query=query[:query_rows],
-        output=torch.full((query_rows, num_heads, head_size), garbage).to(dtype),
+        output=torch.full((query_rows, num_heads, head_size), garbage, dtype=dtype, device=device),
         kv_cache=pack_pages(key, value, kv_layout),
         kv_layout=kv_layout,
         block_table=block_table,
@@ -88,7 +94,7 @@ def make_inputs(
         tree_value=tree_value[:tree_rows],
         tree_start=starts(tree_lens),
         tree_lens=ints(tree_lens),
-        mask=mask,
+        mask=mask.to(device),
         scale=head_size**-0.5,
     )
 

@@ -7,7 +7,6 @@ this module makes ``device_tree_backends`` and the V2 runner select them on CPUs
 from __future__ import annotations
 
 import torch
-from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
@@ -32,11 +31,11 @@ class _PagedReference(TritonAttentionImpl):
         slots, page = slot_mapping[written], kv_cache.shape[2]
         kv_cache[slots // page, :, slots % page] = torch.cat([key[written], value[written]], dim=-1)
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *_) -> torch.Tensor:
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **_) -> torch.Tensor:
         if attn_metadata is None:
             return output.fill_(0)
         if self.kv_sharing_target_layer_name is not None:
-            key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
+            key, value = rows_in_pages(kv_cache, attn_metadata.slot_mapping)
         start = attn_metadata.query_start_loc[:-1]
         lens = attn_metadata.query_start_loc[1:] - start
         longest = int(lens.max())

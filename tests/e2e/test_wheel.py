@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import sysconfig
-import time
-import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks.end_to_end.stress import write_models
-from tests.e2e.test_server import free_port
+from tests.doubles.servers import metrics_page, post_json, running, tree_server
 from vllm_specplug.tools.server_process import read_counter
 
 ROOT = Path(__file__).parents[2]
@@ -56,41 +52,18 @@ def test_it_has_every_file_that_is_read_at_run_time(wheel):
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
 
 
-def test_it_serves(python, tmp_path):
-    speculative, port = write_models(tmp_path)["eagle2"], free_port()
-    command = [
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "target")),
-        *("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-        *("--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)),
-        *("--speculative-config", json.dumps(speculative)),
-    ]
+def test_it_serves(python, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Python finds this checkout in its own folder
     where = subprocess.run(
-        [str(python), "-c", "import vllm_specplug.proposers as p; print(p.__file__)"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
+        [str(python), "-c", "import vllm_specplug.proposers as p; print(p.__file__)"], capture_output=True, text=True
     ).stdout
     assert where.startswith(str(python.parents[1]))
-    log = tmp_path / "log"
-    with log.open("w") as sink:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path, env=environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 400
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
-        body = json.dumps({"model": "demo", "prompt": "count the lights", "max_tokens": 40, "temperature": 0}).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        assert json.load(urllib.request.urlopen(request, timeout=120))["usage"]["completion_tokens"] > 1
-        page = urllib.request.urlopen(f"{url}/metrics", timeout=20).read().decode()
-        assert read_counter(page, "vllm:spec_decode_num_accepted_tokens_total") > 0
-        assert read_counter(page, "specplug:steps_total") > 0
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+    speculative = write_models(tmp_path)["eagle2"]
+    options = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20))
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    with running(tree_server("target", speculative, tmp_path / "log", *options, command=command)) as (server,):
+        reply = post_json(server, "/v1/completions", prompt="count the lights", max_tokens=40, temperature=0)
+        assert reply["usage"]["completion_tokens"] > 1
+        page = metrics_page(server)
+    assert read_counter(page, "vllm:spec_decode_num_accepted_tokens_total") > 0
+    assert read_counter(page, "specplug:steps_total") > 0

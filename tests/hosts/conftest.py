@@ -35,6 +35,7 @@ needs_vnni = pytest.mark.skipif(not can_quantise(), reason="this CPU does not mu
 #: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
 WHOLE = {"budget": "fixed", "min_node_value": 0.0, "min_level_value": 0.0}
 TREE = {"method": "eagle2", "num_speculative_tokens": 20, "draft_depth": 5, "draft_top_k": 4, **WHOLE}
+MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 #: Chains that go on whatever the model believes, and a search that never waits.
 SWIFT = {
     "method": "swift",
@@ -56,6 +57,7 @@ ENGINE = {
     "seed": 0,
     "kv_cache_memory_bytes": 64 << 20,
 }
+SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 
 
 def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[dict[str, list[int]]]:
@@ -104,18 +106,19 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
     assert token_ids(outputs) == expected
 
 
-def broken_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runners take the first rows of each tree for the accepted ones from now on."""
+def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
+    """A runner takes the first rows of each tree for the accepted ones from now on; ``caller`` uses ``plan_step``."""
     from vllm_specplug.core import step
 
-    honest = step.plan_step
+    caller = caller or step
+    honest = caller.plan_step
 
     def flat(walk, row_start, num_flat_rows):
         plan = honest(walk, row_start, num_flat_rows)
         rows, last = plan.target_rows, plan.target_rows.amax(dim=1)
         return step.StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
 
-    monkeypatch.setattr(step, "plan_step", flat)
+    monkeypatch.setattr(caller, "plan_step", flat)
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
@@ -186,7 +189,7 @@ def kept_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for files in (cost_files, proof_files):
             folder = tmp_path_factory.mktemp(files.__name__.rpartition(".")[2])
-            patch.setattr(files, "folder", lambda folder=folder: folder)
+            patch.setattr(files, "FOLDER", folder)
         yield
 
 

@@ -83,7 +83,9 @@ def test_unknown_key_and_range(args, checkpoints):
 
 def test_a_misspelt_method_names_the_right_one(args, checkpoints):
     refused(
-        args, {"method": "eagel2", "model": str(checkpoints["eagle"])}, "did you mean 'eagle2'.*serves: eagle2, hass"
+        args,
+        {"method": "eagel2", "model": str(checkpoints["eagle"])},
+        "did you mean 'eagle2'.*serves: auto, eagle2, hass",
     )
 
 
@@ -93,7 +95,7 @@ def test_a_method_unlike_ours_is_vllms_to_refuse(args, checkpoints):
 
 def test_our_drafter_without_a_method_asks_no_hub(args, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked a hub"))
-    message = "'smollm2-135m-instruct' is a drafter of vllm-specplug: add the key 'method', one of eagle2, hass, medusa"
+    message = "'smollm2-135m-instruct' is a drafter of vllm-specplug: add the key 'method', one of auto, eagle2"
     refused(args, {"model": "smollm2-135m-instruct"}, message)
 
 

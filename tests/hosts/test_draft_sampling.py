@@ -123,4 +123,4 @@ def test_unknown_noise_is_not_drafted_with(monkeypatch, engine, caplog):
     with caplog.at_level("WARNING", logger="vllm_specplug"):
         noise = draft_noise.DraftNoise(runner, runner.speculative_config.specplug, False)
     assert not noise.couples and noise.sampling(3, 1) is None
-    assert "draws noise of another kind" in caplog.text
+    assert "not coupled with the sampler's noise" in caplog.text

@@ -16,6 +16,8 @@ from tests.doubles.adapters import write_adapter
 from tests.doubles.quantised import write_quantised
 from tests.hosts.conftest import (
     ENGINE,
+    MEDUSA,
+    SEEDED,
     SWIFT,
     acceptance_length,
     counters,
@@ -26,11 +28,9 @@ from tests.hosts.conftest import (
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 #: One slot more than adapters: in mixed batches vLLM 0.32 gives rows without an adapter that of the last slot on a CPU.
 LORA = {"enable_lora": True, "max_loras": 5, "max_lora_rank": 8, "block_size": 32}
 EVERYWHERE = ("q_proj", "down_proj", "embed_tokens", "lm_head")
-MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.doubles import tiny
 from tests.hosts.conftest import (
     ENGINE,
+    MEDUSA,
     acceptance_length,
     check_prefix_cache_hits,
     counters,
@@ -36,7 +37,6 @@ HEADS = 3
 TRAINING = MedusaTraining(
     num_heads=HEADS, num_layers=2, epochs=120, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
 )
-MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_the_checkpoints_own_tree_and_a_file(configure, checkpoints, heads, tmp_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tree": [[0], [1, 0]]}, r"not parent-closed: list \[1\], the parent of \[1, 0\], before it"),
+        ({"tree": [[0], [1, 0]]}, r"has no parent of \[1, 0\]: list \[1\] before it"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "needs 4 heads.*the checkpoint has 3"),
         ({"tree": [[0], [160]]}, "rank 160 .* beyond the heads' vocabulary of 160"),
         ({"tree": [[0], [0]]}, "twice"),

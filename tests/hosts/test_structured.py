@@ -104,7 +104,7 @@ def test_constrained_trees_branch_and_are_accepted(start, branching):
 
 def test_control_with_the_roots_mask_only(start, monkeypatch):
     """Where the nodes behind the root are not masked, the answers change."""
-    from vllm_specplug.hosts.v1 import grammars
+    from vllm_specplug.hosts import grammars
 
     honest = grammars.walk_grammar
 

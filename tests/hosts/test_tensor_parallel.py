@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from torch.utils.cpp_extension import get_default_build_root
 
 from tests.doubles import tiny
 from tests.hosts.conftest import SWIFT, TREE, needs_vnni
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
+from vllm_specplug.utils.published import publish
 
 PROGRAM = """
-import json, sys
+import json, shutil, sys, time
+from pathlib import Path
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
 from vllm import LLM, SamplingParams
+from vllm_specplug.utils.published import publish
 
 def kept(worker):
     runner = worker.model_runner
     if not hasattr(runner, "serving_budget"):  # plain
         return None
     swift = getattr(runner.drafter, "state", None)
-    found = {"tokens": runner.input_batch.token_ids_cpu.tolist()}
+    version = getattr(runner.reloading, "version", None)
+    found = {"tokens": runner.input_batch.token_ids_cpu.tolist(), "version": version, "weights": weights(runner)}
     return found | {"budget": type(runner.serving_budget).__name__, "searched": swift and swift.search().all_steps}
+
+def weights(runner):
+    model = getattr(runner.drafter, "model", None)
+    return model and float(model.model.layers[0].post_attention_layernorm.weight.sum())
+
+def lose_time(worker):
+    # Let a measured budget draft whatever that costs: on two ranks of a busy machine drafts may not pay.
+    budget = getattr(getattr(worker.model_runner, "serving_budget", None), "budget", None)
+    if budget is not None:
+        budget.lost_time._plain_step, budget.lost_time.left = 1.0, 1e9
 
 def ray_serves_cpus():
     # vLLM starts Ray's actors for devices that Ray counts.
@@ -44,15 +60,20 @@ def make_params(temperature):
     ]
 
 if __name__ == "__main__":
-    model, options, runs, out = sys.argv[1:]
+    model, options, runs, out, *new_version = sys.argv[1:]
     if "ray" in options:
         import ray
 
         ray_serves_cpus()
         ray.init(num_gpus=2, include_dashboard=False, runtime_env={"worker_process_setup_hook": ray_serves_cpus})
     llm = LLM(model, **ENGINE | json.loads(options))
+    llm.collective_rpc(lose_time)
     results = []
-    for temperature in json.loads(runs):
+    for number, temperature in enumerate(json.loads(runs)):
+        if number == 1 and new_version:
+            head, folder = new_version
+            publish(head, lambda made: shutil.copytree(folder, made, dirs_exist_ok=True), {})
+            time.sleep(3)  # it is looked for once a second
         outputs = llm.generate(make_prompts(8, seed=7), make_params(temperature), use_tqdm=False)
         results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
     tau = acceptance_length(llm) if llm.llm_engine.vllm_config.speculative_config else 1
@@ -72,7 +93,15 @@ UNION = {
 }
 
 
-def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, ...] = (0.8,), **options) -> dict:
+def run(
+    model: Path,
+    speculative: dict | None,
+    folder: Path,
+    runs: tuple[float, ...] = (0.8,),
+    new_version: tuple[str, ...] = (),
+    **options,
+) -> dict:
+    """Answer in two ranks; ``new_version``: a published folder, and a checkpoint to publish behind the first run."""
     program, out = folder / "program.py", folder / "out.json"
     program.write_text(PROGRAM)
     # Costs are measured anew; kernels are not compiled again.
@@ -92,7 +121,7 @@ def run(model: Path, speculative: dict | None, folder: Path, runs: tuple[float, 
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     options = {"tensor_parallel_size": 2, "speculative_config": speculative, **options}
-    command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(runs), str(out)]
+    command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(runs), str(out), *new_version]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(out.read_text())
@@ -195,6 +224,27 @@ def test_draft_int8(checkpoints, plain, tmp_path):
     assert seeded(result["tokens"]) == seeded(plain())
     check_ranks(result)
     assert found["tau"] > 1.1
+
+
+@needs_two_cores
+@pytest.mark.parametrize("kind", ["reduced", "eagle3"])
+def test_both_ranks_take_a_new_version(checkpoints, plain, tmp_path, kind):
+    """Weights that each rank has a part of, and a draft vocabulary; the ranks draft the same in every step."""
+    head, new = tmp_path / "head", tmp_path / "new"
+    publish(head, lambda folder: shutil.copytree(checkpoints[kind], folder, dirs_exist_ok=True), {})
+    shutil.copytree(checkpoints[kind], new)
+    tensors = load_file(new / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("post_attention_layernorm.weight"))
+    tensors[name] *= 1.5
+    save_file(tensors, new / "model.safetensors")
+    speculative = {**TREE, "model": str(head), "reload": True}
+    found = run(checkpoints["target"], speculative, tmp_path, (0.8, 0.8, 0.8, 0.8), (str(head), str(new)))
+    for result in found["results"]:
+        assert seeded(result["tokens"]) == seeded(plain())
+        check_ranks(result)
+    before, after = (found["results"][place]["ranks"] for place in (0, -1))
+    assert [[rank["version"] for rank in ranks] for ranks in (before, after)] == [[1, 1], [2, 2]]
+    assert all(new["weights"] == pytest.approx(1.5 * old["weights"]) for old, new in zip(before, after, strict=True))
 
 
 @needs_two_cores

@@ -59,6 +59,10 @@ def test_only_our_methods_are_ours():
         ({"model": ""}, "model must be a non-empty string"),
         ({"model": 7}, "model must be a non-empty string"),
         ({"trace_trees": "/no/such/folder/trees.jsonl"}, "create its folder first"),
+        ({"record": "/no/such/folder/recorded"}, "create the folder above it first"),
+        ({"record": True}, "record must be a non-empty string"),
+        ({"record_mib": 1}, "record_mib=1 is out of range: choose 16"),
+        ({"record_share": 1.5}, "record_share=1.5 is out of range: choose 0.0 to 1.0"),
     ],
 )
 def test_bad_option(changes, message):

@@ -27,8 +27,12 @@ from vllm_specplug.kernels import triton_tiles, triton_tree_attention
 from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
-from vllm_specplug.kernels.triton_lookup import match_keys
-from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+from vllm_specplug.kernels.triton_growth import KERNELS, likeliest, start_levels
+from vllm_specplug.kernels.triton_lookup import LookupBuffers, continuations, keep_answer, match_keys
+from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, plan_step, stage_rows, store_trees, walk_rows
+from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
+from vllm_specplug.proposers.union.learning import start_weights
+from vllm_specplug.types import Walk
 
 #: Bytes of shared memory that a program can have, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -126,8 +130,33 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     _, path, _ = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
     caches = [torch.zeros(2, 2, 16, 256, dtype=torch.bfloat16)]
     move_rows(cache_pointers(caches), caches[0], flat, path, path)
+    plan_step(Walk(path, path, ints), ints, num_reqs * width)
+    tokens = torch.zeros(num_reqs, 4096, dtype=torch.int32)
+    buffers = LookupBuffers(
+        torch.zeros(20, dtype=torch.float64), torch.zeros(num_reqs, 128, dtype=torch.int64),
+        *(torch.zeros(shape, dtype=torch.int32) for shape in ((num_reqs, 3, 8), (1 << 17) + 1, 2)),
+    )  # fmt: skip
+    keep_answer(tokens, ints, 1, 10, max_match=16, longer_than=3, buffers=buffers)
     for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
-        match_keys(torch.zeros(num_reqs, 4096, dtype=torch.int32), given, ints, 1, 16)
+        match_keys(tokens, given, ints, 1, 16)
+        continuations(
+            tokens, given, ints, min_match=1, max_match=16, max_candidates=8, draft_depth=16, min_traffic_match=3,
+            buffers=buffers,
+        )  # fmt: skip
+        start_levels(given, slots, 5, 10, 4095)
+
+
+def draft_kernels(num_reqs: int = 2, top_k: int = 10, depth: int = 8, num_nodes: int = 63) -> None:
+    """Launch the growth of trees and the merging of two of them."""
+    roots = torch.zeros(num_reqs, dtype=torch.int64)
+    for dtype, ids in ((torch.bfloat16, None), (torch.float32, torch.zeros(32000, dtype=torch.int64))):
+        likeliest(torch.zeros(num_reqs, 32000, dtype=dtype), top_k, ids)
+    pool, beam = KERNELS.new_pool(num_reqs, top_k, depth, "cpu"), None
+    for level in range(depth):
+        ids = torch.zeros(num_reqs * (top_k if level else 1), top_k, dtype=torch.int64)
+        beam = KERNELS.grow_level(pool, beam, ids, ids.float(), num_nodes)
+    draft, _ = KERNELS.rerank_draft(pool, roots, num_nodes)
+    merge_drafts([draft, draft], num_nodes, Merging.make(start_weights(2), [draft, draft], num_reqs))
 
 
 def compile_all() -> list[dict[str, Any]]:
@@ -144,7 +173,10 @@ def compile_all() -> list[dict[str, Any]]:
     compiled.case = "float16, smallest"
     attention(1, 64, splits=False, dtype=torch.float16)
     compiled.case = ""
-    small_kernels()
+    for capability in SHARED_MEMORY:
+        compiled.target(capability)
+        small_kernels()
+        draft_kernels()
     return compiled.rows
 
 

@@ -7,6 +7,7 @@ whether there is a Triton backend.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 
@@ -32,12 +33,20 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
 from tests.doubles import interpreted, tiny  # noqa: F401
-from tests.hosts.conftest import checkpoints, engine, kept_files, make_prompts, runner_of, token_ids  # noqa: F401
+from tests.doubles.no_syncs import NoLookAtTheDevice
+from tests.hosts.conftest import (  # noqa: F401
+    acceptance_length,
+    checkpoints,
+    engine,
+    kept_files,
+    make_prompts,
+    runner_of,
+    token_ids,
+)
 from vllm_specplug.core.loops import arrays
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
@@ -213,20 +222,12 @@ def asynchronous(monkeypatch):
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(restore))
 
 
-class NoLookAtTheDevice(TorchDispatchMode):
-    """Fails on what would make the host wait for a device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"), name
-        return func(*args, **(kwargs or {}))
-
-
 def watch_rounds(llm, monkeypatch):
     """Verification and drafting look at no value from now on; the list grows by one with each of them."""
     runner, rounds = runner_of(llm), []
 
     def watched(function):
+        @functools.wraps(function)  # with its attributes
         def call(*args, **kwargs):
             rounds.append(function)
             with NoLookAtTheDevice():
@@ -235,5 +236,17 @@ def watch_rounds(llm, monkeypatch):
         return call
 
     monkeypatch.setattr(runner, "rejection_sampler", watched(runner.rejection_sampler))
-    monkeypatch.setattr(runner.speculator, "_growth", watched(runner.speculator._growth))
+    for key, growth in runner.speculator._growths.items():
+        monkeypatch.setitem(runner.speculator._growths, key, watched(growth))
     return rounds
+
+
+def check_greedy(llm, speculator, prompts, expected, acceptance, monkeypatch):
+    """Plain answers from this speculator, with accepted drafts; no value is read back between rows and next drafts."""
+    assert isinstance(runner_of(llm).speculator, speculator)
+    # Else vLLM would choose its V1 runner where nothing else is asked for.
+    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
+    rounds = watch_rounds(llm, monkeypatch)
+    assert same(answers(llm, prompts), expected)
+    assert len(rounds) > 4
+    assert acceptance_length(llm) > acceptance

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_specplug.core import tree
 from vllm_specplug.core.draft_sampling import likeliest
+from vllm_specplug.core.growth import TORCH, TORCH_STATIC
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.hosts.attention.paged import level_metadata
@@ -51,8 +52,8 @@ def test_control():
         torch.arange(3) + on_device(3)
 
 
-@pytest.mark.parametrize("static", [True, False])
-def test_growing_a_tree(static):
+@pytest.mark.parametrize("ops", [TORCH, TORCH_STATIC])
+def test_growing_a_tree(ops):
     draft_ids = target_ids(on_device(50, dtype=torch.int64))
     head = on_device(50, 16)
 
@@ -69,7 +70,7 @@ def test_growing_a_tree(static):
         return DraftFeatures(features, features)
 
     root = DraftFeatures(on_device(3, 16), on_device(3, 16))
-    options = {"num_nodes": 9, "draft_depth": 4, "draft_top_k": 3, "min_node_value": 0.05, "static": static}
+    options = {"num_nodes": 9, "draft_depth": 4, "draft_top_k": 3, "min_node_value": 0.05, "ops": ops}
     draft = grow_tree(on_device(3, dtype=torch.int64), root, score, forward, **options)
     assert draft.tree.token_ids.device == DEVICE
 

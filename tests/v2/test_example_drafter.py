@@ -67,7 +67,8 @@ def too_deep(draft):
 
 @pytest.mark.parametrize("fault", [raising, misshapen, wrong_ids, wrong_parents, too_deep])
 def test_a_faulty_drafter_costs_speed_only(llm, prompts, plain, monkeypatch, fault):
-    growth, failures, before = runner_of(llm).speculator._growth, Guard.total_failures, counted(llm)
+    speculator, failures, before = runner_of(llm).speculator, Guard.total_failures, counted(llm)
+    growth = speculator._growths[max(speculator.depths), False]
     honest, calls = growth._grow, []
 
     def sometimes(num_reqs, slots, roots, *inputs):

@@ -79,7 +79,7 @@ def skip_moves(patch, runner):
 
 
 def broken_step_plan(patch, _):
-    broken_plan(patch)
+    broken_plan(patch, v2_sampler)
 
 
 def wrong_bit(patch, _):

@@ -22,6 +22,7 @@ from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+from vllm_specplug.kernels.triton_step import plan_step as plan_by_kernel
 from vllm_specplug.kernels.triton_tiles import warm_up
 from vllm_specplug.kernels.triton_tree_attention import _find_part, tree_attention
 from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
@@ -350,11 +351,25 @@ def test_walk_and_moves(seed):
     moved = [cache.clone().to(DEVICE) for cache in caches]
     walk = Walk(output, path, num_emitted)
     with torch_operations():
-        plan = plan_step(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
+        planned = plan_step(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
+    plan = plan_by_kernel(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
+    assert all(torch.equal(*pair) for pair in zip(vars(plan).values(), vars(planned).values(), strict=True))
     move_rows(cache_pointers(moved), moved[0], slot_mapping.to(DEVICE), plan.source_rows, plan.target_rows)
     for cache, before, after in zip(moved, caches, rows, strict=True):
         assert torch.equal(cache.cpu().transpose(1, 2).flatten(0, 1), after)
         assert not torch.equal(cache.cpu(), before)
+
+
+@pytest.mark.parametrize("num_flat_rows", [25, 700])
+def test_plan_of_a_mixed_step(num_flat_rows):
+    """Other rows before, between and behind the trees keep their places; nothing may be sampled for a request."""
+    path = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, -1, -1], [0, -1, -1, -1]]).to(DEVICE)
+    walk = Walk(path, path, torch.tensor([3, 1, 2, 0]).to(DEVICE, torch.int32))
+    starts = torch.tensor([2, 9, 16, 21]).to(DEVICE, torch.int32)
+    with torch_operations():
+        expected = plan_step(walk, starts, num_flat_rows)
+    found = plan_by_kernel(walk, starts, num_flat_rows)
+    assert all(torch.equal(*pair) for pair in zip(vars(found).values(), vars(expected).values(), strict=True))
 
 
 def test_layers_that_share_a_cache_move_its_rows_once():

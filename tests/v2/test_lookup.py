@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
-from tests.hosts.conftest import acceptance_length, runner_of
+from tests.hosts.conftest import runner_of
 from tests.v2.conftest import (
     ENGINE,
+    GREEDY,
     SAMPLED,
     SCARCE,
     answers,
+    check_greedy,
     check_preemption,
     check_prefix_cache_hits,
     same,
@@ -24,9 +27,12 @@ from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
+from vllm_specplug.proposers.lookup.index import TrafficIndex
+from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR
 
 #: Candidates enough for all matches of these contexts: of more, the host keeps the newest, the device the longest.
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6, "max_candidates": 32}
+LOOKUP |= {"traffic_tokens": 0}  # of ended requests the tests below would find answers
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +52,29 @@ def llm(engine, expected):  # the newest engine owns the host's counters
 
 
 def trees_of(llm, monkeypatch):
-    """The list gets a pair for each tree drafted from now on: the request's tokens, and the tree as rows."""
+    """The list gets an entry for each tree drafted from now on: slot, the request's tokens, what was learned by then,
+    and the tree as rows."""
     speculator, drafted = runner_of(llm).speculator, []
-    honest = speculator._growth
+    largest = (max(speculator.depths), False)
+    honest = speculator._growths[largest]
 
+    @functools.wraps(honest)  # with its attributes
     def look(num_reqs, slots, roots, *inputs):
         token_ids, parents = honest(num_reqs, slots, roots, *inputs)
-        states = speculator._req_states
+        states, weights = speculator._req_states, speculator._proposer.learner.calibration.weights.copy()
         num_rows = 1 + (parents >= 0).sum(dim=1)
         tree = from_flat(token_ids, parents, num_rows)
         for request, slot in enumerate(slots.tolist()):
             known = states.all_token_ids.gpu[slot, : states.total_len.gpu[slot]].tolist()
-            drafted.append((known, to_rows(tree, request)))
+            drafted.append((slot, known, weights, to_rows(tree, request)))
         return token_ids, parents
 
-    monkeypatch.setattr(speculator, "_growth", look)
+    monkeypatch.setitem(speculator._growths, largest, look)
     return drafted
 
 
 def test_greedy(llm, repeating, expected, monkeypatch):
-    assert isinstance(runner_of(llm).speculator, ModelFreeSpeculator)
-    # Else the host would choose its V1 runner where nothing else is asked for.
-    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
-    rounds = watch_rounds(llm, monkeypatch)
-    assert same(answers(llm, repeating), expected)
-    assert len(rounds) > 4
-    assert acceptance_length(llm) > 1.3
+    check_greedy(llm, ModelFreeSpeculator, repeating, expected, 1.3, monkeypatch)
 
 
 def test_trees_are_those_of_the_host(llm, repeating, monkeypatch):
@@ -79,12 +82,13 @@ def test_trees_are_those_of_the_host(llm, repeating, monkeypatch):
     found, _ = answers(llm, repeating)
     texts = [prompt["prompt_token_ids"] + answer[0] for prompt, answer in zip(repeating, found, strict=True)]
     options = runner_of(llm).speculator._proposer._options
-    assert len(drafted) > 10 and max(len(rows) for _, rows in drafted) == 13
-    for known, rows in drafted:
+    assert len(drafted) > 10 and max(len(rows) for *_, rows in drafted) == 13
+    for _, known, weights, rows in drafted:
         # A last step may emit more than was asked for.
         assert any(known[: len(text)] == text[: len(known)] for text in texts)
-        untaught = LookupProposer(replace(options, min_node_value=0.0, traffic_tokens=0))
-        assert rows == to_rows(untaught.propose(context([known], max_len=256)).tree, 0)
+        proposer = LookupProposer(replace(options, min_node_value=0.0, traffic_tokens=0))
+        proposer.calibration.weights[:] = weights
+        assert rows == to_rows(proposer.propose(context([known], max_len=256)).tree, 0)
 
 
 def test_same_seed_same_tokens(llm, repeating, plainly):
@@ -111,3 +115,51 @@ def test_cuda_graphs(engine, repeating, expected):
     """Verification and the search from recorded graphs."""
     llm = engine(speculative_config=LOOKUP, enforce_eager=False, async_scheduling=True, **ENGINE)
     assert same(answers(llm, repeating), expected)
+
+
+# ---- answers of other requests
+
+
+@pytest.fixture(scope="module")
+def remembers(engine, expected):
+    return engine(speculative_config={**LOOKUP, "traffic_tokens": 1024}, **ENGINE)
+
+
+def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkeypatch):
+    """Asked again, the same prompts take few steps.  The ring holds what V1 would store."""
+    proposer, stored = runner_of(remembers).speculator._proposer, []
+    honest = proposer.finish
+
+    def finish(token_ids, num_tokens, slot, prompt_len):
+        stored.append((token_ids[slot, : num_tokens[slot]].clone(), prompt_len))
+        honest(token_ids, num_tokens, slot, prompt_len)
+
+    monkeypatch.setattr(proposer, "finish", finish)
+    rounds = watch_rounds(remembers, monkeypatch)
+    steps = []
+    for _ in range(2):
+        rounds.clear()
+        assert same(answers(remembers, prompts), plain)
+        steps.append(len(rounds))
+    assert steps[1] < 0.6 * steps[0]
+    silent = GREEDY.clone()
+    silent.extra_args = {"speculation": False}
+    for params in (silent, GREEDY):  # ended requests are reported with the next step
+        answers(remembers, prompts[:1], params)
+    assert len(stored) == 2 * len(prompts)
+    ring = TrafficIndex(1024, LONG_ANCHOR)
+    for tokens, prompt_len in stored:
+        known = next(p for p in prompts if p["prompt_token_ids"] == tokens[:prompt_len].tolist())
+        answer = plain[0][prompts.index(known)][0]
+        assert tokens[prompt_len:][: len(answer)].tolist() == answer
+        ring.add(tokens[max(prompt_len - proposer._options.max_match, 0) :].numpy(force=True))
+    assert proposer._buffers.traffic.tolist() == ring.tokens.tolist()
+
+
+def test_control_without_traffic(llm, prompts, plain, monkeypatch):
+    rounds, steps = watch_rounds(llm, monkeypatch), []
+    for _ in range(2):
+        rounds.clear()
+        assert same(answers(llm, prompts), plain)
+        steps.append(len(rounds))
+    assert steps[1] > 0.9 * steps[0]

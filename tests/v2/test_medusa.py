@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
+from tests.hosts.conftest import acceptance_length, counters, token_ids
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
     SAMPLED,
     SCARCE,
     answers,
+    check_greedy,
     check_preemption,
     check_prefix_cache_hits,
     same,
-    watch_rounds,
 )
 from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
 from vllm_specplug.hosts.v2.trees import DeviceTrees
@@ -33,14 +33,7 @@ def llm(engine, heads):
 
 
 def test_greedy_trees(llm, prompts, plain, monkeypatch):
-    """And no value is read back between the sampled rows and the next drafts."""
-    assert isinstance(runner_of(llm).speculator, HeadsSpeculator)
-    # Else the host would choose its V1 runner where nothing else is asked for.
-    assert llm.llm_engine.vllm_config._get_v2_model_runner_unsupported_features() == []
-    rounds = watch_rounds(llm, monkeypatch)
-    assert same(answers(llm, prompts), plain)
-    assert len(rounds) > 4
-    assert acceptance_length(llm) > 1.8
+    check_greedy(llm, HeadsSpeculator, prompts, plain, 1.8, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])

@@ -18,12 +18,12 @@ from vllm_specplug.hosts.v2.runner import TreeRunner
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.utils import proof_files
 
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 8}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "traffic_tokens": 1024}
 
 
 @pytest.fixture(autouse=True)
 def kept_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(proof_files, "folder", lambda: tmp_path)
+    monkeypatch.setattr(proof_files, "FOLDER", tmp_path)
 
 
 def prove_again(llm):

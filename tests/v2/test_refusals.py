@@ -19,6 +19,7 @@ from vllm_specplug.hosts.compat.features import V1_CUDA, V2, check_options
 from vllm_specplug.hosts.compat.install import PATCHES as ALL_HOSTS
 from vllm_specplug.hosts.compat.manifest import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL
 from vllm_specplug.hosts.compat.speculative_config import WORKERS, TreeSpeculativeConfig
+from vllm_specplug.hosts.v2.rounds import check_batch, schedule
 from vllm_specplug.hosts.v2.runner import PATCHES
 from vllm_specplug.plugin import register
 
@@ -41,13 +42,7 @@ def test_host_has_the_seams():
             {"method": "union", "model": None, "sources": [{"method": "lookup", "min_node_value": 0.1}]},
             "min_node_value",
         ),
-        (
-            {"method": "lookup", "model": None, "traffic_tokens": 4096},
-            "traffic_tokens.*use traffic_tokens=0, or set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        ({"budget": "measured"}, "budget"),
-        ({"verification": "typical"}, "verification"),
-        ({"trace_trees": "trees.jsonl"}, "trace_trees"),
+        ({"record": "recorded"}, "record does not work.*use no record, or set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),
     ],
@@ -70,6 +65,7 @@ def options_of(changes):
         ({"budget": "measured"}, "budget"),
         ({"verification": "typical"}, "verification"),
         ({"min_level_value": 0.1}, "min_level_value"),
+        ({"record": "recorded"}, "record"),
     ],
 )
 def test_options_of_v1_on_cuda(changes, named):
@@ -82,11 +78,24 @@ def test_what_is_served():
         for method in ("eagle2", "hass"):
             check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}), runner)
         check_options(parse_options({"method": "medusa", "model": "heads"}), runner)
-        check_options(parse_options({"method": "lookup"}), runner)
+        check_options(parse_options({"method": "lookup", "traffic_tokens": 4096}), runner)
         for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
             check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}), runner)
-    check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), V1_CUDA)
+        check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), runner)
+    for verification in ("typical", "rejection"):
+        check_options(options_of({"verification": verification}), V2)
     check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
+    check_options(options_of({"budget": "measured"}), V2)
+
+
+def test_a_measured_budget_needs_a_batch_size_for_each_shape():
+    options = options_of({"budget": "measured", "num_speculative_tokens": 60, "draft_top_k": 10})
+    assert schedule(options) == [(1, 1, 60), (2, 2, 31), (3, 3, 15), (4, 4, 7), (5, 5, 0)]
+    check_batch(options, 5)
+    with pytest.raises(ConfigError, match="needs --max-num-seqs 5 or more.*found 4.*budget='fixed'"):
+        check_batch(options, 4)
+    assert schedule(options_of({})) is None
+    check_batch(options_of({}), 1)
 
 
 @pytest.fixture
@@ -131,6 +140,8 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         start_on_cuda("0", async_scheduling=True)
     with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
         start_on_cuda("0", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="V2 model runner.*tensor parallelism"):
+        start_on_cuda("1", tensor_parallel_size=2)
 
 
 def test_requests():

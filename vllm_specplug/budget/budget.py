@@ -8,6 +8,7 @@ nodes are verified (``selector``).  ``outcomes`` learns from the tokens that the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_specplug.budget.calibration import LOGIT_LIMIT, Reliability
 from vllm_specplug.budget.costs import CostModel
 from vllm_specplug.budget.forecast import Forecast
 from vllm_specplug.budget.growth import LevelGrowth
+from vllm_specplug.budget.lost_time import LostTime
 from vllm_specplug.budget.model_drafter import STEPWISE_REQUESTS, ModelDrafterChoice
 from vllm_specplug.budget.outcomes import Outcomes, outcomes_of
 from vllm_specplug.budget.planner import Planner
@@ -30,6 +32,9 @@ from vllm_specplug.types import Draft
 #: The running arm's value is learned at one in so many steps, once so many requests have been seen: its mean hardly
 #: changes in between, and learning it costs time at each step.  Chosen by hand; not swept.
 VALUE_EVERY, KNOWN_REQUESTS = 4, 150.0
+#: Seconds of a draft above so many usual ones are not charged: another program ran, or something was done for the first
+#: time.  The costs learn from them, so that they count where they are usual.
+DISTURBED = 2.0
 #: Smallest factor on the weight of recent values when requests end: new requests may be of another kind, but the
 #: drafter stays the same.  Chosen by hand; not swept.
 LEAST_KEPT = 0.25
@@ -46,6 +51,7 @@ class Budget:
         level_width: nodes of a request that each level but the first runs over.
         max_rows: most rows of a step.
         reseeds: whether the model drafter first reads every emitted token, not just the last one.
+        shortest_draft: see ``DraftHooks.shortest_draft``.
 
     Attributes:
         costs, arms: as given; the plain arm is added.
@@ -63,6 +69,7 @@ class Budget:
         level_width: int,
         max_rows: int,
         reseeds: bool = True,
+        shortest_draft: float | None = None,
     ):
         self.costs, self.arms, self._max_rows = costs, (PLAIN, *arms), max_rows
         # With model-free drafts beside the model drafter's, a node's depth does not tell its level.
@@ -77,6 +84,7 @@ class Budget:
             num_nodes=num_nodes,
             level_width=level_width,
             max_rows=max_rows,
+            shortest_draft=shortest_draft,
         )
         self.planner = Planner(self.forecast, self.regimes, self.reading)
         self.model_drafter = ModelDrafterChoice()
@@ -99,12 +107,17 @@ class Budget:
     @property
     def is_trial(self) -> bool:
         """Whether something runs in this step that does not run at present."""
-        return self.running is not self.arm or self.model_drafter.is_trial
+        return (self.running is not self.arm and not self.planner.is_held) or self.model_drafter.is_trial
 
     @property
     def reliability(self) -> Reliability:
         """Predicted against observed acceptance."""
         return self.outcomes.reliability
+
+    @property
+    def lost_time(self) -> LostTime:
+        """The time that drafts may lose to plain steps."""
+        return self.planner.lost_time
 
     def choice(self, num_reqs: int) -> dict[str, Any]:
         """Describe the best choice for so many requests; see ``Forecast.choice``."""
@@ -138,6 +151,8 @@ class Budget:
         planner = self.planner
         if planner.num_reqs > STEPWISE_REQUESTS:
             return True
+        if not planner.may_spend(planner.least_by_model(self._missed_rows)):
+            return False
         # A drafter that pauses has to catch up later; one that has paused before does so anyway.
         catch_up = 0.0 if self._missed_rows else self.reading.mean_catch_up
         return self.model_drafter.runs(expected, wanted, planner.regime, planner.rate, catch_up)
@@ -148,7 +163,11 @@ class Budget:
         Args:
             beam_values: float ``[num_reqs, beam_width]``; values of the nodes that it would run over.
         """
-        return self.growth.may_grow(beam_values, self.planner.rate)
+        levels, planner = self.growth.num_levels, self.planner
+        spent = self.forecast.usual_draft(planner.running, planner.num_reqs, levels, self._missed_rows)
+        if math.isfinite(spent) and not planner.may_spend(spent + self.costs["level"].at(beam_values.numel())):
+            return False
+        return self.growth.may_grow(beam_values, planner.rate)
 
     # ---- after drafting
 
@@ -185,6 +204,11 @@ class Budget:
             per_node = planner.rate * (verify[selection.num_nodes] - verify[0]) / max(selection.num_nodes, 1)
             gained = np.where(selection.keep & by_model_only, scored.values - per_node, 0.0).sum(axis=1)
             self.model_drafter.learn(by_model, gained, wanted, planner.regime)
+        levels = self.growth.num_levels if by_model else 0
+        usual = self.forecast.usual_draft(
+            self.running, num_reqs, levels, self._missed_rows + self.reading.prompt_rows_now
+        )
+        self.lost_time.spend(min(draft_seconds, DISTURBED * usual) + selection.seconds)
         seconds = self.costs.plain_step(num_reqs) + draft_seconds + selection.seconds
         planner.add_draft(num_reqs + selection.value, seconds)
         return selection.apply(draft, scored)

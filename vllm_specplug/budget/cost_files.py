@@ -1,30 +1,22 @@
-"""Saved cost models: one JSON file for each model, method and machine."""
+"""Saved cost models of V1 and step times of V2: one JSON file for each model, method and machine."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_specplug.budget.costs import PARTS, CostModel
-from vllm_specplug.utils.files import replacing
+from vllm_specplug.budget.step_times import StepTimes
+from vllm_specplug.utils.files import kept_path, kept_paths, write_json
 
 logger = logging.getLogger("vllm_specplug")
 
-
-def folder() -> Path:
-    """Return the folder of the files, below ``$XDG_CACHE_HOME`` if that is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / "costs"
-
-
-def path_of(facts: Mapping[str, Any]) -> Path:
-    """Return the file for these facts about a model and a machine."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return folder() / f"{digest[:16]}.json"
+Saved = TypeVar("Saved")
+#: Folders in the user's cache: of V1's cost models, of V2's step times.
+FOLDER, STEP_TIMES = "costs", "step_times"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -44,9 +36,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what was saved for these facts; None if there is no file, or none that can be used."""
-    path = path_of(facts)
+    return _load(kept_path(FOLDER, facts), _read)
+
+
+def load_step_times(facts: Mapping[str, Any], max_num_reqs: int) -> StepTimes | None:
+    """Return the saved step times of the V2 runner; None if there is no file, or none that can be used."""
+
+    def read(path: Path) -> StepTimes:
+        return StepTimes(StepTimes.measured_in(json.loads(path.read_text())["seconds"]), max_num_reqs)
+
+    return _load(kept_path(STEP_TIMES, facts), read)
+
+
+def _load(path: Path, read: Callable[[Path], Saved]) -> Saved | None:
     try:
-        return _read(path)
+        return read(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -54,13 +58,11 @@ def load(facts: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None:
+def save(facts: Mapping[str, Any], model: CostModel | StepTimes, **more: Any) -> Path | None:
     """Write a cost model, and ``more`` beside it; return None if that fails, which the server survives."""
-    path = path_of(facts)
+    path = kept_path(STEP_TIMES if isinstance(model, StepTimes) else FOLDER, facts)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps({"facts": dict(facts), "seconds": model.to_json(), **more}, default=str))
+        write_json(path, {"facts": dict(facts), "seconds": model.to_json(), **more})
     except OSError as error:
         logger.warning("vllm-specplug: the cost model is not saved: %s", error)
         return None
@@ -70,7 +72,7 @@ def save(facts: Mapping[str, Any], model: CostModel, **more: Any) -> Path | None
 def saved_models() -> list[dict[str, Any]]:
     """Return all usable cost models saved on this machine, newest first."""
     found = []
-    for path in sorted(folder().glob("*.json"), key=lambda path: -path.stat().st_mtime):
+    for path in kept_paths(FOLDER):
         try:
             found.append(_read(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -169,8 +169,7 @@ class CostTable:
             self.observations += 1
             return
         spread = self._uncertainty @ hat
-        noise = max(self.NOISE / num_times**0.5, self.SHARED_NOISE)
-        variance = float(hat @ spread) + (noise * expected) ** 2
+        variance = float(hat @ spread) + self._noise(expected, num_times) ** 2
         most = self.MOST_DEVIATIONS * variance**0.5
         error = float(np.clip(seconds - expected, -most, most))
         gain = spread / variance
@@ -180,6 +179,10 @@ class CostTable:
         self._uncertainty -= np.outer(gain, spread)
         self.observations += 1
         self._refresh()
+
+    def _noise(self, expected: float, num_times: int) -> float:
+        """Return the standard error of the mean of so many observations."""
+        return max(self.NOISE / num_times**0.5, self.SHARED_NOISE) * expected
 
     def to_json(self) -> dict[str, Any]:
         counts, seconds = self.knots.astype(int).tolist(), self.knot_seconds().round(9).tolist()

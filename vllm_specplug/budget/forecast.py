@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,7 @@ class Forecast:
         num_nodes: largest number of nodes of a request.
         level_width: nodes of a request that each level but the first runs over.
         max_rows: most rows of a step.
+        shortest_draft: see ``DraftHooks.shortest_draft``.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Forecast:
         num_nodes: int,
         level_width: int,
         max_rows: int,
+        shortest_draft: float | None = None,
     ):
+        self._shortest_draft = shortest_draft
         self._costs, self._arms, self._regimes, self._reading = costs, arms, regimes, reading
         self._num_nodes, self._level_width, self._max_rows = num_nodes, level_width, max_rows
         #: Number of requests, calls since, outlooks.
@@ -92,6 +96,37 @@ class Forecast:
             "levels": round(float(levels), 2),
             "speedup": outlooks[best].rate / outlooks[PLAIN].rate,
         }
+
+    def least_loss(self, arm: Arm, num_reqs: int) -> float:
+        """Return the seconds that an arm's step takes above a plain one: one node, no model drafter."""
+        costs, verify = self._costs, self._costs.verification(num_reqs)
+        node = verify[min(1, len(verify) - 1)] - verify[0]
+        tree = costs["tree"].at(num_reqs) - costs["sample"].at(num_reqs)
+        return node + tree + costs["draft_overhead"].at(num_reqs) + arm.model_free * costs["model_free"].at(num_reqs)
+
+    def least_by_model(self, num_reqs: int) -> float:
+        """Return the seconds of the model drafter's shortest draft."""
+        if self._shortest_draft is not None:
+            return self._shortest_draft * float(self._costs.verification(num_reqs)[0])
+        return self._costs["first_pass"].at(self._reading.first_pass_rows(num_reqs))
+
+    def usual_draft(self, arm: Arm, num_reqs: int, levels: int, read_rows: int) -> float:
+        """Return the usual seconds of a draft phase; infinity while those of the model drafter are not known.
+
+        Args:
+            arm: that drafts.
+            num_reqs: requests that decode in the next step.
+            levels: levels that the model drafter drafted, the first included; 0: it did not run.
+            read_rows: prompt rows and missed rows that it read.
+        """
+        costs, reading = self._costs, self._reading
+        seconds = costs["draft_overhead"].at(num_reqs) + arm.model_free * costs["model_free"].at(num_reqs)
+        if levels and not costs["first_pass"].is_known:
+            return math.inf
+        if levels:
+            seconds += reading.catch_up_seconds(reading.first_pass_rows(num_reqs) + read_rows)
+            seconds += (levels - 1) * costs["level"].at(num_reqs * self._level_width)
+        return seconds
 
     def _compute(self, num_reqs: int) -> dict[Arm, Outlook]:
         # In small batches a union's model drafter is decided on at each step, so there is no arm without it.

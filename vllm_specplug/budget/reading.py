@@ -26,12 +26,14 @@ class Reading:
 
     Attributes:
         mean_catch_up: seconds of a catch-up forward.
+        prompt_rows_now: prompt rows of this step.
     """
 
     def __init__(self, costs: CostModel, reseeds: bool):
         self._costs, self._reseeds = costs, reseeds
         self._emitted = FIRST_EMITTED
         self._prompt_rows = 0.0
+        self.prompt_rows_now = 0
         self.mean_catch_up = 0.0
         #: float64 ``[2]``; seconds and rows of the last catch-up forwards, with decay.
         self._caught_up = np.zeros(2)
@@ -42,6 +44,7 @@ class Reading:
 
     def saw_prompt(self, num_rows: int) -> None:
         """Add a step that computed so many prompt rows (0 counts too)."""
+        self.prompt_rows_now = num_rows
         self._prompt_rows += (num_rows - self._prompt_rows) / PROMPT_MEMORY
 
     def caught_up(self, seconds: float, num_rows: int) -> None:

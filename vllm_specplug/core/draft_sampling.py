@@ -97,13 +97,18 @@ class DraftSampling:
         probs = scaled.masked_fill(sampled & beyond, 0.0)
         probs = probs / probs.sum(dim=1, keepdim=True)
 
-        seeds = self.seeds[:, level, :width].expand(-1, width).flatten().unsqueeze(1)
-        score = torch.where(sampled, probs.log() + gumbel_noise(seeds, ids), log_probs)
+        score = torch.where(sampled, probs.log() + self.noise(level, width, ids), log_probs)
         best, order = score.topk(draft_top_k, dim=1)
         independent = sampled & ~per_node(self.coupled)
         estimates = torch.where(sampled, score - score.logsumexp(1, True), log_probs).gather(1, order)
         estimates = torch.where(independent, acceptance_log_probs(probs, draft_top_k), estimates)
         return Children(ids.gather(1, order), estimates.masked_fill(best == NEVER, NEVER), ids, probs)
+
+    def noise(self, level: int, width: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """Compute the Gumbel noise of the children of a level's nodes, float like ``token_ids``
+        (``[num_reqs * width, num_candidates]``, request-major)."""
+        seeds = self.seeds[:, level, :width].expand(-1, width).flatten().unsqueeze(1)
+        return gumbel_noise(seeds, token_ids)
 
 
 def acceptance_log_probs(probs: torch.Tensor, num_children: int) -> torch.Tensor:

@@ -6,11 +6,17 @@ Each draft level appends the children of the fed nodes to the pool and picks the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from vllm_specplug.core.loops import pool as pool_loops
 from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
-from vllm_specplug.core.pool import NEVER, Beam, DraftPool
+from vllm_specplug.core.pool import NEVER, Beam, DraftPool, new_pool
+from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.types import Draft
 
 
 def expand(pool: DraftPool, beam: torch.Tensor | None, token_ids: torch.Tensor, log_probs: torch.Tensor) -> DraftPool:
@@ -118,3 +124,25 @@ def grow_level(
     first = torch.arange(0, num_reqs * num_fed, num_fed, device=device).unsqueeze(1)
     values = pool.log_values.gather(1, nodes)
     return Beam(nodes, pool.token_ids.gather(1, nodes), values, (first + parent).flatten(), mask)
+
+
+@dataclass(frozen=True)
+class GrowthOps:
+    """The functions that a growth consists of: those of this package, or kernels that do the same.
+
+    Attributes:
+        new_pool: see ``pool.new_pool``.
+        grow_level: see ``grow_level``.
+        rerank_draft: see ``pruning.rerank_draft``.
+        static: whether all levels are drafted, so that no value is read back.
+    """
+
+    new_pool: Callable[[int, int, int, torch.device], DraftPool]
+    grow_level: Callable[[DraftPool, Beam | None, torch.Tensor, torch.Tensor, int], Beam | None]
+    rerank_draft: Callable[[DraftPool, torch.Tensor, int, float], tuple[Draft, torch.Tensor]]
+    static: bool
+
+
+#: They end a growth early where they may look at values: on a CPU.
+TORCH = GrowthOps(new_pool, grow_level, rerank_draft, static=False)
+TORCH_STATIC = GrowthOps(new_pool, partial(grow_level, static=True), rerank_draft, static=True)

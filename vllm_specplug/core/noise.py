@@ -27,9 +27,20 @@ def gumbel_noise(seeds: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     Returns:
         float32, finite.
     """
-    bits = _shift(_mix(_mix(seeds) + (token_ids + 1) * _GAMMA), 11)
-    uniform = (bits.double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform)).float()
+    return -torch.log(-torch.log(uniform_noise(seeds, token_ids))).float()
+
+
+def uniform_noise(seeds: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Compute uniform random numbers between 0 and 1, float64, as a function of int64 seeds and indices."""
+    bits = _shift(_mix(_mix(seeds) + (index + 1) * _GAMMA), 11)
+    return (bits.double() + 0.5) * 2.0**-53
+
+
+def derived_seeds(seeds: torch.Tensor, *keys: torch.Tensor | int) -> torch.Tensor:
+    """Derive a seed for each combination of a seed and keys: int64, broadcast over all of them."""
+    for key in keys:
+        seeds = _mix(seeds + _GAMMA) + key
+    return seeds
 
 
 def upcoming_seeds(generators: Sequence[torch.Generator | None], count: int) -> torch.Tensor:

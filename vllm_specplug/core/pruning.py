@@ -65,6 +65,22 @@ def rerank_draft(
     return Draft(tree, log_values), with_root(index, PADDING)
 
 
+def best_nodes(draft: Draft, num_nodes: int) -> Draft:
+    """Keep the best ``num_nodes`` nodes of each tree, without reading values back from a device.
+
+    Args:
+        draft: trees of at least as many nodes.
+        num_nodes: nodes to keep.
+    """
+    tree = draft.tree
+    token_ids, depths = (rows[:, 1:].contiguous() for rows in (tree.token_ids, tree.depths))
+    # In a pool the root has index -1, so that rows count from the first node.
+    parents = (tree.parents[:, 1:] - 1).clamp(min=PADDING)
+    log_values = draft.log_values[:, 1:].contiguous()
+    pool = DraftPool(token_ids, parents, log_values, depths, size=token_ids.shape[1])
+    return rerank_draft(pool, tree.token_ids[:, 0], num_nodes)[0]
+
+
 def prune(draft: Draft, keep: torch.Tensor) -> Draft:
     """Remove nodes from a draft.
 

@@ -15,7 +15,7 @@ from vllm_specplug.config import ConfigError, TreeOptions, check_typical_limits,
 TYPICAL_ARGS = ("typical_epsilon", "typical_delta")
 
 #: All our keys of ``extra_args``.  Other keys belong to other plugins and are left alone, unless they look like a typo.
-REQUEST_ARGS = ("speculation", "swift_stream", *TYPICAL_ARGS)
+REQUEST_ARGS = ("speculation", "record", "swift_stream", *TYPICAL_ARGS)
 
 
 def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
@@ -24,9 +24,22 @@ def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
     Raises:
         ConfigError: the value is neither true nor false.
     """
-    value = (extra_args or {}).get("speculation", True)
+    return _is_wanted(extra_args, "speculation")
+
+
+def wants_record(extra_args: Mapping[str, Any] | None) -> bool:
+    """Return false if the request has ``{"record": false}``: a server that records answers leaves it out.
+
+    Raises:
+        ConfigError: the value is neither true nor false.
+    """
+    return _is_wanted(extra_args, "record")
+
+
+def _is_wanted(extra_args: Mapping[str, Any] | None, name: str) -> bool:
+    value = (extra_args or {}).get(name, True)
     if not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise ConfigError(f"speculation must be true or false, not {value!r}")
+        raise ConfigError(f"{name} must be true or false, not {value!r}")
     return bool(value)
 
 
@@ -65,5 +78,6 @@ def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) ->
         if meant := nearest(name, REQUEST_ARGS):
             raise ConfigError(f"unknown argument {name!r}: did you mean {meant!r}?")
     wants_speculation(extra_args)
+    wants_record(extra_args)
     stream_of(extra_args)
     request_limits(extra_args, options)

@@ -10,6 +10,7 @@ re-seed   the drafter reads the accepted rows and proposes the next tree        
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,9 +58,23 @@ def before_forward(runner: StepRunner, batch: Any) -> Any | None:
     return runner.lay_out_trees(batch)
 
 
-def after_forward(runner: StepRunner, walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
-    """Commit what the walk accepted; ``row_start`` int ``[num_reqs]`` is the flat row of each root."""
-    plan = plan_step(walk, row_start, num_flat_rows)
+def after_forward(
+    runner: StepRunner,
+    walk: Walk,
+    row_start: torch.Tensor,
+    num_flat_rows: int,
+    plan_by: Callable[[Walk, torch.Tensor, int], StepPlan] | None = None,
+) -> StepPlan:
+    """Commit what the walk accepted.
+
+    Args:
+        runner: of the step.
+        walk: its result.
+        row_start: int ``[num_reqs]``; flat row of each root.
+        num_flat_rows: rows of the forward.
+        plan_by: a kernel that does what ``plan_step`` does; None: ``plan_step``.
+    """
+    plan = (plan_by or plan_step)(walk, row_start, num_flat_rows)
     runner.commit(plan)
     runner.follow(plan)
     return plan

@@ -97,10 +97,7 @@ def depths_from_parents(parents: torch.Tensor) -> torch.Tensor:
             return counted
     depths = (parents >= 0).long()
     ancestor = parents.clamp(min=0)  # the root is its own ancestor, at distance 0
-    sync_is_cheap = parents.device.type == "cpu"  # stopping early saves passes: trees are much shallower than wide
     for _ in range((parents.shape[1] - 1).bit_length()):  # each pass doubles the distance covered
-        if sync_is_cheap and not ancestor.any():
-            break
         depths = depths + depths.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)
     return depths

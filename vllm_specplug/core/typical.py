@@ -70,21 +70,59 @@ def accept_typical(
         of_child = of_parent[index, tree.token_ids[requests, rows]]
         accepted[requests, rows] = of_child.exp() > limit
         likelihood[requests, rows] = likelihood[requests, parents] + of_child
+    return _best_rows(tree, accepted, likelihood)
+
+
+def accept_typical_nodes(
+    tree: TokenTree, child_log_probs: torch.Tensor, limits: torch.Tensor, active: torch.Tensor, max_depth: int
+) -> torch.Tensor:
+    """Find the accepted path of every tree from the values of all nodes, without reading values back.
+
+    Args:
+        tree: the verified trees.
+        child_log_probs: float32 ``[num_reqs, num_rows]``; log-probability of each node's token at its parent's row.
+        limits: float32 ``[num_reqs, num_rows]``; ``threshold`` at the parent's row.
+        active: bool ``[num_reqs]``; the other requests accept nothing.
+        max_depth: depth that no tree exceeds.
+
+    Returns:
+        As ``accept_typical``, whose result is the same.
+    """
+    drafted = valid_rows(tree.num_rows, tree.token_ids.shape[1]) & (tree.token_ids >= 0) & (tree.parents >= 0)
+    passes, parents = drafted & (child_log_probs.exp() > limits), tree.parents.clamp(min=0)
+    accepted = torch.zeros_like(drafted)
+    accepted[:, 0] = active
+    likelihood = torch.zeros_like(child_log_probs)
+    for depth in range(1, max_depth + 1):
+        reached = passes & (tree.depths == depth) & accepted.gather(1, parents)
+        accepted = accepted | reached
+        likelihood = torch.where(reached, likelihood.gather(1, parents) + child_log_probs, likelihood)
+    return _best_rows(tree, accepted, likelihood)
+
+
+def _best_rows(tree: TokenTree, accepted: torch.Tensor, likelihood: torch.Tensor) -> torch.Tensor:
+    """Return the deepest accepted row of each tree, of equally deep ones the likeliest; 0 where none is accepted."""
     depths = tree.depths.masked_fill(~accepted, PADDING)
     deepest = depths == depths.amax(dim=1, keepdim=True)
     return likelihood.masked_fill(~(deepest & accepted), float("-inf")).argmax(dim=1)
 
 
-def path_token_ids(tree: TokenTree, last_rows: torch.Tensor) -> torch.Tensor:
+def path_token_ids(tree: TokenTree, last_rows: torch.Tensor, max_depth: int | None = None) -> torch.Tensor:
     """Collect the tokens of the paths that end in ``last_rows`` (int64 ``[num_reqs]``), in the order of emission.
 
+    Args:
+        tree: the trees.
+        last_rows: the rows.
+        max_depth: at least the greatest depth of these rows; None: it is read from them.
+
     Returns:
-        int64 ``[num_reqs, max(1, greatest depth)]``; ``PADDING`` after a path.
+        int64 ``[num_reqs, max(1, max_depth)]``; ``PADDING`` after a path.
     """
-    depths = tree.depths.gather(1, last_rows.unsqueeze(1)).squeeze(1)
-    longest = max(int(depths.max()), 1)
+    if max_depth is None:
+        max_depth = int(tree.depths.gather(1, last_rows.unsqueeze(1)).max())
+    longest = max(max_depth, 1)
     tokens = tree.token_ids.new_full((last_rows.shape[0], longest + 1), PADDING)
-    requests, rows = torch.arange(last_rows.shape[0]), last_rows
+    requests, rows = torch.arange(last_rows.shape[0], device=last_rows.device), last_rows
     for _ in range(longest):
         # Roots are written to column 0, which is dropped.
         tokens[requests, tree.depths[requests, rows]] = tree.token_ids[requests, rows]

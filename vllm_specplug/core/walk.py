@@ -136,3 +136,26 @@ def walk_exact(
             break
         state = advance(state, sample(current_rows(state), state.active, depth))
     return finish(state)
+
+
+def settled_rows(tree: TokenTree, token_ids: torch.Tensor) -> torch.Tensor:
+    """Find the row that emits each of the tokens that were chosen before the walk, without reading values back.
+
+    Args:
+        tree: the trees.
+        token_ids: int64 ``[num_reqs, any width]``; the first tokens to emit; ``PADDING`` behind.
+
+    Returns:
+        int64 ``[num_reqs, num_rows]``; the token to emit at each row; ``PADDING``: it is sampled there.
+    """
+    num_reqs, width = tree.token_ids.shape
+    settled = tree.token_ids.new_full((num_reqs, width + 1), PADDING)  # the last column takes the padding
+    rows = tree.token_ids.new_zeros((num_reqs, 1))
+    on_path = torch.ones_like(rows, dtype=torch.bool)
+    for token in token_ids.unsqueeze(2).unbind(1):
+        on_path = on_path & (token >= 0)
+        settled.scatter_(1, rows.where(on_path, width), token)
+        found, child = ((tree.parents == rows) & (tree.token_ids == token)).max(dim=1, keepdim=True)
+        on_path = on_path & found
+        rows = child.where(on_path, rows)
+    return settled[:, :-1]

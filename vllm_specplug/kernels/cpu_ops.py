@@ -27,7 +27,9 @@ def operators() -> Any:
         ops = _load()
     except Exception as error:  # compiler, linker and file system errors have many types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("tree attention: slow torch fallback; the C++ ops could not be built (%s)", reason)
+        logger.warning(
+            "tree attention is slow: torch computes it, because the C++ operators could not be built (%s)", reason
+        )
         return None
     logger.info("tree attention: C++ op %s", ops.tree_attention.default)
     return ops

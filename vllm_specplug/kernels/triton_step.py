@@ -1,4 +1,4 @@
-"""The small kernels of a step without CPU-GPU synchronisation: store trees, stage rows, walk, move key/value.
+"""The small kernels of a step without CPU-GPU synchronisation: store trees, stage rows, walk, plan, move key/value.
 
 Each replaces many launches of the named torch functions by one; these functions are its reference in the tests:
 
@@ -6,6 +6,7 @@ Each replaces many launches of the named torch functions by one; these functions
 ``store_trees``   ``tree.depths_from_parents``, ``layout.ancestor_mask``, ``ancestor_bits``
 ``stage_rows``    ``layout.lay_out``
 ``walk_rows``     ``walk_tokens`` of ``tests/doubles/reference_step``
+``plan_step``     ``core.step.plan_step``
 ``move_rows``     ``move_rows`` of ``tests/doubles/reference_step``
 ================= =========================================================================
 
@@ -18,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplug.types import PADDING
+from vllm_specplug.core.step import StepPlan
+from vllm_specplug.types import PADDING, Walk
 
 _PADDING = tl.constexpr(PADDING)
 #: Rows that ``move_rows`` moves at once.
@@ -100,7 +102,8 @@ def store_trees(
     )
 
 
-@triton.jit
+# Compiled once for all numbers of requests, else a new one would be compiled while serving.
+@triton.jit(do_not_specialize=("num_reqs",))
 def _stage_rows_kernel(
     slots_ptr,
     query_start_loc_ptr,
@@ -257,6 +260,55 @@ def walk_rows(
         num_warps=1,
     )
     return output, path, num_emitted
+
+
+@triton.jit(do_not_specialize=("num_reqs", "num_flat_rows"))
+def _plan_step_kernel(
+    path_ptr, num_emitted_ptr, row_start_ptr, num_reqs, num_flat_rows,
+    sources_ptr, targets_ptr, path_index_ptr, last_rows_ptr,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    first = tl.load(row_start_ptr + request).to(tl.int64)
+    num_emitted = tl.load(num_emitted_ptr + request)
+    depth = tl.arange(0, WIDTH_PADDED)
+    inside = depth < WIDTH
+    accepted = inside & ((depth == 0) | (depth < num_emitted))
+    source = first + tl.load(path_ptr + request * WIDTH + depth, mask=accepted, other=0)
+    target = first + depth
+    tl.store(sources_ptr + request * WIDTH + depth, tl.where(accepted, source, _PADDING), mask=inside)
+    tl.store(targets_ptr + request * WIDTH + depth, tl.where(accepted, target, _PADDING), mask=inside)
+    tl.store(last_rows_ptr + request, tl.max(tl.where(accepted, source, _PADDING), axis=0))
+    tl.store(path_index_ptr + target, source, mask=accepted)
+    # The other rows up to the next request's tree are their own: no program writes a row of another one.
+    begin = tl.where(request == 0, 0, first)
+    end = num_flat_rows.to(tl.int64)
+    if request + 1 < num_reqs:
+        end = tl.load(row_start_ptr + request + 1).to(tl.int64)
+    num_accepted = tl.maximum(num_emitted, 1)
+    for start in range(begin, end, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        own = (row < end) & ((row < first) | (row >= first + num_accepted))
+        tl.store(path_index_ptr + row, row, mask=own)
+
+
+def plan_step(walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
+    """Turn a walk into everything that follows from it, in one launch.
+
+    Args:
+        walk: of at least one request; its path rows are contiguous.
+        row_start: int ``[num_reqs]``, rising; flat row of each root.
+        num_flat_rows: rows of the largest forward.
+    """
+    num_reqs, width = walk.path_rows.shape
+    sources, targets = torch.empty_like(walk.path_rows), torch.empty_like(walk.path_rows)
+    path_index = torch.empty(num_flat_rows, dtype=torch.int64, device=sources.device)
+    last_rows = path_index.new_empty(num_reqs)
+    _plan_step_kernel[(num_reqs,)](
+        walk.path_rows, walk.num_emitted, row_start, num_reqs, num_flat_rows, sources, targets, path_index, last_rows,
+        WIDTH=width, WIDTH_PADDED=triton.next_power_of_2(width), BLOCK=256,
+    )  # fmt: skip
+    return StepPlan(sources, targets, path_index, last_rows)
 
 
 @triton.jit

@@ -30,15 +30,25 @@ _TRAINING = "vllm_specplug.proposers.training"
 _SERVE, _MEASURE, _TRAIN, _FILES = "serve", "measure", "train", "models and checkpoints"
 
 COMMANDS = (
-    Command(("demo",), "serve SmolLM2 plainly and with EAGLE-2, and compare them", "vllm_specplug.tools.demo", _SERVE),
+    Command(
+        ("demo",),
+        "serve SmolLM2 plainly and with EAGLE-2, and compare speed and answers",
+        "vllm_specplug.tools.demo",
+        _SERVE,
+    ),
     Command(
         ("doctor",),
-        "show whether the plugin works here, and how to start a server",
+        "say whether the plugin works here, and print a command that starts a server",
         "vllm_specplug.tools.doctor",
         _SERVE,
     ),
-    Command(("top",), "watch the speculation of a running server", "vllm_specplug.tools.top", _SERVE),
-    Command(("bench",), "compare methods on a file of questions", "vllm_specplug.tools.bench.command", _MEASURE),
+    Command(("top",), "show tau, acceptance and times of a running server", "vllm_specplug.tools.top", _SERVE),
+    Command(
+        ("bench",),
+        "measure tokens per second of methods on a file of questions",
+        "vllm_specplug.tools.bench.command",
+        _MEASURE,
+    ),
     Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
     Command(
         ("swift-report",),
@@ -48,29 +58,29 @@ COMMANDS = (
     ),
     Command(
         ("calibrate", "cost"),
-        "time the parts of a step, and show what a measured budget chooses",
+        "time the parts of a step on this machine, for measured budgets",
         "vllm_specplug.tools.cost_command",
         _MEASURE,
     ),
     Command(
         ("calibrate", "medusa"),
-        "measure the accuracy of Medusa heads and grow their sparse tree",
+        "measure the accuracy of Medusa heads, and make the best tree for them",
         "vllm_specplug.proposers.medusa.calibrate",
         _MEASURE,
     ),
     Command(
         ("steps",),
-        "measure the time of a step with Medusa heads by tree size and batch",
+        "measure the time of a step with Medusa heads, by tree size and batch",
         "vllm_specplug.proposers.medusa.steps",
         _MEASURE,
     ),
     Command(
         ("simulate", "medusa"),
-        "estimate the speedup of Medusa from a calibrated tree and measured steps",
+        "estimate the speedup of Medusa heads from their tree and the step times",
         "vllm_specplug.proposers.medusa.simulate",
         _MEASURE,
     ),
-    Command(("data",), "make training data: answers of a target and its hidden states", f"{_TRAINING}.data", _TRAIN),
+    Command(("data",), "make training data: the target's answers and its hidden states", f"{_TRAINING}.data", _TRAIN),
     Command(
         ("train", "hass"), "train an EAGLE head with HASS (start here)", "vllm_specplug.proposers.hass.train", _TRAIN
     ),
@@ -79,14 +89,26 @@ COMMANDS = (
     Command(("train", "medusa"), "train Medusa heads", "vllm_specplug.proposers.medusa.train", _TRAIN),
     Command(
         ("train", "medusa2"),
-        "train Medusa heads and their target together",
+        "train Medusa heads and the target together (MEDUSA-2)",
         "vllm_specplug.proposers.medusa.joint",
         _TRAIN,
     ),
-    Command(("inspect",), "show a drafter's layout, target and acceptance", "vllm_specplug.tools.inspection", _FILES),
+    Command(("learn",), "train a drafter again and again on what a server records", f"{_TRAINING}.learn", _TRAIN),
+    Command(
+        ("drafter", "new"),
+        "make an untrained drafter for a target, from which `specplug learn` starts",
+        f"{_TRAINING}.new_drafter",
+        _TRAIN,
+    ),
+    Command(
+        ("inspect",),
+        "show what a drafter is, and check whether it fits a target",
+        "vllm_specplug.tools.inspection",
+        _FILES,
+    ),
     Command(
         ("convert",),
-        "convert a speculators checkpoint to EAGLE-3",
+        "convert an EAGLE-3 head in the speculators format to the plain layout",
         "vllm_specplug.proposers.eagle3.speculators",
         _FILES,
     ),
@@ -94,6 +116,7 @@ COMMANDS = (
 )
 _GROUPS = {
     "train": "train a drafter",
+    "drafter": "make a drafter",
     "calibrate": "measure step times on this machine, or the accuracy of a drafter",
     "simulate": "estimate the speedup of a drafter",
 }
@@ -104,7 +127,7 @@ EXPECTED_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug smollm2``."""
-    parser.add_argument("--out", metavar="DIR", help="where to write (default: the user's cache)")
+    parser.add_argument("--out", metavar="DIR", help="folder to write (default: in the user's cache)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.tools.arguments import add_kv_gib, add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.bench.methods import METHODS
 from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import end_of_log, engine_environment
@@ -24,7 +25,7 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug calibrate cost``."""
-    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    add_model(parser)
     parser.add_argument(
         "--speculative-config",
         metavar="JSON",
@@ -32,33 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="method (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="number format of the weights (default: %(default)s)",
-    )
-    parser.add_argument(
         "--max-num-seqs",
         type=int,
         default=max(BATCHES),
         metavar="R",
-        help="requests of the largest batch (default: %(default)s)",
+        help="largest batch to time, in requests (default: %(default)s)",
     )
     parser.add_argument(
-        "--questions", type=Path, metavar="FILE", help="also answer these and learn from them, by category"
+        "--questions", type=Path, metavar="FILE", help="questions to answer, to learn acceptance from (default: none)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="take N evenly spaced questions")
+    parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
+    add_max_tokens(parser, 64)
+    add_kv_gib(parser)
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="M", help="tokens of an answer (default: %(default)s)"
+        "--out", type=Path, metavar="DIR", help="folder for costs.json and costs.png (default: not written)"
     )
-    parser.add_argument(
-        "--kv-gib",
-        type=int,
-        default=1,
-        metavar="G",
-        help="size of the engine's key/value cache in GiB (default: %(default)s)",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write costs.json and costs.png here")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,9 +58,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--speculative-config is not JSON: {error}") from None
     if not isinstance(speculative, dict) or speculative.get("budget", "measured") != "measured":
         raise ValueError("--speculative-config must be a JSON object whose budget, if given, is measured")
-    for name in ("max_num_seqs", "max_tokens", "kv_gib", "limit"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    check_at_least_one(args, "max_num_seqs", "max_tokens", "kv_gib", "limit")
     by_category: dict[str, list[str]] = {}
     for question in read_questions(args.questions, args.limit) if args.questions else ():
         by_category.setdefault(question.category, []).append(question.text)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_specplug.tools.arguments import add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.demo_prompts import PROMPTS, WARM_UP, Prompt
 from vllm_specplug.tools.draw import draw_tree, tree_svg
 from vllm_specplug.tools.server_process import Answer, Server, stop_all, terminate_like_interrupt, wait_until_ready
@@ -100,25 +101,24 @@ def _tokens(tree: dict, model: Path) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug demo``."""
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="number format of the weights (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=128, metavar="N", help="tokens of the longest answer (default: %(default)s)"
-    )
+    add_model(parser)
+    add_max_tokens(parser, 128)
     parser.add_argument(
         "--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts (default: all)"
     )
-    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
-        "--speculative-config", default=json.dumps(METHOD), metavar="JSON", help="the method (default: %(default)s)"
+        "--speculative-config",
+        default=json.dumps(METHOD),
+        metavar="JSON",
+        help="the method to compare with plain decoding (default: %(default)s)",
     )
-    parser.add_argument("--compile", action="store_true", help="let both servers compile the model: slower to start")
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw the tree into this file")
-    parser.add_argument("--log-dir", metavar="DIR", help="keep the servers' logs there (default: only after an error)")
+    parser.add_argument(
+        "--compile", action="store_true", help="let both servers compile the model; the start takes longer"
+    )
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw a tree into this file")
+    parser.add_argument(
+        "--log-dir", metavar="DIR", help="folder for the servers' logs (default: logs are kept only after an error)"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
@@ -140,8 +140,7 @@ def _method_config(text: str) -> dict:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug demo``."""
-    if args.max_tokens < 1:
-        raise ValueError(f"--max-tokens must be at least 1, not {args.max_tokens}")
+    check_at_least_one(args, "max_tokens")
     if not 1 <= args.limit <= len(PROMPTS):
         raise ValueError(f"--limit must be from 1 to {len(PROMPTS)}, not {args.limit}")
     config = _method_config(args.speculative_config)

@@ -82,7 +82,7 @@ def _attention() -> Finding:
         return Finding("tree attention", "Triton kernels", hint="each server compiles them when it starts")
     if operators_file().is_file():
         return Finding("tree attention", "C++ operators are built")
-    return Finding("tree attention", "C++ operators are not built yet", hint="the first server builds them, once")
+    return Finding("tree attention", "C++ operators are not built", hint="the first server builds them, once")
 
 
 def operators_file() -> Path:
@@ -175,6 +175,12 @@ def _drafters() -> Finding:
     return Finding("shipped drafters", ", ".join(found) or "none")
 
 
+def _auto() -> Finding:
+    from vllm_specplug.proposers.auto.choice import describe
+
+    return Finding("method auto", describe())
+
+
 def _costs() -> Finding:
     from vllm_specplug.budget.cost_files import saved_models
     from vllm_specplug.budget.costs import CostTable
@@ -191,7 +197,7 @@ def _costs() -> Finding:
         name = Path(str(facts["model"])).name
         which = f"{name} with {facts['method']}, {facts['threads']} threads"
         found.append(f"{which}: ms per step by rows {'; '.join([step, *drafting])}")
-    nothing = "none measured yet (a server with a measured budget measures one, or: specplug calibrate cost)"
+    nothing = "none (a server with a measured budget makes one, and so does `specplug calibrate cost`)"
     return Finding("cost models", "; ".join(found) or nothing)
 
 
@@ -199,7 +205,7 @@ def _proofs() -> Finding:
     from vllm_specplug.utils.proof_files import kept
 
     found = [_proof(result) for result in kept()[:MOST_PROOFS]]
-    return Finding("proofs at start", "; ".join(found) or "none yet (every server with one of our methods makes one)")
+    return Finding("proofs at start", "; ".join(found) or "none (a server with a method of the plugin makes one)")
 
 
 def _proof(result: dict[str, Any]) -> str:
@@ -223,6 +229,7 @@ PROBES: tuple[tuple[str, Callable[[], Finding], bool], ...] = (
     ("OpenMP", _openmp, False),
     ("proposers", _proposers, False),
     ("shipped drafters", _drafters, False),
+    ("method auto", _auto, False),
     ("cost models", _costs, False),
     ("proofs at start", _proofs, False),
 )
@@ -263,7 +270,7 @@ def render(findings: list[Finding]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug doctor``."""
-    parser.add_argument("--json", action="store_true", help="write the findings as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

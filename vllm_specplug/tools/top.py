@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "url", nargs="?", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
     )
     parser.add_argument(
-        "--interval", type=float, default=2.0, metavar="SECONDS", help="time between updates (default: %(default)s)"
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: %(default)s)"
     )
     parser.add_argument("--once", action="store_true", help="print the totals since the server's start and exit")
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         while True:
             time.sleep(args.interval)
             now = read(args.url)
-            live.update(table({key: value - before.get(key, 0.0) for key, value in now.items()}), refresh=True)
+            live.update(table(since(before, now)), refresh=True)
             before = now
 
 
@@ -63,8 +63,15 @@ def read(url: str) -> dict[str, float]:
         ) from None
 
 
+def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return what was counted since; what is known of versions of the drafter stays whole, to compare them."""
+    return {key: value if key.startswith("drafter") else value - before.get(key, 0.0) for key, value in now.items()}
+
+
 def counters_of(text: str) -> dict[str, float]:
-    """Return counters by name; ``depth 1`` etc. for acceptance by depth, ``fallback: REASON`` for fallbacks.
+    """Return counters by name: ``depth 1`` etc. for acceptance by depth, ``fallback: REASON`` for fallbacks.
+
+    ``drafter_version`` is the drafter's version; ``drafter_trees 3``, ``drafter_accepted_tokens 3`` are of version 3.
 
     Raises:
         NoSpeculation: the text reports no speculation.
@@ -74,13 +81,15 @@ def counters_of(text: str) -> dict[str, float]:
         if not family.name.startswith((_VLLM, "specplug:")):
             continue
         for sample in family.samples:
-            if not sample.name.endswith("_total"):
+            if not sample.name.endswith("_total") and sample.name != "specplug:drafter_version":
                 continue
             key = sample.name.removesuffix("_total").removeprefix(_VLLM).removeprefix("specplug:")
             if "position" in sample.labels:
                 key = f"depth {int(sample.labels['position']) + 1}"
             elif "reason" in sample.labels:
                 key = f"fallback: {sample.labels['reason']}"
+            elif "version" in sample.labels:
+                key = f"{key} {sample.labels['version']}"
             counters[key] = counters.get(key, 0.0) + sample.value
     if "drafts" not in counters:
         raise NoSpeculation("this server reports no speculation: was it started with a --speculative-config?")
@@ -104,6 +113,16 @@ def table(counters: Mapping[str, float]) -> Table:
     while counters.get(f"depth {depth}"):
         rows.add_row(f"accepted at depth {depth}", per(f"depth {depth}", drafts, " %", 100))
         depth += 1
+    if version := counters.get("drafter_version"):
+        rows.add_row("version of the drafter", f"{version:.0f}")
+    for key, value in counters.items():
+        if key.startswith("drafter_trees ") and value:
+            number = key.removeprefix("drafter_trees ")
+            tau = 1 + counters.get(f"drafter_accepted_tokens {number}", 0.0) / value
+            rows.add_row(f"tau with version {number}, since its start", f"{tau:.2f}")
+    for name in ("drafters_taken", "drafters_refused", "drafters_rolled_back"):
+        if counters.get(name):
+            rows.add_row(name.replace("_", " "), f"{counters[name]:.0f}")
     for key, value in counters.items():
         if key.startswith("fallback: "):
             rows.add_row(key, f"{value:.0f}")

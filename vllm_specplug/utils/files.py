@@ -1,11 +1,14 @@
-"""Atomic file writes: a reader never sees a partly written file."""
+"""Atomic file writes (a reader never sees a partly written file), and files kept in the user's cache."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -30,3 +33,30 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def cache_folder(name: str | Path) -> Path:
+    """Return a folder of ours in the user's cache, ``$XDG_CACHE_HOME`` or ``~/.cache``; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-specplug" / name
+
+
+def kept_path(name: str | Path, facts: Mapping[str, Any]) -> Path:
+    """Return the JSON file in the cache folder ``name`` for what its content depends on."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_folder(name) / f"{digest[:16]}.json"
+
+
+def kept_paths(name: str | Path) -> list[Path]:
+    """Return the JSON files in the cache folder ``name``, the newest first."""
+    return sorted(cache_folder(name).glob("*.json"), key=lambda path: -path.stat().st_mtime)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file in one piece, and its folder if that is missing.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, default=str))

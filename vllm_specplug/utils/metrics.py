@@ -18,7 +18,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
@@ -41,9 +41,16 @@ COUNTERS = (
     Counter(*_FALLBACKS, "logprobs of the whole vocabulary"),
     Counter(*_FALLBACKS, "not read by the drafter"),
     Counter("specplug:proof_failures", "Failed proofs at start: engines that decode plainly."),
+    Counter("specplug:drafters_taken", "Versions of the drafter that were taken while serving."),
+    Counter("specplug:drafters_refused", "Published versions of the drafter that could not be taken."),
+    Counter("specplug:drafters_rolled_back", "Versions of the drafter that were taken back."),
 )
 _INDEX = {counter.reason or counter.name.removeprefix("specplug:"): index for index, counter in enumerate(COUNTERS)}
-_SIZE = 8 * len(COUNTERS)
+#: Versions of the drafter that are counted: the newest ones.
+_VERSIONS = 4
+#: Behind the counters: the version in use, then version, verified trees and accepted tokens of each counted version.
+_VERSIONS_START = 8 * len(COUNTERS)
+_SIZE = _VERSIONS_START + 8 * (1 + 3 * _VERSIONS)
 
 
 class Counters:
@@ -67,6 +74,21 @@ class Counters:
             offset = self._start + 8 * _INDEX[name]
             struct.pack_into("d", self._map, offset, struct.unpack_from("d", self._map, offset)[0] + amount)
 
+    def serve_version(self, version: int) -> None:
+        """Note the version of the drafter that is in use."""
+        if self._map is not None:
+            struct.pack_into("d", self._map, self._start + _VERSIONS_START, version)
+
+    def add_trees(self, version: int, trees: int, accepted: int) -> None:
+        """Add verified trees of a version of the drafter, and their accepted tokens."""
+        if self._map is None:
+            return
+        offset = self._start + _VERSIONS_START + 8 * (1 + 3 * (version % _VERSIONS))
+        known, all_trees, all_accepted = struct.unpack_from("3d", self._map, offset)
+        if known != version:
+            all_trees = all_accepted = 0.0
+        struct.pack_into("3d", self._map, offset, version, all_trees + trees, all_accepted + accepted)
+
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes to a counter."""
@@ -80,8 +102,24 @@ class Counters:
         """Return all values, in the order of ``COUNTERS``, summed over the replicas."""
         if self._map is None:
             return [0.0] * len(COUNTERS)
-        replicas = struct.iter_unpack(f"{len(COUNTERS)}d", self._map)
+        replicas = (struct.unpack_from(f"{len(COUNTERS)}d", self._map, start) for start in self._replicas())
         return [sum(values) for values in zip(*replicas, strict=True)]
+
+    def versions(self) -> tuple[int, dict[int, tuple[float, float]]]:
+        """Return the newest version in use (0: none is counted); by version, verified trees and accepted tokens."""
+        current, found = 0, {}
+        for start in self._replicas():
+            values = struct.unpack_from(f"{1 + 3 * _VERSIONS}d", self._map, start + _VERSIONS_START)
+            current = max(current, int(values[0]))
+            for place in range(1, len(values), 3):
+                version, trees, accepted = values[place : place + 3]
+                if version:
+                    known = found.get(int(version), (0.0, 0.0))
+                    found[int(version)] = (known[0] + trees, known[1] + accepted)
+        return current, dict(sorted(found.items()))
+
+    def _replicas(self) -> range:
+        return range(0, len(self._map) if self._map is not None else 0, _SIZE)
 
 
 class CountersCollector(Collector):
@@ -90,13 +128,24 @@ class CountersCollector(Collector):
     def __init__(self, counters: Counters):
         self._counters = counters
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}
         for counter, value in zip(COUNTERS, self._counters.values(), strict=True):
             labels = [] if counter.reason is None else ["reason"]
             family = families.setdefault(counter.name, CounterMetricFamily(counter.name, counter.help, labels=labels))
             family.add_metric([] if counter.reason is None else [counter.reason], value)
         yield from families.values()
+        current, versions = self._counters.versions()
+        if current:
+            yield GaugeMetricFamily("specplug:drafter_version", "Version of the drafter in use.", current)
+            trees = CounterMetricFamily("specplug:drafter_trees", "Verified trees, by version.", labels=["version"])
+            tokens = CounterMetricFamily(
+                "specplug:drafter_accepted_tokens", "Accepted tokens of verified trees, by version.", labels=["version"]
+            )
+            for version, (num_trees, accepted) in versions.items():
+                trees.add_metric([str(version)], num_trees)
+                tokens.add_metric([str(version)], accepted)
+            yield from (trees, tokens)
 
 
 _shown: CountersCollector | None = None

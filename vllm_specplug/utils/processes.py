@@ -1,8 +1,55 @@
-"""Memory of a process and its descendants, read from ``/proc``."""
+"""Programs of ours that run beside a server, and the memory of a process and its descendants."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+#: Seconds that a program has to end by itself.
+END_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProgram:
+    """A program that ends with this process, however this process ends (on Linux).
+
+    Args:
+        command: its command line.
+        log: file that its output is added to.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path):
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=partial(_end_with, os.getpid()),
+            )
+
+    def end(self) -> None:
+        """Ask the program to end, and wait for it."""
+        self.process.terminate()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _end_with(parent: int) -> None:
+    """Let the system send this process a signal when its parent has ended."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(0)
 
 
 def family_status(pid: int) -> list[dict[str, str]]:

@@ -12,6 +12,8 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+from vllm_specplug.utils.files import cache_folder
+
 #: GGUF block tensors -> Hugging Face names, per layer.
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -31,8 +33,7 @@ _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def default_dir() -> Path:
     """Return the default folder of :func:`prepare`; it is below ``$XDG_CACHE_HOME`` if that is set."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return cache / "vllm-specplug" / "SmolLM2-135M-Instruct"
+    return cache_folder("SmolLM2-135M-Instruct")
 
 
 def _unpermute(weight, num_heads: int):

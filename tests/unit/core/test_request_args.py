@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from vllm_specplug.config import ConfigError, TreeOptions
-from vllm_specplug.core.request_args import check_request, wants_speculation
+from vllm_specplug.core.request_args import check_request, wants_record, wants_speculation
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,17 @@ def test_speculation(extra_args, wants):
 
 
 @pytest.mark.parametrize("value", ["false", 2, None, []])
-def test_not_a_truth_value(value):
-    with pytest.raises(ConfigError, match="speculation must be true or false"):
-        wants_speculation({"speculation": value})
+@pytest.mark.parametrize("name", ["speculation", "record"])
+def test_not_a_truth_value(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be true or false"):
+        check_request({name: value}, TreeOptions())
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "wants"), [(None, True), ({"speculation": False}, True), ({"record": 0}, False)]
+)
+def test_record(extra_args, wants):
+    assert wants_record(extra_args) is wants
 
 
 @pytest.mark.parametrize(("name", "meant"), [("speculate", "speculation"), ("typical_epsilom", "typical_epsilon")])

@@ -11,7 +11,7 @@ import torch
 from vllm_specplug.config import ConfigError, TreeOptions
 from vllm_specplug.core.request_args import request_limits
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.core.typical import accept_typical, path_token_ids, threshold
+from vllm_specplug.core.typical import accept_typical, accept_typical_nodes, path_token_ids, threshold
 
 VOCAB = 7
 
@@ -48,6 +48,15 @@ def random_tree(rng, num_rows):
     return token_ids, parents
 
 
+def values_of_nodes(tree, log_probs, epsilon, delta):
+    """The tree, and log-probability and limit of each node at its parent."""
+    limits = threshold(log_probs, epsilon.unsqueeze(1), delta.unsqueeze(1))
+    parents = tree.parents.clamp(min=0)
+    of_parent = log_probs.gather(1, parents.unsqueeze(2).expand_as(log_probs))
+    child = of_parent.gather(2, tree.token_ids.clamp(min=0).unsqueeze(2)).squeeze(2)
+    return tree, child, limits.gather(1, parents)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_equal_to_the_formula_on_random_trees(seed):
     rng = random.Random(seed)
@@ -63,6 +72,9 @@ def test_equal_to_the_formula_on_random_trees(seed):
     epsilon, delta = torch.tensor(limits).unbind(1)
     last = accept_typical(tree, lambda requests, rows: log_probs[requests, rows], epsilon, delta, active)
     tokens = path_token_ids(tree, last)
+    for_all = accept_typical_nodes(*values_of_nodes(tree, log_probs, epsilon, delta), active, 13)
+    assert torch.equal(for_all, last)
+    assert torch.equal(path_token_ids(tree, last, 13)[:, : tokens.shape[1]], tokens)
     for r, (token_ids, parents) in enumerate(trees):
         path = [0]
         if active[r]:

@@ -152,3 +152,18 @@ def test_placeholder_drafts_match_nothing():
 def test_max_emitted_must_be_positive():
     with pytest.raises(ValueError, match="at least one token, max_emitted is 0"):
         K.start(chain_tree(torch.tensor([3]), torch.tensor([[1]]), torch.tensor([1])), 0)
+
+
+def test_settled_tokens_are_emitted_by_the_rows_of_their_path():
+    """Also a last token that no node has; a walk over them follows the path, and what is sampled behind it."""
+    tree = to_tree([[(5, -1), (6, 0), (7, 0), (8, 2), (9, 3)], [(5, -1), (6, 0), (6, 1)], [(4, -1)]])
+    settled = K.settled_rows(tree, torch.tensor([[7, 8, 3], [6, -1, -1], [-1, -1, -1]]))
+    assert settled.tolist() == [[7, -1, 8, 3, -1], [6, -1, -1, -1, -1], [-1] * 5]
+    sampled = torch.tensor([[1, 1, 1, 9, 1], [2, 6, 3, 0, 0], [1, 0, 0, 0, 0]])
+    walk = walk_tokens(tree, torch.where(settled >= 0, settled, sampled))
+    assert [emitted(walk, request)[0] for request in range(3)] == [[7, 8, 3], [6, 6, 3], [1]]
+
+
+def test_nothing_is_settled():
+    tree = chain_tree(torch.tensor([3]), torch.tensor([[1, 2]]), torch.tensor([2]))
+    assert K.settled_rows(tree, torch.empty(1, 0, dtype=torch.int64)).tolist() == [[-1, -1, -1]]

@@ -429,14 +429,14 @@ def test_learning_by_brute_force(seed):
                 continue
             assert then[name] == sizes[name]
             chosen, place, sums = sequences[name][sizes[name] :], last.request_ids.index(name), [0.0, 0.0]
-            for d, k in zip(*np.nonzero(last.tree.nodes[place]), strict=True):
-                path = last.tree.token_ids[place, : d + 1, k].tolist()
+            for d, k in zip(*np.nonzero(last.valued.tree.nodes[place]), strict=True):
+                path = last.valued.tree.token_ids[place, : d + 1, k].tolist()
                 if len(chosen) > d and path[:-1] == chosen[:d]:
-                    model, features = last.tree.models[place, d, k], last.tree.features[place, d, k]
+                    model, features = last.valued.tree.models[place, d, k], last.valued.tree.features[place, d, k]
                     expected.append((model, features.tolist(), path[-1] == chosen[d]))
                     of_request = features[REQUEST] * proposer.calibration.weights[model, REQUEST]
                     sums[0] += path[-1] == chosen[d]
-                    sums[1] += sigmoid(last.log_odds[place, d, k] - of_request)
+                    sums[1] += sigmoid(last.valued.log_odds[place, d, k] - of_request)
             records[name] = [0.9 * old + new for old, new in zip(records.get(name, (0, 0)), sums, strict=True)]
         assert seen == expected
         assert {name: list(record) for name, record in proposer._records.items()} == {

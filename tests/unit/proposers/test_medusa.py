@@ -209,7 +209,7 @@ def test_dense_trees():
         ([[0], ["1"]], "no rank path"),
         ([[True]], "no rank path"),
         ([[-1]], "no rank path"),
-        ([[0, 0], [0]], "not parent-closed"),
+        ([[0, 0], [0]], "has no parent of"),
         ([[0], [0]], "twice"),
         ([[i] for i in range(256)], "at most 255"),
     ],
@@ -371,7 +371,7 @@ def test_simulate_command_and_its_refusals(tmp_path, capsys):
     assert "batch 32: plain decoding" in capsys.readouterr().out
     assert calibrate.parse_step_ms(str(times)) == {2: 11.0, 4: 12.0, 8: 21.0}  # of batch 1, drafting included
     times.write_text(json.dumps(STEPS | {"plain_ms": {1: 10.0}}))
-    with pytest.raises(ValueError, match="others for plain steps"):
+    with pytest.raises(ValueError, match="not the same for plain steps and trees"):
         simulate.run(parser.parse_args(words))
     times.write_text("{}")
     with pytest.raises(ValueError, match="no table of step times.*specplug steps"):

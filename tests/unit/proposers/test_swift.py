@@ -401,4 +401,4 @@ def test_report_of_a_new_state(tmp_path):
     state = SwiftState(SearchOptions(12, 0.5))
     state.search()
     page = build_page(state, "state.json")
-    assert "No window has been scored" in page and "Nothing was drafted" in page and "Nothing was served" in page
+    assert "No candidate was scored" in page and "Nothing was drafted" in page and "Nothing was served" in page

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.papers.offline_trees import tree_tau
 from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers
 from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
@@ -17,6 +16,7 @@ from vllm_specplug.proposers.training import answers as answer_files
 from vllm_specplug.proposers.training import eagle, features, loop, losses, trainer
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
+from vllm_specplug.proposers.training.trees import tree_tau
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
 from vllm_specplug.proposers.union.device import merge_drafts
-from vllm_specplug.proposers.union.drafting import UnionProposer, pattern_of, start_weights
+from vllm_specplug.proposers.union.drafting import UnionProposer
+from vllm_specplug.proposers.union.learning import pattern_of, start_weights
 from vllm_specplug.proposers.union.merge import DRAFTED, NOT_EXPANDED, OMITTED, merge
 from vllm_specplug.proposers.union.options import UnionOptions
 from vllm_specplug.types import Draft, TokenTree
@@ -134,7 +135,7 @@ def test_the_best_nodes_of_all_are_kept(seed, num_sources, num_nodes):
     drafts = [random_draft(rng, 2, 10) for _ in range(num_sources)]
     union = make(*(Fixed(draft) for draft, _, _ in drafts), num_nodes=num_nodes)
     draft = union.propose(rows_context(2))
-    opened = union._last_draft
+    opened = union._last_draft.valued
     for request in range(2):
         rows = to_rows(draft.tree, request)
         assert rows[0] == (ROOTS[request], -1) and len(set(rows)) == len(rows)
@@ -209,7 +210,7 @@ def test_learning_by_brute_force():
             (patterns.tolist(), accepted.tolist())
         )
         union.propose(rows_context(2, ids=["a", "b"]))
-        merged, patterns = union._last_draft.merged, union._last_draft.patterns.tolist()
+        merged, patterns = union._last_draft.valued.merged, union._last_draft.valued.patterns.tolist()
         states, estimates = merged.states.T.tolist(), sigmoid(merged.log_odds).T.tolist()
         chosen = [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(2)]
         names = [(0,), (1,)]
@@ -317,11 +318,14 @@ def untied(rng, draft):
     return Draft(draft.tree, log_values)
 
 
-def check_device(drafts, num_nodes):
-    """Check that ``merge_drafts`` equals the proposer, and return the proposer's draft."""
+def check_device(drafts, num_nodes, weights=None):
+    """Check that ``merge_drafts`` equals the proposer, with learned weights if given; return the proposer's draft."""
     num_reqs = len(drafts[0].log_values)
     union = make(*map(Fixed, drafts), num_nodes=num_nodes)
-    expected, found = union.propose(rows_context(num_reqs, vocab_size=1000)), merge_drafts(drafts, num_nodes)
+    if weights is not None:
+        union.calibration.weights[:] = weights
+    expected = union.propose(rows_context(num_reqs, vocab_size=1000))
+    found = merge_drafts(drafts, num_nodes, weights)
     assert found.tree.token_ids.shape == found.log_values.shape == (num_reqs, num_nodes + 1)
     for request in range(num_reqs):
         trees = [

@@ -198,7 +198,7 @@ def test_a_shell_completes_commands_and_options(line, some, tmp_path):
 
 def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "none measured yet" in doctor._costs().value
+    assert "none (a server" in doctor._costs().value
     facts = {"model": "/models/tiny", "method": "eagle2", "threads": 3}
     cost_files.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
     value = doctor._costs().value
@@ -212,7 +212,7 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
 
 def test_doctor_shows_the_proofs(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "none yet" in doctor._proofs().value
+    assert "none (a server" in doctor._proofs().value
     facts = {"model": "/models/tiny", "method": "eagle2", "dtype": "torch.bfloat16"}
     proof_files.save(facts, "", difference=0.1, bound=0.42)
     assert proof_files.load(facts)["bound"] == 0.42
@@ -373,7 +373,10 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
     assert cli.main(["demo", "--target", str(tmp_path), "--limit", "2", *wanted]) == code
     assert [file.name for file in scratch.glob("*/plain.log")] == (["plain.log"] if "error" in end else [])
     assert len(list(scratch.iterdir())) == ("error" in end)
-    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in said)
+    finished = re.findall(r"^\[(\d)/3\] took \d+ s$", said, re.MULTILINE)  # each stage says how long it took
+    assert finished == (["1", "2", "3"] if code == 0 else ["1", "2"])
 
 
 def test_best_tree_has_many_nodes_and_a_long_path(tmp_path):

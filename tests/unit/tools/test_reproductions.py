@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks.papers import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift, reproductions
-from benchmarks.papers.offline_trees import Drafted
 from tests.unit.tools.test_report import CLAIM, Page
 from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
 from vllm_specplug.proposers.swift import drafting
+from vllm_specplug.proposers.training.trees import Drafted
 from vllm_specplug.tools import report
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

@@ -61,6 +61,29 @@ def test_counters_reach_the_registry(counters):
     assert "specplug:steps_total 0.0" in generate_latest(REGISTRY).decode()
 
 
+def test_versions_of_the_drafter_are_told_apart(counters):
+    """Only the newest are kept; what was counted of an old one is not added to the one that takes its place."""
+    counters.serve_version(1)
+    for version in (1, 2, 5):
+        counters.add_trees(version, 10, 10 * version)
+    counters.add_trees(5, 10, 0)
+    counters.serve_version(5)
+    text = generate_latest(REGISTRY).decode()
+    assert "specplug:drafter_version 5.0" in text
+    assert 'specplug:drafter_trees_total{version="5"} 20.0' in text
+    assert 'version="1"' not in text
+    lines = {
+        line.split("│")[1].strip(): line.split("│")[2].strip()
+        for line in shown(TEXT + text).splitlines()
+        if "│" in line
+    }
+    assert lines["version of the drafter"] == "5"
+    assert lines["tau with version 2, since its start"] == "3.00"
+    assert lines["tau with version 5, since its start"] == "3.50"
+    now = top.counters_of(TEXT + text)
+    assert top.since(now, now)["drafter_trees 5"] == 20 and top.since(now, now)["drafts"] == 0
+
+
 def test_replicas_count_beside_each_other():
     path = metrics.publish(replicas=2)
     for replica in (0, 1):

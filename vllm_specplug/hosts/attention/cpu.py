@@ -47,7 +47,7 @@ def level_metadata(
         scratch: by layer name.
     """
     num_reqs, width, tree_len = mask.shape
-    tree = CpuTreeRows.of_level(context_lens, None, tree_start, width, tree_len, scratch, mask=mask)
+    tree = CpuTreeRows.of_level(context_lens, tree_start, width, tree_len, scratch, mask=mask)
     return TreeAttentionMetadata(
         num_actual_tokens=num_reqs * width,
         max_query_len=width,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,27 +59,21 @@ def level_metadata(
     tree_start: torch.Tensor,
     mask: torch.Tensor,
     scratch: dict[str, KvScratch],
-    query_start: torch.Tensor | None = None,
-    max_context_len: int | None = None,
 ) -> LevelMetadata:
     """Make the metadata of a draft level without reading values back to the CPU.
 
-    Args:
-        block_table, context_lens, tree_start, mask, scratch: as of ``cpu.level_metadata``.
-        query_start: int32 ``[num_reqs]``; the request's first row in the forward, if it is computed already.
-        max_context_len: at least the largest of ``context_lens``; None: unknown.
+    Arguments as of ``cpu.level_metadata``.
     """
     _, width, tree_len = mask.shape
     tree = DeviceTreeRows.of_level(
         context_lens,
-        query_start,
         tree_start,
         width,
         tree_len,
         scratch,
         bits=ancestor_bits(mask),
         max_query_len=width,
-        max_context_len=max_context_len,
+        max_context_len=None,
         uniform=True,
     )
     return LevelMetadata(block_table, tree)
@@ -117,10 +111,15 @@ class TreeImpl:
         output_block_scale=None,
     ) -> torch.Tensor:
         tree: DeviceTreeRows | None = getattr(attn_metadata, "tree", None)
-        if tree is None or not tree.all_rows:
-            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        attend_others = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
         if tree is None:
-            return output
+            return attend_others(layer, query, key, value, kv_cache, attn_metadata, output)
+        if not tree.all_rows and attn_metadata.others is None:
+            attend_others(layer, query, key, value, kv_cache, attn_metadata, output)
+        elif not tree.all_rows:
+            first = tree.num_tree_rows
+            rows = (values if values is None else values[first:] for values in (query, key, value))
+            attend_others(layer, *rows, kv_cache, attn_metadata.others, output[first:])
         source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if tree.scratch is not None:
             scratch = tree.scratch[source or layer.layer_name]
@@ -166,6 +165,29 @@ def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Te
     return key, value
 
 
+def with_trees(metadata: Any, rows: DeviceTreeRows) -> Any:
+    """Return a copy of vLLM's metadata with the trees of a forward.
+
+    Where the trees come first and other requests behind, vLLM's kernel gets the latter only.
+    """
+    num_trees, first, others = len(rows.context_lens), rows.num_tree_rows, None
+    if first is not None and not any(torch.is_tensor(getattr(metadata, name, None)) for name in _BY_REQUEST):
+        others = replace(
+            metadata,
+            query_start_loc=metadata.query_start_loc[num_trees:] - first,
+            seq_lens=metadata.seq_lens[num_trees:],
+            block_table=metadata.block_table[num_trees:],
+            slot_mapping=metadata.slot_mapping[first:],
+            num_actual_tokens=metadata.num_actual_tokens - first,
+            scheduler_metadata=None,  # FlashAttention 3 plans by itself then
+        )
+    return replace(metadata, tree=rows, others=others)
+
+
+#: What some models add to the metadata by request or by row of the whole batch; it is not split.
+_BY_REQUEST = ("causal", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
+
+
 class PagedTreeBuilder(TreeBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -181,9 +203,10 @@ class PagedTreeBuilder(TreeBuilder):
 
 @dataclass
 class TreeTritonMetadata(TritonAttentionMetadata):
-    """vLLM's metadata with the tree rows of this forward, if any."""
+    """vLLM's metadata with the tree rows of this forward, if any, and that of the requests behind the trees."""
 
     tree: DeviceTreeRows | None = None
+    others: TritonAttentionMetadata | None = None
 
 
 class TreeTritonMetadataBuilder(PagedTreeBuilder, TritonAttentionMetadataBuilder):

@@ -37,7 +37,6 @@ class TreeRows:
     def of_level(
         cls,
         context_lens: torch.Tensor,
-        query_start: torch.Tensor | None,
         tree_start: torch.Tensor,
         width: int,
         tree_len: int,
@@ -45,8 +44,7 @@ class TreeRows:
         **fields: Any,
     ) -> Self:
         """Make the rows of a draft level: ``width`` per request, their key/value in the scratch."""
-        if query_start is None:
-            query_start = torch.arange(len(context_lens), dtype=torch.int32, device=context_lens.device) * width
+        query_start = torch.arange(len(context_lens), dtype=torch.int32, device=context_lens.device) * width
         return cls(
             context_lens=context_lens,
             query_start=query_start,
@@ -101,13 +99,16 @@ class DeviceTreeRows(TreeRows):
         bits: int64 ``[num_trees, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
         max_query_len: the largest of ``query_lens``.
         max_context_len: at least the largest of ``context_lens``; None: unknown.
-        uniform: whether the forward has no other rows and every tree has ``max_query_len`` rows.
+        uniform: whether every tree has ``max_query_len`` rows, which are the first ones of the forward.
+        num_tree_rows: rows of all trees, if they are the first ones of the forward; the requests behind have no trees.
+            None: unknown, or the forward has no other rows.
     """
 
     bits: torch.Tensor
     max_query_len: int
     max_context_len: int | None
     uniform: bool
+    num_tree_rows: int | None = None
 
 
 def upload_rows(

@@ -61,7 +61,7 @@ class Refusal:
     Attributes:
         feature: its name in the message.
         found: returns the setting that turns it on, as a user would write it; None if the feature is not in use.
-        reason: why it cannot work, or is not served yet.
+        reason: why it is refused.
         fix: what to do instead.
         example: engine arguments that use it; ``model.NAME`` stands for an attribute of vLLM's model config.
     """
@@ -97,8 +97,8 @@ REFUSED = (
     Refusal(
         "pipeline parallelism",
         lambda s: _given((n := s.parallel_config.pipeline_parallel_size) > 1, f"--pipeline-parallel-size {n}"),
-        "vLLM's V1 runner starts no speculative method there (its first stages ask for a drafter that only the last "
-        "one has), and on the V2 runner only the last stage knows which rows of a tree to keep",
+        "with several stages vLLM's V1 runner starts no speculative method, and on the V2 runner only the last stage "
+        "knows which rows of a tree are accepted",
         "use --tensor-parallel-size or --data-parallel-size instead",
         {"pipeline_parallel_size": 2},
     ),
@@ -107,44 +107,43 @@ REFUSED = (
         lambda s: _given(
             (n := s.parallel_config.data_parallel_size) > 1 and s.model_config.is_moe, f"--data-parallel-size {n}"
         ),
-        "vLLM runs these replicas in lockstep, forward by forward, and each drafts another number of levels",
+        "vLLM runs these replicas in lockstep, but each replica drafts its own number of levels",
         "start servers of --data-parallel-size 1 behind a load balancer",
         {"data_parallel_size": 2, "model.is_moe": True},
     ),
     Refusal(
         "worker classes other than subclasses of vLLM's own",
         lambda s: _unmixable("--worker-cls", s.parallel_config.worker_cls, s.worker),
-        "trees need vLLM's runner, which that worker makes",
+        "trees run in vLLM's model runner, which vLLM's worker makes",
         "derive it from vLLM's worker for this device, or leave out --worker-cls",
         {"worker_cls": "some.Worker"},
     ),
     Refusal(
         "scheduler classes other than subclasses of vLLM's own",
         lambda s: _unmixable("--scheduler-cls", s.engine_args.scheduler_cls, s.scheduler, (ASYNC_SCHEDULER,)),
-        "trees are scheduled by code mixed into a synchronous scheduler of the V1 runner",
+        "the code that schedules trees is mixed into vLLM's scheduler class",
         "derive it from vllm.v1.core.sched.scheduler.Scheduler, or leave out --scheduler-cls",
         {"scheduler_cls": "some.Scheduler"},
     ),
     Refusal(
         "asynchronous scheduling",
         lambda s: _given(s.engine_args.async_scheduling and not s.v2_runner, "--async-scheduling"),
-        "on the V1 runner each step's drafts are laid out by the scheduler before the next step",
+        "on the V1 runner the scheduler needs the drafts of a step before it schedules the next one",
         "leave the option out",
         {"async_scheduling": True},
     ),
     Refusal(
         "KV connectors other than " + " and ".join(CONNECTORS),
         lambda s: _given((name := _connector(s)) is not None and name not in CONNECTORS, f"kv_connector {name}"),
-        "accepted rows reach the pages after the forward in which a connector may store them; only connectors that "
-        "have been tested to store prompts or finished blocks are accepted",
+        "a connector could store rows before the accepted ones are in their place; only tested connectors are accepted",
         "use ExampleConnector, or leave out --kv-transfer-config",
         {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
     ),
     Refusal(
         "sleep mode",
         lambda s: _given(s.model_config.enable_sleep_mode, "--enable-sleep-mode"),
-        "sleep level 2 discards weights, and those that a drafter derives from the target's (rows of its LM head, in 8 "
-        "bits) are not derived again when vLLM reloads them; vLLM itself refuses sleep mode on a CPU",
+        "sleep level 2 discards weights, and those that a drafter computes from the target's are not computed again; "
+        "vLLM itself refuses sleep mode on a CPU",
         "leave out --enable-sleep-mode",
         {"model.enable_sleep_mode": True},
     ),
@@ -161,15 +160,14 @@ REFUSED = (
             str(name := s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
             f"--kv-cache-dtype {name}",
         ),
-        "rows of a tree would be read at another precision than vLLM reads cached rows, so answers would differ from "
-        "plain decoding's",
+        "tree rows would be read in another precision than cached rows, so answers would differ from plain decoding's",
         "use --kv-cache-dtype auto",
         {"kv_cache_dtype": "fp8"},
     ),
     Refusal(
         "encoder-decoder targets",
         lambda s: _given(s.model_config.is_encoder_decoder, s.model_config.model),
-        "its cross-attention is another mechanism than the tree's",
+        "trees support self-attention only",
         "use a decoder-only target",
         {"model.is_encoder_decoder": True},
     ),
@@ -226,7 +224,7 @@ V1_CUDA = _Runner("vLLM's V1 model runner on CUDA", False, "serve it on a CPU")
 
 
 def check_options(options: TreeOptions, runner: _Runner) -> None:
-    """Refuse options that do not work on a runner yet.
+    """Refuse options that do not work on a runner.
 
     Raises:
         ConfigError: naming the option and the fix.
@@ -237,27 +235,31 @@ def check_options(options: TreeOptions, runner: _Runner) -> None:
 
 def _check_part(options: TreeOptions, runner: _Runner) -> None:
     if not runner.serves(options.method):
-        served = ", ".join(name for name in loadable_methods() if runner.serves(name))
+        served = ", ".join(name for name in loadable_methods() if runner.serves(name) and not find_method(name).choose)
         raise ConfigError(
-            f"method {options.method!r} does not run on {runner.name} yet: use one of {served}, or {runner.otherwise}"
+            f"method {options.method!r} does not run on {runner.name}: use one of {served}, or {runner.otherwise}"
         )
-    given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "traffic_tokens")}
+    given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "record")}
     for used, option, fix in (
-        (options.budget != "fixed", "budget='measured'", "budget='fixed'"),
-        (options.verification != "exact", f"verification={options.verification!r}", "verification='exact'"),
-        (runner.static and options.trace_trees is not None, "trace_trees", "no trace_trees"),
+        (options.budget != "fixed" and not runner.static, "budget='measured'", "budget='fixed'"),
+        (
+            not runner.static and options.verification != "exact",
+            f"verification={options.verification!r}",
+            "verification='exact'",
+        ),
+        (options.reload, "reload=true", "reload=false, and restart the server for another drafter"),
+        # Hidden states would be copied from the device at each step, which has not been measured.
+        (given["record"] is not None, "record", f"no record, or {runner.otherwise}"),
         (
             runner.static and given["min_node_value"],
             "min_node_value",
             "min_node_value=0, and fewer num_speculative_tokens",
         ),
-        # Answers of other requests are in CPU memory.
-        (runner.static and given["traffic_tokens"], "traffic_tokens", f"traffic_tokens=0, or {runner.otherwise}"),
         # Reading back from a device whether to go on costs more than a draft level.
         (given["min_level_value"], "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):
         if used:
-            raise ConfigError(f"{option} does not work on {runner.name} yet: use {fix}")
+            raise ConfigError(f"{option} does not work on {runner.name}: use {fix}")
 
 
 def check_tree_attention(options: TreeOptions, setting: Setting) -> None:

@@ -261,7 +261,27 @@ MANIFEST_V2 = (
     ),
     VllmSymbol(f"{_SCHEDULER}._update_after_schedule", ("self", "scheduler_output")),
     VllmSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
+    VllmSymbol(f"{_SCHEDULER}.update_draft_token_ids_in_output", ("self", "draft_token_ids", "scheduler_output")),
+    VllmSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),
+    VllmSymbol(
+        "vllm.v1.core.sched.output:GrammarOutput",
+        ("structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"),
+    ),
+    VllmSymbol(f"{_GRAMMARS}._get_constraint_bounds", ("self", "request", "spec_tokens")),
+    VllmSymbol(f"{_V2}.spec_decode.utils:DraftTokensHandler.__init__", ("self", "device")),
+    VllmSymbol(f"{_V2}.spec_decode.utils:DraftTokensHandler.set_draft_tokens", ("self", "input_batch", "draft_tokens")),
+    VllmSymbol(f"{_V2}.spec_decode.utils:DraftTokensHandler.get_draft_tokens", ("self",)),
+    VllmSymbol(f"{_V2}.sample.gumbel:gumbel_noised_argmax"),
+    VllmSymbol("vllm.utils.torch_utils:async_tensor_h2d", ("data", "device"), keywords=("out",)),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.add_requests", ("self", "scheduler_output")),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.finish_requests", ("self", "scheduler_output")),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.shutdown", ("self",)),
+    VllmSymbol(f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")),
+    VllmSymbol("vllm.v1.core.sched.output:SchedulerOutput.num_spec_tokens_to_schedule"),
+    VllmSymbol("vllm.config.speculative:SpeculativeConfig.uses_dynamic_speculative_decoding", ("self",)),
+    VllmSymbol("vllm.distributed.parallel_state:GroupCoordinator.broadcast_object", ("self", "obj", "src")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.__init__", ("self", "vllm_config", "device")),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner._dummy_sampler_run", ("self", "hidden_states")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.prepare_attn", ("self", "input_batch")),
@@ -275,6 +295,20 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.propose", _V2_PROPOSE),
     VllmSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager", ("self", "cudagraph_mode")),
     VllmSymbol(f"{_V2_SPECULATOR}.propose", _V2_PROPOSE),
+    VllmSymbol(
+        f"{_V2}.spec_decode.target_dependent_ar.speculator:prepare_prefill_inputs",
+        (
+            "last_token_indices",
+            "current_draft_step",
+            "input_buffers",
+            "input_batch",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+            "next_prefill_tokens",
+            "max_num_reqs",
+        ),
+    ),
     VllmSymbol(f"{_V2_SPECULATOR}.sample_draft", ("self", "hidden_states")),
     VllmSymbol(f"{_V2_SPECULATOR}.capture", ("self",)),
     VllmSymbol(
@@ -325,6 +359,15 @@ MANIFEST_V2 = (
     VllmSymbol("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     VllmSymbol("vllm.model_executor.models.llama_eagle:EagleLlamaForCausalLM"),
     VllmSymbol("vllm.config.speculative:SpeculativeConfig.__post_init__", ("self",)),
+)
+
+_RELOAD = "vllm.model_executor.model_loader.reload"
+#: Also needed for ``reload`` with an EAGLE drafter.
+MANIFEST_RELOAD = (
+    VllmSymbol(f"{_RELOAD}.layerwise:get_layerwise_info", ("layer",)),
+    VllmSymbol(f"{_RELOAD}.types:LayerReloadingInfo", ("restore_metadata",)),
+    VllmSymbol(f"{_RELOAD}.meta:materialize_meta_tensor", ("meta_tensor",)),
+    VllmSymbol(f"{_RELOAD}.sanitize:restore_layer_refs", ("tensor", "layer")),
 )
 
 #: Also needed for ``tree_attention='flash'``; its module can be imported on CUDA only.

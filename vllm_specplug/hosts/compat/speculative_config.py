@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError, TreeOptions, model_drafter, parse_options, parts_of, with_drafter
-from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, describe_tests
+from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
     V2,
@@ -23,11 +26,15 @@ from vllm_specplug.hosts.compat.features import (
     check_tree_attention,
     uses_v2_runner,
 )
+from vllm_specplug.hosts.compat.manifest import MANIFEST_RELOAD
 from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
+from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
+from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.metrics import publish
+from vllm_specplug.utils.published import is_published
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -56,8 +63,20 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     v2_runner: bool = False
     """Whether vLLM's V2 model runner runs the trees."""
 
+    has_users_graph_sizes: bool = False
+    """Whether the user chose vLLM's CUDA graph capture sizes; they are kept then."""
+
     metrics_file: str | None = None
     """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
+
+    published_head: str | None = None
+    """Folder in which versions of the drafter are published; None: its weights stay as they are."""
+
+    published_folder: str | None = None
+    """The version in it that is loaded at start."""
+
+    trainer: tuple[str, ...] = ()
+    """Command line of the trainer that runs beside the server."""
 
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
@@ -99,7 +118,7 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     _check_keys(given)
-    options = parse_options(given)
+    options, trainer = _chosen(parse_options(given), target_model_config)
     on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
     _check_vllm(options, on_cpu, v2)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
@@ -108,7 +127,9 @@ def build(
     _check_runner_options(options, on_cpu, v2, target_parallel_config.tensor_parallel_size)
     _check_connector(options, engine_args.kv_transfer_config)
     drafter = _configure_drafter(options, target_model_config)
+    head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:
+        _check_record(drafter)
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
         resolved = _resolve_int8(drafter.options, supports_int8, target_model_config.dtype)
         options = with_drafter(options, resolved)
@@ -123,6 +144,7 @@ def build(
         method=vllm_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=schedule(options) if v2 else None,
         # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
         # (On V2 the rows themselves are brought into path order.)
         disable_padded_drafter_batch=not v2,
@@ -130,8 +152,18 @@ def build(
         target_parallel_config=target_parallel_config,
         specplug=options,
         v2_runner=v2,
+        has_users_graph_sizes=_chooses_graph_sizes(engine_args),
         metrics_file=publish(target_parallel_config.data_parallel_size),
+        published_head=head,
+        published_folder=folder,
+        trainer=(sys.executable, "-m", "vllm_specplug.tools.cli", *trainer) if trainer else (),
     )
+
+
+def _chooses_graph_sizes(engine_args: Any) -> bool:
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    settings = (engine_args, engine_args.compilation_config)
+    return any(getattr(setting, name, None) is not None for setting in settings for name in names)
 
 
 def _check_keys(given: dict[str, Any]) -> None:
@@ -144,17 +176,29 @@ def _check_keys(given: dict[str, Any]) -> None:
     theirs = sorted((set(given) - ours - {"method"}) & {field.name for field in fields(SpeculativeConfig)})
     if theirs:
         raise ConfigError(
-            f"the installed plugin vllm-specplug serves the method {given['method']!r} and has no key "
-            f"{', '.join(map(repr, theirs))}, which vLLM's own methods have: leave it out, or set the environment "
-            "variable VLLM_PLUGINS='' (or to a list of other plugins) to get vLLM's own method"
+            f"the installed plugin vllm-specplug serves the method {given['method']!r}, without vLLM's key "
+            f"{', '.join(map(repr, theirs))}: leave it out, or set the environment variable VLLM_PLUGINS='' to get "
+            "vLLM's own method"
         )
+
+
+def _chosen(options: TreeOptions, target: Any) -> tuple[TreeOptions, tuple[str, ...]]:
+    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too."""
+    if (choose := find_method(options.method).choose) is None:
+        return options, ()
+    choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
+    logger.info(
+        "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
+    )
+    return parse_options(choice.config), choice.trainer
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     model_runner = "V2" if v2 else "V1"
     if (on_cpu, v2) not in WORKERS:
         raise ConfigError("trees run on vLLM's V2 model runner on CUDA only: set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU")
-    report = check_runner(model_runner, on_cpu)
+    # Read from source files: the server's front end needs none of the runner's modules.
+    report = check_runner(model_runner, on_cpu, installed_sources().problem)
     found = f"{report.distribution} {report.version}"
     if not report.supported:
         raise ConfigError(
@@ -175,6 +219,14 @@ def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_p
             )
 
 
+def _check_record(drafter: DrafterConfig) -> None:
+    if drafter.vllm_method == "eagle3" and drafter.options.record is not None:
+        raise ConfigError(
+            f"record={drafter.options.record!r}: the hidden states that EAGLE-3 heads read are not recorded: leave "
+            "record out, or use an EAGLE-1/2 or HASS head"
+        )
+
+
 def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
     drafter = model_drafter(options)
     if kv_transfer_config is None or drafter is None or not find_method(drafter.method).model.is_vllm_model:
@@ -182,7 +234,7 @@ def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
     if options is not drafter or options.budget == "measured":
         found = f"method={options.method!r}, budget={options.budget!r}"
         raise ConfigError(
-            f"a KV connector stores the rows of drafter {drafter.model!r} too, so it has to run behind every prompt "
+            f"with a KV connector drafter {drafter.model!r} must read every prompt, as its rows are stored too "
             f"(found {found}): use method {drafter.method!r} with budget='fixed', or a method without an EAGLE drafter"
         )
 
@@ -193,6 +245,25 @@ def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | Non
     if given is None:
         return None
     return find_method(given.method).model.configure(given, target_info(target))
+
+
+def _published(options: TreeOptions, drafter: DrafterConfig | None) -> tuple[str, str]:
+    """Return the folder that the drafter was published in, and the version that was resolved.
+
+    Raises:
+        ConfigError: there is none, or this vLLM cannot take other weights.
+    """
+    given, folder = getattr(model_drafter(options), "model", None), None
+    if drafter is not None and given is not None and is_published(Path(given).expanduser()):
+        folder = drafter.model or drafter.options.model
+    if folder is None:
+        raise ConfigError(
+            f"reload=true needs a drafter in a folder that `specplug learn` publishes in (found model={given!r}): give "
+            "that folder as 'model', or leave reload out"
+        )
+    if drafter.model is not None and not (report := check_symbols(MANIFEST_RELOAD)).supported:
+        raise ConfigError(f"reload=true cannot be used: {'; '.join(report.problems)}; leave it out")
+    return str(Path(given).expanduser().absolute()), folder
 
 
 def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) -> TreeOptions:

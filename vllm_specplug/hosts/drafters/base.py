@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -16,17 +17,34 @@ from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 
 
+class NewVersion(Protocol):
+    """Another version of a drafter's weights, read and checked."""
+
+    def prepare(self) -> None:
+        """Bring the weights into the form that is computed with; called between two steps, once.
+
+        Raises:
+            CheckpointError: they cannot be used.
+        """
+
+    def exchange(self) -> None:
+        """Exchange these weights and those in use, between two steps; a second call brings the old ones back."""
+
+
 class DraftHooks:
     """Called around every draft phase: follow, before_draft, catch_up, propose or skip_draft, after_draft.
 
     Attributes:
         grows_by_level: whether further levels are drafted one by one, so that a budget can stop the growth.
         draft_layers: attention layers of a draft model, by name.
+        shortest_draft: of a drafter that queries the budget while it drafts (``may_spend``), the share of a plain step
+            that its shortest draft takes; None of others.
         missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
         plan: what followed from the last step: the rows to read next.
     """
 
     grows_by_level: ClassVar[bool] = False
+    shortest_draft: float | None = None
     draft_layers: dict[str, Any] = {}
     missed = MissedRows(0)
     plan: StepPlan
@@ -64,6 +82,18 @@ class DraftHooks:
 
     def after_draft(self, step_began: float) -> None:
         """Do work behind the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
+
+    def version_check(self, folder: str) -> Any:
+        """Return what checks other versions of the checkpoint in ``folder``, which is in use; see ``new_version``."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take other weights while it serves")
+
+    def new_version(self, folder: Path, check: Any) -> Any:
+        """Read and check another version beside the steps; return a ``NewVersion``.
+
+        Raises:
+            CheckpointError, OSError: it cannot take the place of the version in use.
+        """
+        raise NotImplementedError
 
     def run_forward(self, num_rows: int, is_first: bool) -> None:
         """Run a forward over rows of one request, to time it: the first one of a draft phase, or a further level."""

@@ -12,7 +12,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.core.noise import SEED_RANGE, gumbel_noise, upcoming_seeds
-from vllm_specplug.hosts.v1.settled_walk import is_plainly_sampled
+from vllm_specplug.hosts.plain_sampling import is_plainly_sampled
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -38,7 +38,9 @@ class DraftNoise:
         self.couples = options.verification != "typical" and getattr(model_drafter(options), "coupled", False)
         self.couples = self.couples and runner.may_couple
         if self.couples and not noise_is_known(runner.sampler):
-            logger.warning("vllm-specplug: vLLM's sampler draws noise of another kind: drafts are not coupled with it")
+            logger.warning(
+                "vllm-specplug: drafts are not coupled with the sampler's noise, because this vLLM draws it differently"
+            )
             self.couples = False
         self._own: dict[str, torch.Generator] = {}
 

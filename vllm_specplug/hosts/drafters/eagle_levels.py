@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -32,7 +33,7 @@ class EagleScorer:
     """
 
     def __init__(self, model: Any, target_head: TargetHead, in_int8: bool):
-        self._model = model
+        self._model, self._target_head, self._in_int8 = model, target_head, in_int8
         d2t, own = getattr(model, "d2t", None), getattr(model, "draft_id_to_target_id", None)
         self._has_own_head = d2t is None and own is not None  # EAGLE-3
         offsets = own if d2t is None else d2t
@@ -40,6 +41,14 @@ class EagleScorer:
         # With several ranks, no rank has all rows of the target's head.
         shares = d2t is not None and get_tensor_model_parallel_world_size() == 1
         self.head = DraftHead(target_head.rows(self.draft_ids), in_int8) if shares else None
+
+    def over(self, draft_ids: torch.Tensor) -> EagleScorer:
+        """Return a scorer over another draft vocabulary: int64 ``[draft_vocab]``, token ids of the target."""
+        other = copy.copy(self)
+        other.draft_ids = draft_ids.to(self._target_head.device)
+        if self.head is not None:
+            other.head = DraftHead(self._target_head.rows(other.draft_ids), self._in_int8)
+        return other
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
@@ -121,17 +130,29 @@ class EagleLevels:
         positions = (self._positions + level + 1).clamp(max=self._max_position).repeat_interleave(width, dim=-1)
         if self._place is not None:
             positions = self._place(positions)
-        with set_forward_context(
-            dict.fromkeys(self._scratch.layer_names, metadata),
-            self._scratch.vllm_config,
-            num_tokens=num_reqs * width,
-            slot_mapping={},
-        ):
-            output = self._model(
-                input_ids=token_ids.flatten().to(torch.int32),
-                positions=positions,
-                hidden_states=features.flatten(0, 1),
-                inputs_embeds=None,
-            )
-        score, feed = output if isinstance(output, tuple) else (output, output)
-        return DraftFeatures(score.unflatten(0, (num_reqs, width)), feed.unflatten(0, (num_reqs, width)))
+        return run_level(self._model, self._scratch, token_ids, features, positions, metadata)
+
+
+def run_level(
+    model: torch.nn.Module,
+    scratch: LevelScratch,
+    token_ids: torch.Tensor,
+    features: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: Any,
+) -> DraftFeatures:
+    """Run the drafter over token ids ``[num_reqs, width]`` and features ``[num_reqs, width, hidden_size]``."""
+    with set_forward_context(
+        dict.fromkeys(scratch.layer_names, metadata),
+        scratch.vllm_config,
+        num_tokens=token_ids.numel(),
+        slot_mapping={},
+    ):
+        output = model(
+            input_ids=token_ids.flatten().to(torch.int32),
+            positions=positions,
+            hidden_states=features.flatten(0, 1),
+            inputs_embeds=None,
+        )
+    score, feed = output if isinstance(output, tuple) else (output, output)
+    return DraftFeatures(score.unflatten(0, token_ids.shape), feed.unflatten(0, token_ids.shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
 from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
+from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
+from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
 
 #: Context rows from which on the drafter's key/value is written without the rest of its forward.  With fewer rows the
@@ -81,18 +85,26 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         super()._maybe_share_lm_head(target_language_model)
-        head = TargetHead(self._target_model, self.vllm_config.model_config.get_hidden_size(), self.dtype)
-        self._scorer = EagleScorer(self.model, head, bool(self.options.draft_int8))
-        if (
-            self._scorer.head is not None
-            and self.device.type == "cpu"
-            and head.gathers
-            and self.options.context_vocabulary
-        ):
-            vocab_size = self.vllm_config.model_config.get_vocab_size()
-            self._vocabulary = ContextVocabulary(
-                head.rows, vocab_size, self._scorer.draft_ids, self.options.context_vocabulary
-            )
+        self._head = TargetHead(self._target_model, self.vllm_config.model_config.get_hidden_size(), self.dtype)
+        self._scorer = EagleScorer(self.model, self._head, bool(self.options.draft_int8))
+        self._vocabulary = self.vocabulary_beside(self._scorer)
+
+    def vocabulary_beside(self, scorer: EagleScorer) -> ContextVocabulary | None:
+        """Make the rows of the requests' own tokens beside a draft vocabulary; None if there are none."""
+        size = self.options.context_vocabulary
+        if scorer.head is None or self.device.type != "cpu" or not self._head.gathers or not size:
+            return None
+        return ContextVocabulary(
+            self._head.rows, self.vllm_config.model_config.get_vocab_size(), scorer.draft_ids, size
+        )
+
+    # ---- other weights
+
+    def version_check(self, folder: str) -> VersionCheck:
+        return VersionCheck(folder, self.vllm_config.model_config.model)
+
+    def new_version(self, folder: Path, check: VersionCheck) -> NewEagleVersion:
+        return NewEagleVersion(self, check.read(folder), {id(one) for one in self._target_model.parameters()})
 
     # ---- drafting paused
 
@@ -107,18 +119,15 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         if self.runner.use_aux_hidden_state_outputs:
             hidden_states = torch.cat(aux_hidden_states, dim=-1)
         batch, num_reqs = self.runner.input_batch, self.runner.input_batch.num_reqs
-        first = self.runner.query_start_loc.np[: num_reqs + 1]
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
-        counts = np.diff(first) - np.where(num_drafts > 0, num_drafts + 1 - emitted, 0)
-        kept = self.missed.admit(batch.req_ids, counts)
+        query_start = self.runner.query_start_loc.np[: num_reqs + 1]
+        accepted = AcceptedRows.make(query_start, emitted, num_drafts, self.path_index)
+        kept = self.missed.admit(batch.req_ids, accepted.counts)
         if not kept.any():
             return
-        flat = np.arange(counts.sum()) + np.repeat(first[:-1] - np.cumsum(counts) + counts, counts)
-        flat_rows = torch.from_numpy(flat[np.repeat(kept, counts)])
-        rows = hidden_states[self.path_index[flat_rows] if num_drafts.any() else flat_rows]
         starts = batch.num_computed_tokens_cpu[:num_reqs][kept].tolist()
         request_ids = [batch.req_ids[place] for place in np.flatnonzero(kept)]
-        self.missed.add(request_ids, rows, starts, counts[kept].tolist())
+        self.missed.add(request_ids, hidden_states[accepted.of(kept)], starts, accepted.counts[kept].tolist())
 
     def catch_up(self) -> None:
         """Run the drafter over the missed rows of the scheduled requests; their key/value is then complete."""
@@ -290,6 +299,37 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         if sampling is None:
             return likeliest(logits, top_k, draft_ids)
         return sampling.children(logits, level, top_k, draft_ids)
+
+
+class NewEagleVersion:
+    """Another version's weights for an EAGLE drafter, see ``base.NewVersion``.
+
+    Args:
+        drafter: takes them.
+        state: tensors of the checkpoint.
+        shared: ids of the target's parameters.
+    """
+
+    def __init__(self, drafter: TreeEagleProposer, state: dict[str, torch.Tensor], shared: set[int]):
+        from vllm_specplug.hosts.drafters.twin_model import TwinModel  # older versions of vLLM lack what it builds on
+
+        self._drafter = drafter
+        self._twin = TwinModel(drafter.model, shared, state)
+        self._draft_ids = target_ids(state["d2t"]) if "d2t" in state else None
+        self._scorer, self._vocabulary = drafter._scorer, drafter._vocabulary
+
+    def prepare(self) -> None:
+        drafter, ids = self._drafter, self._draft_ids
+        self._twin.pack()
+        if ids is not None and not torch.equal(ids.cpu(), drafter._scorer.draft_ids.cpu()):
+            self._scorer = drafter._scorer.over(ids)
+            self._vocabulary = drafter.vocabulary_beside(self._scorer)
+
+    def exchange(self) -> None:
+        drafter = self._drafter
+        self._twin.exchange()
+        drafter._scorer, self._scorer = self._scorer, drafter._scorer
+        drafter._vocabulary, self._vocabulary = self._vocabulary, drafter._vocabulary
 
 
 def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:

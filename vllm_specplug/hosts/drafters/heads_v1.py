@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,37 @@ import torch
 from vllm_specplug.config import model_drafter
 from vllm_specplug.hosts.drafters.base import V1Drafter, target_info
 from vllm_specplug.proposer import Heads, find_method
+from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 
 
-def make_heads(vllm_config: Any) -> Heads:
-    """Make the heads that the configured method names; their weights are not loaded yet."""
+def make_heads(vllm_config: Any, folder: Path | None = None) -> Heads:
+    """Make the heads that the configured method names, of another checkpoint if given; weights are not loaded yet."""
     options = model_drafter(vllm_config.speculative_config.specplug)
+    if folder is not None:
+        options = replace(options, model=str(folder))
     return load(find_method(options.method).model.heads)(options, target_info(vllm_config.model_config))
+
+
+class NewHeads:
+    """Another version of the heads, see ``base.NewVersion``.
+
+    Args:
+        drafter: takes them.
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, drafter: HeadsDrafter, folder: Path):
+        self._drafter, self._folder = drafter, folder
+        self._heads: Heads | None = None
+
+    def prepare(self) -> None:
+        self._heads = make_heads(self._drafter.vllm_config, self._folder)
+        self._heads.load(self._drafter.target_model)
+
+    def exchange(self) -> None:
+        self._drafter.heads, self._heads = self._heads, self._drafter.heads
 
 
 class HeadsDrafter(V1Drafter):
@@ -29,7 +54,15 @@ class HeadsDrafter(V1Drafter):
         self._hidden: torch.Tensor | None = None
 
     def load_model(self, target_model: torch.nn.Module) -> None:
+        self.target_model = target_model
         self.heads.load(target_model)
+
+    def version_check(self, folder: str) -> VersionCheck:
+        return VersionCheck(folder, self.vllm_config.model_config.model)
+
+    def new_version(self, folder: Path, check: VersionCheck) -> NewHeads:
+        check.read(folder)
+        return NewHeads(self, folder)
 
     def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
         self._hidden = hidden_states[self.plan.last_rows]

@@ -32,5 +32,5 @@ class HeadsSpeculator(ModelFreeSpeculator):
             return (hidden_states[: input_batch.num_reqs],)
         return (hidden_states[self.trees.last_rows(input_batch)],)
 
-    def _draft_by_model(self, root_token_ids: torch.Tensor, *inputs: torch.Tensor) -> Draft:
-        return self.heads.draft(root_token_ids, *inputs)
+    def _draft_by_model(self, _slots: torch.Tensor, root_token_ids: torch.Tensor, *inputs: torch.Tensor) -> Draft:
+        return self.heads.draft(root_token_ids, *inputs, sampling=self.sampling)

@@ -34,6 +34,15 @@ class Int8Linear:
         self._scales = scales  # the handler holds their address
         self._handler = ops.create_onednn_scaled_mm(quantised.t(), scales, weight.dtype, True, False, _KEPT_SHAPES)
 
+    @property
+    def handle(self) -> torch.Tensor:
+        """Int64 ``[]``; address of the packed weights, read at each call.  The tensor stays the same."""
+        return self._handler.handler_tensor
+
+    def exchange_scales(self, other: Int8Linear) -> None:
+        """Keep the scales with the packed weights, when the contents of ``handle`` were exchanged."""
+        self._scales, other._scales = other._scales, self._scales
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[num_rows, num_inputs]`` -> ``[num_rows, num_outputs]``."""
         quantised, scales, _ = ops.onednn_scaled_int8_quant(x, None, None, True)

@@ -27,7 +27,7 @@ from vllm_specplug.hosts.drafters.adapters import map_adapters
 from vllm_specplug.hosts.drafters.base import V1Drafter
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.hosts.kv_groups import groups_by_layer
-from vllm_specplug.hosts.v1.ranks import agreed, leads
+from vllm_specplug.hosts.ranks import agreed, leads
 from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, chain_with_siblings
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
@@ -77,6 +77,8 @@ class SwiftProposer(V1Drafter):
         super().__init__(vllm_config, device, runner)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
+        #: Whether the lost time of a measured budget limits the search too; a larger share asks for more search.
+        self._limited = self.options.optimise_share <= SwiftOptions.optimise_share
         self._wanted = np.zeros(0, dtype=bool)
         #: Rows of the scratch per batch index.
         self._capacity = max(self.options.draft_depth, self.options.context_window)
@@ -97,6 +99,10 @@ class SwiftProposer(V1Drafter):
         options, path = self.options.search_options(self._skipping.num_layers), self.options.swift_state
         self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
         self.state.search()
+        if self.options.bayes_every and self.options.optimise_share:
+            import sklearn.gaussian_process  # noqa: F401 (takes a second, for which no request should wait)
+        num_sub_layers = 2 * self._skipping.num_layers
+        self.shortest_draft = 1 - self.state.search().best.num_skipped / num_sub_layers
 
     # ---- hooks of the draft phase
 
@@ -173,16 +179,18 @@ class SwiftProposer(V1Drafter):
         self, layer_set: LayerSet, requests: torch.Tensor, roots: torch.Tensor, last: torch.Tensor
     ) -> list[DraftedLevel]:
         levels: list[DraftedLevel] = []
-        token_ids = roots[requests]
+        token_ids, budget, level_seconds = roots[requests], self.runner.serving_budget, 0.0
         for depth in range(min(self.options.draft_depth, self.options.num_speculative_tokens)):
-            if not len(requests):
+            if not len(requests) or (depth and not budget.may_spend(level_seconds)):
                 break
+            begin = time.perf_counter()
             mask = torch.ones(len(requests), 1, depth + 1, dtype=torch.bool)
             logits = self._forward(layer_set, requests, last[requests], token_ids.unsqueeze(1), depth, mask)
             probs, best = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(min(MAX_SIBLINGS, logits.shape[-1]))
             levels.append(DraftedLevel(requests, best, probs))
             goes_on = (probs[:, 0] >= self.options.min_confidence) & (last[requests] + depth + 2 < self.max_model_len)
             requests, token_ids = requests[goes_on], best[goes_on, 0]
+            level_seconds = time.perf_counter() - begin
         return levels
 
     # ---- optimisation
@@ -206,12 +214,15 @@ class SwiftProposer(V1Drafter):
         self._trial_seconds = 0.8 * (self._trial_seconds or end - chosen) + 0.2 * (end - chosen)
         self.state.seconds["optimise"] += end - chosen
         self.ledger.charge(request_ids, end - begin)
+        if self._limited:
+            self.runner.serving_budget.searched(end - begin)
         if changed:
             logger.debug("vllm-specplug: swift: step %d, matchness %.3f", search.all_steps, search.matchness)
 
     def _choose_trial(self, request_ids: list[str], step_seconds: float) -> _Trial | None:
         self._steps_since_look += 1
-        if not self.ledger.allows(request_ids, self._trial_seconds or step_seconds):
+        seconds = self._trial_seconds or step_seconds
+        if not self._may_search(request_ids, seconds):
             return None
         window = self._choose_window(request_ids)
         if window is None:
@@ -219,13 +230,18 @@ class SwiftProposer(V1Drafter):
         stream = self._stream(window.request_id)
         search, begin = self.state.search(stream), time.perf_counter()
         thinks = search.wants_bayesian
-        affordable = self.ledger.allows(request_ids, self._trial_seconds + self._bayesian_seconds)
+        seconds += self._bayesian_seconds
+        affordable = self._may_search(request_ids, seconds)
         layer_set = search.next_set((window, stream), bayesian=affordable)
         seconds = time.perf_counter() - begin
         if thinks and not search.wants_bayesian:
             self._bayesian_seconds = seconds
         self.state.seconds["propose"] += seconds
         return None if layer_set is None else _Trial(layer_set, window)
+
+    def _may_search(self, request_ids: list[str], seconds: float) -> bool:
+        limited = self._limited and not self.runner.serving_budget.may_search(seconds)
+        return not limited and self.ledger.allows(request_ids, seconds)
 
     def _choose_window(self, request_ids: list[str]) -> _Window | None:
         """Return the current window while it is fresh or the only one; else the newest tokens of an answer."""

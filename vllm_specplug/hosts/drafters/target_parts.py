@@ -95,8 +95,8 @@ def embedding_of(target: torch.nn.Module) -> torch.nn.Module:
     )
     if found is None:
         raise ConfigError(
-            f"{type(target).__name__} embeds token ids without a module that a drafter could share: use a model-free "
-            "method, such as lookup"
+            f"{type(target).__name__} has no embedding module that a drafter could share: use a method that needs "
+            "no drafter, such as lookup"
         )
     return base_layer(found[0])
 
@@ -113,8 +113,8 @@ def _find_head(
     found = _first_call(lambda: target.compute_logits(hidden), _modules(target, (LogitsProcessor,)))
     if found is None:
         raise ConfigError(
-            f"{type(target).__name__} computes logits without a module that a drafter could share: use a model-free "
-            "method, such as lookup"
+            f"{type(target).__name__} has no LM head module that a drafter could share: use a method that needs no "
+            "drafter, such as lookup"
         )
     processor, arguments = found
     return processor, base_layer(arguments[0])

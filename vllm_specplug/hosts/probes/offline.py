@@ -21,13 +21,14 @@ def start_engine(
     # In one process the engine's threads use all cores; a worker process leaves one to a scheduler that waits busily.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(
         str(target),
         dtype="bfloat16",
         max_model_len=max_prompt_tokens + max_tokens,
-        max_num_seqs=96,
+        max_num_seqs=96 if current_platform.is_cpu() else 1024,
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
@@ -70,6 +71,9 @@ def answer_prompts(
     rows = [row if isinstance(row, Conversation) else Conversation(row["source"], [row["prompt"]]) for row in prompts]
     if resume_at(Path(out_path)) >= len(rows):
         return 0
+    from vllm.platforms import current_platform
+
     tokenizer = load_tokenizer(target, chat_template)
     generate = start_engine(target, max_tokens, max_prompt_tokens, temperature)
-    return answer_conversations(rows, tokenizer, generate, out_path, max_prompt_tokens)
+    rows_per_batch = 384 if current_platform.is_cpu() else 8192  # each batch ends with few requests
+    return answer_conversations(rows, tokenizer, generate, out_path, max_prompt_tokens, rows_per_batch)

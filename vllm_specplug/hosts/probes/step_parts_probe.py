@@ -27,7 +27,7 @@ from safetensors import safe_open
 from vllm_specplug.budget.calibration import Reliability
 from vllm_specplug.hosts.probes.bench_worker import prompts_of
 from vllm_specplug.hosts.probes.in_process import runner_of, start_in_process
-from vllm_specplug.hosts.v1.trace import TreeTrace, source_shares
+from vllm_specplug.hosts.trace import TreeTrace, source_shares
 from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 _PARTS = ("verify", "draft", "draft_forward", "decide")

@@ -19,9 +19,9 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.proof import ProofFailed, ProofTree
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
+from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.scheduler import TreeSchedulerOutput
-from vllm_specplug.hosts.v1.trace import TreeTrace
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.types import PADDING
 from vllm_specplug.utils.metrics import Counters

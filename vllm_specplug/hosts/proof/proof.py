@@ -166,7 +166,7 @@ class Proof:
     def _keep(self, name: str, is_control: bool, root: int, tree: ProofTree, logits: torch.Tensor) -> None:
         for depth, row in enumerate(tree.path_rows):
             position = root + depth
-            behind = ", behind the page's end" if 0 < self._places.boundary <= position else ""
+            behind = ", after the end of the page" if 0 < self._places.boundary <= position else ""
             where = f"the row at depth {depth} of {name}{behind}"
             # The control's root sees the context alone: it shows what the tree before it has committed.
             if not (is_control and depth):
@@ -175,7 +175,7 @@ class Proof:
                 self._control.append((where, position, logits[row]))
         if root == self._places.root and self._other_text:
             row = logits[tree.branch_rows[1]]
-            self._trees.append((f"the row behind a wrong token of {name}", _BRANCH, row))
+            self._trees.append((f"the row below a wrong token of {name}", _BRANCH, row))
 
     # ---- plainly
 

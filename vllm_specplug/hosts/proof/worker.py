@@ -54,7 +54,7 @@ def prove(driver: Driver) -> None:
     config = driver.runner.vllm_config.speculative_config
     facts = facts_of(driver.runner)
     if (kept := _from_first_rank(proof_files.load(facts))) is not None:
-        logger.info_once("vllm-specplug: proof at start: passed, kept from %s", kept["date"])
+        logger.info_once("vllm-specplug: proof at start: passed on %s, not repeated", kept["date"])
         return
     began = time.perf_counter()
     try:

@@ -16,9 +16,9 @@ from vllm_specplug.budget.budget import Budget, compile_loops
 from vllm_specplug.budget.cost_files import load, save
 from vllm_specplug.budget.costs import CostModel
 from vllm_specplug.config import TreeOptions, model_drafter
+from vllm_specplug.hosts.ranks import agreed, leads
 from vllm_specplug.hosts.v1.cost_measurement import CostMeasurement
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
-from vllm_specplug.hosts.v1.ranks import agreed, leads
 from vllm_specplug.hosts.v1.step_clock import DraftClock, StepClock
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
@@ -107,6 +107,7 @@ class MeasuredBudget(FixedBudget):
             level_width=drafter.draft_top_k if by_level else 1,
             max_rows=self._measurement.limits["rows"],
             reseeds=by_level,
+            shortest_draft=self._runner.drafter.shortest_draft,
         )
         budget.regimes.remember(saved.get("worth", {}))
         return budget
@@ -171,7 +172,8 @@ class MeasuredBudget(FixedBudget):
         clock.ended = time.perf_counter()
         if clock.rows and clock.forward_began:
             # A plain step among steps that draft, or the other way round, is rare: each one is learned from at once.
-            is_rare = clock.has_drafts == (self.budget.arm is PLAIN)
+            usual = PLAIN if self.budget.planner.is_held else self.budget.arm
+            is_rare = clock.has_drafts == (usual is PLAIN)
             seconds = clock.forward_ended - clock.forward_began
             nodes = clock.rows - clock.num_reqs
             terms = {"requests": clock.num_reqs - 1, "nodes": nodes, "trees": nodes > 0}
@@ -203,6 +205,9 @@ class MeasuredBudget(FixedBudget):
             costs.observe(part, count, seconds, self._steps, **terms)
         else:
             costs.gather(part, count, seconds, self._steps, (size, bool(terms.get("trees"))), **terms)
+
+    def accepted(self, num_tokens: int, num_reqs: int) -> None:
+        self.budget.lost_time.accept(num_tokens, num_reqs)
 
     # ---- the draft phase
 
@@ -243,6 +248,9 @@ class MeasuredBudget(FixedBudget):
     def may_grow(self, beam_values: torch.Tensor) -> bool:
         return agreed(self.budget.may_grow(beam_values))
 
+    def may_spend(self, seconds: float) -> bool:
+        return agreed(self.budget.planner.may_spend(time.perf_counter() - self._phase.began + seconds))
+
     def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
         self._phase.forwards = first_pass + sum(level_seconds)
         self.observe("first_pass", num_rows, first_pass)
@@ -250,11 +258,13 @@ class MeasuredBudget(FixedBudget):
             self.observe("level", level_rows, sum(level_seconds) / len(level_seconds))
 
     def select(self, draft: Draft | None, wanted: np.ndarray) -> Draft | None:
+        seconds = time.perf_counter() - self._phase.began
         if draft is None:
+            if self.budget.running is not PLAIN:
+                self.budget.lost_time.spend(seconds)
             return None
         batch = self._runner.input_batch
         num_tokens = batch.num_tokens_no_spec[: batch.num_reqs]
-        seconds = time.perf_counter() - self._phase.began
         return self.budget.select(
             draft, batch.req_ids, num_tokens, wanted, seconds, self._phase.by_model, self._by_model_only(draft)
         )
@@ -272,6 +282,12 @@ class MeasuredBudget(FixedBudget):
             by_model = phase.forwards if self._runner.drafter.grows_by_level else phase.by_model
             rest = time.perf_counter() - phase.began - by_model - phase.model_free
             self.observe("draft_overhead", phase.num_wanted, rest)
+
+    def may_search(self, seconds: float) -> bool:
+        return self.budget.lost_time.allows(seconds)
+
+    def searched(self, seconds: float) -> None:
+        self.budget.lost_time.spend(seconds)
 
     def end_draft(self) -> None:
         self._clock.drafting = time.perf_counter() - self._phase.began
@@ -313,4 +329,7 @@ class FollowingBudget(FixedBudget):
         return agreed(None)
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
+        return agreed(None)
+
+    def may_spend(self, seconds: float) -> bool:
         return agreed(None)

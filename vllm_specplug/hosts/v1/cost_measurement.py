@@ -14,7 +14,7 @@ from vllm.forward_context import set_forward_context
 from vllm_specplug.budget.timing import fastest, knots_up_to
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.hosts.drafters.model_free import synthetic_context
-from vllm_specplug.hosts.v1.ranks import agreed, leads
+from vllm_specplug.hosts.ranks import agreed, leads
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.environment import cpu_name, version_of
 

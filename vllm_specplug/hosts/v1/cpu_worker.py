@@ -23,9 +23,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def init_device(self) -> None:
         if self.use_v2_model_runner:
-            raise ConfigError(
-                "tree speculation runs on vLLM's V1 model runner in this release: set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+            raise ConfigError("on a CPU, trees run on vLLM's V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0")
         with custom_processors_hidden(self.model_config):
             super().init_device()
         # vLLM builds its own runner inside init_device; its buffers are freed here.
@@ -40,8 +38,19 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
         self.model_runner.prepare_budget()
+        self.model_runner.follow_versions()
+        self.model_runner.start_recording()
         _return_freed_memory()  # of the proof at start
         return times
+
+    def shutdown(self) -> None:
+        # A start that has failed may have left vLLM's own runner, or none.
+        runner = getattr(self, "model_runner", None)
+        if (recorder := getattr(runner, "recorder", None)) is not None:
+            recorder.close()
+        if (trainer := getattr(runner, "trainer", None)) is not None:
+            trainer.end()
+        super().shutdown()
 
     # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
 

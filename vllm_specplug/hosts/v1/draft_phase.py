@@ -11,12 +11,16 @@ import torch
 from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.request_args import wants_speculation
+from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.hosts.drafters.base import make_v1_drafter
 from vllm_specplug.hosts.drafters.draft_noise import DraftNoise
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft, flatten
 from vllm_specplug.hosts.drafters.model_free import make_drafting
+from vllm_specplug.hosts.grammars import TreeDraftTokenIds
+from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.v1.budgeting import serving_budget
-from vllm_specplug.hosts.v1.scheduler import TreeDraftTokenIds, TreeSchedulerOutput
+from vllm_specplug.hosts.v1.recording import NoRecording, Recorder, make_recorder
+from vllm_specplug.hosts.v1.scheduler import TreeSchedulerOutput
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.metrics import Counters
 
@@ -36,15 +40,22 @@ class DraftPhase:
         self._drafts: dict[str, FlatDraft] = {}
         self.draft_noise = DraftNoise(self, options, has_custom_processors)
         self.serving_budget = serving_budget(self, options)
+        self.recorder = NoRecording()
+
+    def start_recording(self) -> None:
+        """Record requests from here on, if the options say so; called at the end of the start, behind the proof."""
+        if leads():  # all ranks have the same hidden states
+            self.recorder = make_recorder(self, self.speculative_config.specplug)
 
     def prepare_budget(self) -> None:
         """Time the parts of a step, unless that was done before; called at the end of the start."""
         self.serving_budget.prepare()
 
     def _finish_requests(self, request_ids: set[str]) -> None:
+        self.recorder.finish(request_ids)
         for req_id in request_ids:
             self._drafts.pop(req_id, None)
-        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget):
+        for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget, self.reloading):
             part.finish(request_ids)
 
     # ---- drafting
@@ -68,6 +79,8 @@ class DraftPhase:
             *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args),
             **kwargs,
         )
+        if isinstance(self.recorder, Recorder):
+            self._record(sampled_token_ids, hidden_states, *args, **kwargs)
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
         wanted &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
         budget, drafter, failures = self.serving_budget, self.drafter, Guard.total_failures
@@ -111,10 +124,23 @@ class DraftPhase:
         spec_decode_metadata: Any,
         *_: Any,
     ) -> None:
-        # Until 0.31 vLLM has no such metadata in a step without drafts.
-        plain = spec_decode_metadata is None
-        num_drafts = [0] * len(sampled_token_ids) if plain else spec_decode_metadata.num_draft_tokens
-        self.drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, np.asarray(num_drafts))
+        num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
+        self.drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, num_drafts)
+
+    def _record(
+        self,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        *_: Any,
+    ) -> None:
+        emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
+        query_start = self.query_start_loc.np[: len(emitted) + 1]
+        num_drafts = _num_drafts(spec_decode_metadata, len(emitted))
+        rows = AcceptedRows.make(query_start, emitted, num_drafts, self._plan.path_index)
+        self.recorder.read(hidden_states, rows)
 
     # ---- the trees until they are verified
 
@@ -163,3 +189,10 @@ class DraftPhase:
     def _speculates(self, req_id: str) -> bool:
         params = self.requests[req_id].sampling_params
         return params is None or wants_speculation(params.extra_args)
+
+
+def _num_drafts(spec_decode_metadata: Any, num_reqs: int) -> np.ndarray:
+    """Return each request's verified nodes.  Until 0.31 vLLM has no such metadata in a step without drafts."""
+    if spec_decode_metadata is None:
+        return np.zeros(num_reqs, dtype=np.int64)
+    return np.asarray(spec_decode_metadata.num_draft_tokens)

@@ -49,6 +49,9 @@ class FixedBudget:
     def sampled(self, seconds: float) -> None:
         """Note the seconds for choosing the step's tokens: sampling, or walk and commit."""
 
+    def accepted(self, num_tokens: int, num_reqs: int) -> None:
+        """Note the drafted tokens that the target accepted in a step of so many requests."""
+
     # ---- its draft phase
 
     def plan(self, wanted: np.ndarray) -> Arm:
@@ -83,6 +86,10 @@ class FixedBudget:
         """
         return True
 
+    def may_spend(self, seconds: float) -> bool:
+        """Decide whether the draft phase may take so many further seconds that a plain step would not take."""
+        return True
+
     def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
         """Note what a drafter that grows by levels has taken.
 
@@ -99,6 +106,13 @@ class FixedBudget:
 
     def drafts_kept(self, caught_up: bool) -> None:
         """Note that the runner has taken the drafts; ``caught_up``: the model drafter first read missed rows."""
+
+    def may_search(self, seconds: float) -> bool:
+        """Decide whether the drafter may take so many seconds to search for better drafts; asked on the first rank."""
+        return True
+
+    def searched(self, seconds: float) -> None:
+        """Note seconds that the drafter took to search for better drafts."""
 
     def end_draft(self) -> None:
         """Note that the draft phase has ended."""

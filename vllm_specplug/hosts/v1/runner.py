@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,21 @@ from vllm_specplug.core.step import StepPlan, after_forward, before_forward
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.plain_sampling import limits_of
+from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
-from vllm_specplug.hosts.v1.ranks import leads
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
+from vllm_specplug.hosts.v1.reloading import Reloading, StaticDrafter
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
-from vllm_specplug.hosts.v1.trace import TreeTrace
-from vllm_specplug.hosts.v1.typical_walk import TypicalWalk, limits_of
+from vllm_specplug.hosts.v1.typical_walk import TypicalWalk
 from vllm_specplug.kernels import greedy_walk
 from vllm_specplug.types import TokenTree
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters
+from vllm_specplug.utils.processes import ChildProgram
 
 
 @dataclass
@@ -83,6 +87,8 @@ class TreeModelRunner(DraftPhase, ABC):
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: StagedStep | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
+        self.reloading = StaticDrafter()
+        self.trainer: ChildProgram | None = None
         self._has_custom_processors = restore_processors(self)
         self._init_drafting(vllm_config, device, self._has_custom_processors)
 
@@ -98,6 +104,7 @@ class TreeModelRunner(DraftPhase, ABC):
         self.alike_layers = alike_layers(self.kv_cache_config, target)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.reloading.before_step()
         self.serving_budget.begin(scheduler_output)
         output = with_room(super().execute_model, scheduler_output, *args, **kwargs)
         self.serving_budget.forward_ends()
@@ -107,6 +114,16 @@ class TreeModelRunner(DraftPhase, ABC):
         output = with_room(super().sample_tokens, *args, **kwargs)
         self.serving_budget.end()
         return attach_drafts(output, self.take_draft_token_ids())
+
+    def follow_versions(self) -> None:
+        """Take published versions of the drafter from now on, if that is asked for; called at the end of the start."""
+        config = self.speculative_config
+        if config.published_head is not None:
+            self.reloading = Reloading(
+                self.drafter, config.published_head, config.published_folder, self.requests, self._counters
+            )
+        if config.trainer and leads() and self.vllm_config.parallel_config.data_parallel_index == 0:
+            self.trainer = ChildProgram(config.trainer, Path(config.published_head).parent / "learn.log")
 
     # ---- before the forward
 
@@ -243,6 +260,8 @@ class TreeModelRunner(DraftPhase, ABC):
         active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
         walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, active)
         after_forward(self, walk, step.row_start, step.num_tokens)
+        self.serving_budget.accepted(int(walk.num_emitted.sum() - active.sum()), num_reqs)
+        self.reloading.walked(self.input_batch.req_ids, step.tree, walk)
         self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
         self._count(step)
@@ -250,6 +269,7 @@ class TreeModelRunner(DraftPhase, ABC):
 
     def follow(self, plan: StepPlan) -> None:
         """Give the drafter the rows that it reads next."""
+        self._plan = plan
         self.drafter.follow(plan)
 
     def _count(self, step: StagedStep) -> None:

@@ -17,16 +17,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
-from vllm_specplug.hosts.v1.grammars import tree_masks, walk_grammar
+from vllm_specplug.hosts.grammars import TreeDraftTokenIds, constrained_requests, tree_masks, walk_grammar
 
 _DRAFTS = "tree_draft_token_ids"
-
-
-@dataclass
-class TreeDraftTokenIds(DraftTokenIds):
-    """vLLM's flat drafts with, per draft, the row of each node's parent (0 is the root)."""
-
-    parents: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -132,13 +125,7 @@ class TreeScheduler(Scheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if not isinstance(scheduler_output, TreeSchedulerOutput):
             return super().get_grammar_bitmask(scheduler_output)
-        requests = [
-            self.requests[req_id]
-            for req_id in scheduler_output.num_scheduled_tokens
-            if req_id in self.requests
-            and self.requests[req_id].use_structured_output
-            and not self.requests[req_id].is_prefill_chunk
-        ]
+        requests = constrained_requests(self, scheduler_output)
         if not requests:
             return None
         trees = []

@@ -5,37 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_specplug.hosts.v1.ranks import agreed
+from vllm_specplug.hosts.ranks import agreed
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
 from vllm_specplug.types import TokenTree, Walk
-
-
-def is_plainly_sampled(params: SamplingParams | None) -> bool:
-    """Whether temperature (above 0), top_k and top_p alone define the distribution, and no logprobs are requested.
-
-    Logprobs are computed by the sampler, for the tokens that it samples; at temperature 0 the walk is greedy.
-    """
-    if params is None or params.temperature < 1e-5:
-        return False
-    shaped = (
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty != 1.0,
-        params.min_p,
-        params.min_tokens,
-        params.logit_bias,
-        params.allowed_token_ids,
-        params.bad_words,
-        params.structured_outputs,
-        params.thinking_token_budget is not None,
-        params.logprobs is not None,
-        params.logprob_token_ids,
-    )
-    return not any(shaped)
 
 
 class SettledWalk(SampledWalk, ABC):

@@ -5,31 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.sampling_params import SamplingParams
 
-from vllm_specplug.config import TreeOptions
-from vllm_specplug.core.request_args import request_limits
 from vllm_specplug.core.typical import accept_typical, path_token_ids
-from vllm_specplug.hosts.v1.settled_walk import SettledWalk, is_plainly_sampled
+from vllm_specplug.hosts.v1.settled_walk import SettledWalk
 from vllm_specplug.types import TokenTree
-
-
-def limits_of(params: SamplingParams | None, options: TreeOptions) -> tuple[float, float] | None:
-    """Return epsilon and delta of a request, or None if it is walked exactly.
-
-    It is walked exactly at temperature 0, where typical acceptance is greedy, and with parameters other than those that
-    ``is_plainly_sampled`` allows.
-    """
-    if not is_plainly_sampled(params):
-        return None
-    return request_limits(params.extra_args, options)
 
 
 class TypicalWalk(SettledWalk):
     """Walks each request along the path that typical acceptance selects, and exactly behind its end.
 
     Args:
-        limits: by request, see ``limits_of``.
+        limits: by request, see ``plain_sampling.limits_of``.
     """
 
     def __init__(self, *args: Any, limits: list[tuple[float, float] | None]):

@@ -9,24 +9,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.step import StepPlan, before_forward
-from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels
+from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels, with_trees
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
+from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.v2.draft_sampling import most_children
+from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
+from vllm_specplug.hosts.v2.late_trace import LateTrace
+from vllm_specplug.hosts.v2.rounds import check_batch
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
+from vllm_specplug.hosts.v2.settling import RejectionSettling, TypicalSettling
+from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.frames import with_room
@@ -82,11 +90,17 @@ class TreeModelState:
     ) -> dict[str, Any]:
         metadata = self._inner.prepare_attn(input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs)
         rows = self._stage(input_batch, cudagraph_mode, for_capture)
-        if rows is None:
-            return metadata
-        return {
-            name: layer if name in self._draft_layers else replace(layer, tree=rows) for name, layer in metadata.items()
-        }
+        if rows is None or (cudagraph_mode == CUDAGraphMode.FULL and not for_capture):
+            return metadata  # a replayed graph reads the buffers that it was recorded with
+        return self._with_trees(metadata, rows)
+
+    def _with_trees(self, metadata: dict[str, Any], rows: DeviceTreeRows) -> dict[str, Any]:
+        """Give target layers metadata with trees; layers that share metadata share it still."""
+        copies: dict[int, Any] = {}
+        for name, layer in metadata.items():
+            if name not in self._draft_layers and id(layer) not in copies:
+                copies[id(layer)] = with_trees(layer, rows)
+        return {name: layer if name in self._draft_layers else copies[id(layer)] for name, layer in metadata.items()}
 
     def prepare_inputs(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self._inner.prepare_inputs(input_batch, *args, **kwargs)
@@ -98,8 +112,9 @@ class TreeModelState:
         trees, num_reqs = self._trees, input_batch.num_reqs_after_padding
         if for_capture:
             # A uniform batch of that many tokens will be replayed with trees.
-            uniform = input_batch.num_tokens_after_padding == num_reqs * trees.width
-            return trees.stage_for_capture(num_reqs, self._inner.max_model_len) if uniform else None
+            width, rest = divmod(input_batch.num_tokens_after_padding, num_reqs)
+            uniform = rest == 0 and width - 1 in self._runner.speculator.depths
+            return trees.stage_for_capture(num_reqs, width, self._inner.max_model_len) if uniform else None
         rows = before_forward(self._runner, input_batch)
         if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
             longest = int(input_batch.num_scheduled_tokens.max())
@@ -114,18 +129,41 @@ class TreeRunner:
     speculator: TreeSpeculator
     #: int ``[num_reqs]`` of the step: rows of each request that have logits; None: one each.
     _num_logits: np.ndarray | None = None
+    _slot_params: SlotParams
+    trace: LateTrace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
         super().load_model(*args, **kwargs)
         self.speculator.load_heads(self.model)
         self.model_state = TreeModelState(self.model_state, self)
+        self.draft_tokens_handler = TreeDraftTokensHandler(self.device, self.speculator.trees)
+        options, trees = self.speculative_config.specplug, self.speculator.trees
+        self.trace = LateTrace(options.trace_trees if leads() else None, self.device)
+        params = self._slot_params = self.speculator.slot_params = SlotParams(options, self.sampler, self.device)
+        settling = None
+        if params.rejects:
+            settling = RejectionSettling(
+                *(params, trees, self.sampler),
+                proposals=self.speculator.proposals,
+                num_children=most_children(self.speculator.options),
+            )
+        elif options.verification == "typical":
+            settling = TypicalSettling(params, trees, self.sampler)
         self.rejection_sampler = TreeRejectionSampler(
-            self.sampler, self.speculative_config, self.device, self, self.speculator.trees
+            *(self.sampler, self.speculative_config, self.device, self, trees, settling, self.trace),
+            learning=self.speculator.learning,
         )
 
     def _check_config(self) -> None:
+        options, parallel = self.speculative_config.specplug, self.parallel_config
+        check_batch(options, self.vllm_config.scheduler_config.max_num_seqs)
         for used, what, fix in (
+            (
+                options.budget == "measured" and parallel.data_parallel_size > 1,
+                "budget='measured' with data parallelism",
+                "use budget='fixed'",
+            ),
             (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
             (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
             (self.vllm_config.watermark_config is not None, "watermarks", "leave the watermark config out"),
@@ -145,6 +183,21 @@ class TreeRunner:
             if used:
                 raise ConfigError(f"tree speculation does not support {what} on the V2 model runner: {fix}")
 
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)
+        if scheduler_output.scheduled_new_reqs:
+            for new in scheduler_output.scheduled_new_reqs:
+                self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+            self._slot_params.upload()
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self.speculator.finish(scheduler_output.finished_req_ids)  # their places are given away below
+        super().finish_requests(scheduler_output)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self.trace.close()
+        super().shutdown(*args, **kwargs)
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         return with_room(super().execute_model, *args, **kwargs)
 
@@ -161,6 +214,14 @@ class TreeRunner:
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._num_logits).tolist())
             self._num_logits = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Profile the memory of sampling: each row of a tree has logits, vLLM's own run has one row per request."""
+        num_rows = min(self.max_num_tokens, self.max_num_reqs * self.speculator.trees.width)
+        logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[1]))
+        super()._dummy_sampler_run(hidden_states)
+        if logits is not None:  # one chunk, as the rejection sampler copies it
+            logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)

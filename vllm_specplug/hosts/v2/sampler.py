@@ -27,8 +27,11 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_specplug.core.step import StepRunner, after_forward
 from vllm_specplug.core.walk import walk_exact
+from vllm_specplug.hosts.v2.late_learning import LateLearning
+from vllm_specplug.hosts.v2.late_trace import LateTrace
+from vllm_specplug.hosts.v2.settling import Settling, VerifiedRows
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.kernels.triton_step import walk_rows
+from vllm_specplug.kernels.triton_step import plan_step, walk_rows
 from vllm_specplug.types import Walk
 
 
@@ -39,7 +42,12 @@ class TreeRejectionSampler(RejectionSampler):
         sampler, spec_config, device: vLLM's.
         runner: commits what is accepted.
         trees: the staged trees.
+        settling: chooses tokens before the exact walk; None: all are sampled.
+        trace: receives the verified trees.
+        learning: receives what was emitted; None: nothing learns.
     """
+
+    _learning: LateLearning | None = None
 
     def __init__(
         self,
@@ -48,9 +56,13 @@ class TreeRejectionSampler(RejectionSampler):
         device: torch.device,
         runner: StepRunner,
         trees: DeviceTrees,
+        settling: Settling | None = None,
+        trace: LateTrace | None = None,
+        learning: LateLearning | None = None,
     ):
         super().__init__(sampler, spec_config, device)
-        self.runner, self.trees = runner, trees
+        self.runner, self.trees, self._settling, self._trace = runner, trees, settling, trace
+        self._learning = learning
 
     def __call__(
         self,
@@ -61,10 +73,18 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> SamplerOutput:
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         token_ids, pos = self._row_tokens(input_batch)
+        if invalid_drafts is not None:  # nodes whose rows have no grammar mask
+            token_ids = token_ids.masked_fill(invalid_drafts, -1)
+        settled = None
+        if self._settling is not None:
+            settled = self._settling(VerifiedRows(logits, input_batch, token_ids, pos))
         if self._needs_history(input_batch):
-            output, path_rows, num_emitted = self._walk_by_depth(logits, input_batch, token_ids, pos)
+            output, path_rows, num_emitted = self._walk_by_depth(logits, input_batch, token_ids, pos, settled)
         else:
             sampled = self._sample_all(logits, input_batch, token_ids, pos)
+            if settled is not None:
+                chosen = settled[_requests_of_rows(input_batch), input_batch.expanded_local_pos.long()]
+                sampled = torch.where(chosen >= 0, chosen, sampled)
             output, path_rows, num_emitted = walk_rows(
                 input_batch.idx_mapping, input_batch.cu_num_logits, token_ids, sampled, self.trees.parents
             )
@@ -76,7 +96,12 @@ class TreeRejectionSampler(RejectionSampler):
             self.sampler.req_states.prefill_len.gpu,
         )
         walk = Walk(output, path_rows, num_sampled)
-        after_forward(self.runner, walk, self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens)
+        if self._trace is not None and self._trace.is_on:
+            self._trace.add(input_batch.req_ids, self.trees.batch_tree(input_batch, token_ids), walk)
+        if self._learning is not None:
+            self._learning.verified(input_batch, walk)
+        row_start, num_rows = self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens
+        after_forward(self.runner, walk, row_start, num_rows, plan_step)
         return SamplerOutput(
             sampled_token_ids=output,
             logprobs_tensors=self._logprobs(logits, input_batch, token_ids, pos, output, path_rows, num_sampled),
@@ -136,7 +161,12 @@ class TreeRejectionSampler(RejectionSampler):
         return torch.cat(sampled)
 
     def _walk_by_depth(
-        self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        token_ids: torch.Tensor,
+        pos: torch.Tensor,
+        settled: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Walk by ``walk_exact``; at each depth the processors see the path so far, as if it were drafted as a chain.
 
@@ -166,7 +196,11 @@ class TreeRejectionSampler(RejectionSampler):
                     input_batch.seq_lens_cpu_upper_bound.numpy()[part],
                 )
                 sampled.append(tokens.view(-1, length)[:, -1])
-            return torch.cat(sampled)
+            tokens = torch.cat(sampled)
+            if settled is None:
+                return tokens
+            chosen = settled.gather(1, rows.unsqueeze(1)).squeeze(1)
+            return torch.where(chosen >= 0, chosen, tokens)
 
         tree = self.trees.batch_tree(input_batch, token_ids)
         walk = walk_exact(tree, sample, static_depth=self.trees.max_depth)
@@ -188,7 +222,7 @@ class TreeRejectionSampler(RejectionSampler):
             return None
         offsets = input_batch.cu_num_logits
         row = torch.arange(logits.shape[0], device=logits.device)
-        request = torch.searchsorted(offsets[1:].long(), row, right=True)
+        request = _requests_of_rows(input_batch)
         path = path_rows[request, input_batch.expanded_local_pos.long()]
         in_path = torch.where(path >= 0, offsets[request].long() + path, row)
         logits = logits[in_path]
@@ -206,3 +240,9 @@ class TreeRejectionSampler(RejectionSampler):
         return self._get_logprobs_tensors(
             output, num_sampled, logits, offsets, input_batch.cu_num_logits_np, max_num_logprobs
         )
+
+
+def _requests_of_rows(input_batch: InputBatch) -> torch.Tensor:
+    """Return the request of each sampled row: its place in the batch, int64 ``[num_logits]``."""
+    rows = torch.arange(input_batch.expanded_local_pos.shape[0], device=input_batch.cu_num_logits.device)
+    return torch.searchsorted(input_batch.cu_num_logits[1:].long(), rows, right=True)

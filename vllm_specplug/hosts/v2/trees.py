@@ -79,13 +79,18 @@ class DeviceTrees:
             self.bits,
             input_batch.num_reqs_after_padding,
         )
-        all_rows = bool(np.all((num_drafts > 0) & (input_batch.num_scheduled_tokens == num_drafts + 1)))
+        # vLLM puts requests with drafts first.  A request with rows before its tree's root is attended to as a whole.
+        num_trees = int(np.count_nonzero(num_drafts))
+        leading = bool(np.all(input_batch.num_scheduled_tokens[:num_trees] == num_drafts[:num_trees] + 1))
+        leading = leading and not num_drafts[num_trees:].any()
+        all_rows = leading and num_trees == len(num_drafts)
         return self._device_rows(
-            input_batch.num_reqs_after_padding,
+            input_batch.num_reqs_after_padding if all_rows or not leading else num_trees,
             int(num_drafts.max()) + 1,
-            int(input_batch.seq_lens_cpu_upper_bound.max()),
+            int(input_batch.seq_lens_cpu_upper_bound.numpy().max()),
             all_rows,
-            all_rows and bool(np.all(num_drafts == num_drafts.max())),
+            uniform=leading and bool(np.all(num_drafts[:num_trees] == num_drafts.max())),
+            num_tree_rows=int(num_drafts.sum()) + num_trees if leading and not all_rows else None,
         )
 
     def move_positions(self, input_batch: Any, positions: torch.Tensor) -> None:
@@ -94,15 +99,15 @@ class DeviceTrees:
             rows = slice(input_batch.num_tokens)
             positions[:, rows] += input_batch.positions[rows] - self._flat_positions[rows]
 
-    def stage_for_capture(self, num_reqs: int, max_model_len: int) -> DeviceTreeRows:
-        """Stage full trees without a context, to record a CUDA graph of ``num_reqs`` of them."""
+    def stage_for_capture(self, num_reqs: int, width: int, max_model_len: int) -> DeviceTreeRows:
+        """Stage trees of ``width`` rows without a context, to record a CUDA graph of ``num_reqs`` of them."""
         self.context_lens.zero_()
-        self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * self.width)
-        self.tree_lens.fill_(self.width)
-        return self._device_rows(num_reqs, self.width, max_model_len, True, True)
+        self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * width)
+        self.tree_lens.fill_(width)
+        return self._device_rows(num_reqs, width, max_model_len, True, uniform=True)
 
     def _device_rows(
-        self, num_reqs: int, max_query_len: int, max_context_len: int | None, all_rows: bool, uniform: bool
+        self, num_reqs: int, max_query_len: int, max_context_len: int | None, all_rows: bool, **fields: Any
     ) -> DeviceTreeRows:
         start, lens = self.tree_start[:num_reqs], self.tree_lens[:num_reqs]
         return DeviceTreeRows(
@@ -115,7 +120,7 @@ class DeviceTrees:
             max_query_len=max_query_len,
             max_context_len=max_context_len,
             all_rows=all_rows,
-            uniform=uniform,
+            **fields,
         )
 
     # ---- after the forward

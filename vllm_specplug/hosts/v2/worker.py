@@ -11,7 +11,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.paged import check_layers, device_tree_backends, use_tree_attention
 from vllm_specplug.hosts.proof.worker import ProvesTrees
+from vllm_specplug.hosts.v2.graph_sizes import capture_sizes
+from vllm_specplug.hosts.v2.rounds import shapes
 from vllm_specplug.hosts.v2.runner import TreeGPUModelRunner, install_v2
+from vllm_specplug.hosts.v2.step_times import measure_if_unknown
 
 
 class TreeWorkerV2(ProvesTrees):
@@ -24,7 +27,29 @@ class TreeWorkerV2(ProvesTrees):
                 "remove the feature that V2 does not support (the warning above names it)"
             )
         install_v2()
+        self._capture_trees()
         super().init_device()
+
+    def _capture_trees(self) -> None:
+        """Extend vLLM's own capture sizes, so that large batches of trees have full CUDA graphs."""
+        compilation, scheduler = self.vllm_config.compilation_config, self.vllm_config.scheduler_config
+        speculative = self.vllm_config.speculative_config
+        if not compilation.cudagraph_capture_sizes or speculative.has_users_graph_sizes:
+            return
+        compilation.cudagraph_capture_sizes = capture_sizes(
+            compilation.cudagraph_capture_sizes,
+            [1 + shape.nodes for shape in shapes(speculative.specplug)],
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+        )
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self.vllm_config.speculative_config.specplug.budget == "measured":
+            measure_if_unknown(self)
+        self.model_runner.speculator.start_serving()
+        return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with device_tree_backends():

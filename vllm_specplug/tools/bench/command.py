@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.tools.arguments import add_kv_gib, add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.bench.look_inside import look_inside
 from vllm_specplug.tools.bench.methods import BASELINE, parse_methods
 from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions, spread_lengths
@@ -50,90 +51,104 @@ def parse_server(text: str) -> tuple[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug bench``."""
-    parser.add_argument("--target", metavar="DIR", help="the target model (default: SmolLM2-135M-Instruct)")
+    add_model(parser)
     parser.add_argument(
         "--methods",
         default="plain,ngram,eagle-chain,eagle2",
         metavar="A,B:LABEL",
-        help="methods to compare, plain first; NAME:LABEL names a variant (default: %(default)s)",
+        help="methods to compare; NAME:LABEL names a variant (default: %(default)s)",
     )
     parser.add_argument(
-        "--method-config", action="append", default=[], metavar="NAME=JSON", help="change a method's configuration"
+        "--method-config",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="options of a method or variant; can be repeated",
     )
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSONL: Spec-Bench, HumanEval or GSM8K layout")
+    parser.add_argument(
+        "--questions", type=Path, metavar="FILE", help="JSON lines in the layout of Spec-Bench, HumanEval or GSM8K"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
-    parser.add_argument(
-        "--max-tokens", type=int, default=128, metavar="M", help="tokens of the longest answer (default: %(default)s)"
-    )
+    add_max_tokens(parser, 128)
     parser.add_argument(
         "--spread",
         type=float,
         default=0.0,
         metavar="S",
-        help="limit answers to M (1 - S) up to M (1 + S) tokens, by question, so that they do not all end together",
+        help="give answers different limits, from N (1 - S) to N (1 + S) tokens, N being --max-tokens",
     )
     parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=["bfloat16", "float16", "float32"],
-        help="number format of the weights (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="above 0: sampling with a fixed seed"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature, with a fixed seed (default: 0, greedy)",
     )
     parser.add_argument(
         "--concurrency",
         type=parse_levels,
         default=[1],
         metavar="C,..",
-        help="concurrent questions (a new one starts when one ends); categories are measured at the first number",
+        help="numbers of questions at once, like 1,4,8; the table by category is of the first (default: 1)",
     )
-    parser.add_argument("--repeats", type=int, default=1, metavar="R", help="number of passes over the questions")
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="R", help="passes over the questions (default: %(default)s)"
+    )
+    _add_engine_arguments(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for the results")
+    _add_table_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server",
         action="append",
         default=[],
         type=parse_server,
         metavar="LABEL=URL",
-        help="measure running servers instead of own engines; one label must be 'plain', as for a URL without a label",
+        help="measure running servers instead of starting engines; a URL without a label is the plain server",
     )
     parser.add_argument(
         "--look-inside",
         action="store_true",
-        help="after the comparison, also measure time by stage, trees, calibration and step costs of each engine",
+        help="also measure the time of a step by stage and by nodes, and keep trees; starts each engine once more",
     )
     parser.add_argument(
         "--in-process",
         action="store_true",
-        help="run scheduler and worker of each engine in one process: no messages between them, so less noise",
+        help="run scheduler and worker of each engine in one process, which reduces noise",
     )
+    add_kv_gib(parser)
+
+
+def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--kv-gib",
-        type=int,
-        default=1,
-        metavar="G",
-        help="size of each engine's key/value cache in GiB (default: %(default)s)",
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing; print the Markdown table of a file that --out wrote",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the Markdown table of such a file")
-    parser.add_argument("--short", action="store_true", help="with --table: the overall figures only")
+    parser.add_argument("--short", action="store_true", help="with --table: only the overall figures")
     parser.add_argument(
         "--concurrency-table",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="only print the speedups by concurrency of such files",
+        help="measure nothing; print the speedups by concurrency of such files",
     )
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="with a table: write it there, between its marks")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help="with --table or --concurrency-table: write the table into this page, between its marks",
+    )
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ``ValueError`` for arguments that are out of range or exclude each other."""
     if args.questions is None:
         raise ValueError("--questions FILE is needed (or --table FILE to print earlier results)")
-    for name in ("max_tokens", "kv_gib", "limit", "repeats"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    check_at_least_one(args, "max_tokens", "kv_gib", "limit", "repeats")
     if not 0 <= args.spread < 1:
         raise ValueError("--spread must be at least 0 and below 1")
     if not 0 <= args.temperature <= 2:

@@ -39,7 +39,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
             try:
                 questions.append(parse_question(json.loads(line), number))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: is not JSON ({error})") from None
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
             except (ValueError, AttributeError, IndexError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if not questions:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_specplug.proposers.eagle2.head import EagleHead, rotary_table
-from vllm_specplug.proposers.training.features import FeatureSet
-from vllm_specplug.proposers.training.loop import make_batch
+from ..eagle2.head import EagleHead, rotary_table
+from .features import FeatureSet
+from .loop import make_batch
 
 
 @dataclass(frozen=True)

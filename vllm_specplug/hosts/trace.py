@@ -30,8 +30,8 @@ class TreeTrace:
         if self.path is None or self.written >= MAX_TREES:
             return
         lines = []
-        for index, req_id in enumerate(req_ids):
-            num_rows, emitted = int(tree.num_rows[index]), int(walk.num_emitted[index])
+        counts = zip(req_ids, tree.num_rows.tolist(), walk.num_emitted.tolist(), strict=False)
+        for index, (req_id, num_rows, emitted) in enumerate(counts):
             if num_rows > 1 and emitted:
                 line = {
                     "request_id": req_id,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 
 
@@ -22,3 +23,13 @@ def agreed(decision: Any) -> Any:
     does not wait for the others.
     """
     return get_tp_group().broadcast_object(decision, src=0)
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, which wait for each other; all call this in the same order."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values

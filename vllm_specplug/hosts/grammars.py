@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from vllm.v1.outputs import DraftTokenIds
+
+
+@dataclass
+class TreeDraftTokenIds(DraftTokenIds):
+    """vLLM's flat drafts with, per draft, the row of each node's parent (0 is the root)."""
+
+    parents: list[list[int]] = field(default_factory=list)
+
+
+def constrained_requests(scheduler: Any, scheduler_output: Any) -> list[Any]:
+    """Return the requests of a step whose logits a grammar masks, in the order of the step."""
+    return [
+        request
+        for req_id in scheduler_output.num_scheduled_tokens
+        if (request := scheduler.requests.get(req_id)) is not None
+        and request.use_structured_output
+        and not request.is_prefill_chunk
+    ]
 
 
 def tree_masks(
@@ -113,15 +133,16 @@ def _start_token_by_token(manager: Any, request: Any, path: Sequence[int]) -> in
 
 def forbidden_in_reasoning(manager: Any, request: Any) -> Sequence[int]:
     """Return tokens that would end reasoning with content that the grammar cannot start with; none before vLLM 0.33."""
-    return manager._masked_reasoning_ends(request) if _since_033(manager) else ()
+    return manager._masked_reasoning_ends(request) if since_033(manager) else ()
 
 
 def first_mask_rows(manager: Any, counts: Sequence[int]) -> list[int]:
     """Return the first mask row of each request, and the end of the last one's rows, from their row counts."""
-    if _since_033(manager):  # all requests get the same number: the worker divides
+    if since_033(manager):  # all requests get the same number: the worker divides
         return [index * max(counts) for index in range(len(counts) + 1)]
     return [0, *accumulate(counts)]
 
 
-def _since_033(manager: Any) -> bool:
+def since_033(manager: Any) -> bool:
+    """Return whether all requests have the same number of mask rows, which vLLM has from 0.33 on."""
     return hasattr(manager, "_masked_reasoning_ends")

@@ -1,0 +1,144 @@
+"""What ``auto`` stands for: a configuration of the other methods, and why."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.config import ConfigError, TreeOptions, parse_options, resolve_drafter, shipped_drafters
+from vllm_specplug.proposer import Choice, TargetInfo, find_method
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config
+from vllm_specplug.utils.published import is_published, publish, read_current
+
+from .options import AutoOptions
+
+#: Methods of shipped drafters, the best first (docs/measurements.md).
+METHODS = ("eagle2", "medusa")
+#: Folders of ``learn``: what is recorded, and the published drafter.
+RECORDED_NAME, HEAD_NAME = "recorded", "head"
+#: Niceness of the trainer: steps come first.
+TRAINER_NICE = "19"
+
+
+def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) -> Choice:
+    """Choose the configuration for a model.
+
+    Args:
+        options: the user's.
+        target: the model.
+        name: of the model, a folder or a Hugging Face repository.
+        on_cpu: whether costs can be measured.
+
+    Raises:
+        ConfigError, CheckpointError: the drafter that was given cannot be used.
+    """
+    own = [field.name for field in fields(TreeOptions)]
+    given = {key: value for key in own if (value := getattr(options, key)) != getattr(AutoOptions, key)}
+    common = {"budget": "measured" if on_cpu else "fixed", **given}
+    how = "with the measured budget" if common["budget"] == "measured" else "with a fixed budget"
+    shipped = next(shipped_for(name, target), None)
+    if options.model is not None:
+        method, drafter, why = _method_of(options.model), options.model, f"the drafter {options.model}"
+    elif shipped is not None:
+        method, drafter, why = *shipped, f"the drafter {shipped[1]} ({shipped[0]}), which is shipped for this model"
+    else:
+        method, drafter, why = "eagle2", None, "a new drafter"
+    source, trainer = {"method": method, "model": drafter}, ()
+    if options.learn is not None:
+        _check_learning(options.learn, method, name, on_cpu)
+        folder = Path(options.learn).absolute()
+        recorded, head = folder / RECORDED_NAME, folder / HEAD_NAME
+        found = _begin(head, name, drafter)
+        why = f"the drafter that learns in {folder} ({found or f'begun with {why}'})"
+        source |= {"model": str(head), "record": str(recorded)}
+        trainer = ("learn", str(recorded), "--target", name, "--out", str(head), "--nice", TRAINER_NICE)
+    elif drafter is None:
+        why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
+        return Choice({"method": "lookup", **common}, why)
+    if on_cpu and is_published(Path(source["model"]).expanduser()):
+        common.setdefault("reload", True)
+        why += ", whose new versions are taken while serving"
+    config = {"method": "union", "sources": [source, {"method": "lookup"}], **common}
+    return Choice(config, f"lookup and {why}, {how}", trainer)
+
+
+def _check_learning(learn: str, method: str, name: str, on_cpu: bool) -> None:
+    """Raise ``ConfigError`` where a drafter cannot learn while it serves."""
+    problem = None
+    if not on_cpu:
+        problem = "answers are recorded on CPUs only: leave it out"
+    elif method != "eagle2":
+        problem = f"drafters of method {method!r} do not learn while they serve: give an EAGLE or HASS head as 'model'"
+    elif not Path(name).is_dir():
+        problem = f"the trainer reads the model from a local folder (found {name!r}): serve the downloaded folder"
+    if problem is not None:
+        raise ConfigError(f"learn={learn!r} cannot be used: {problem}")
+
+
+def _begin(head: Path, target: str, drafter: str | None) -> str:
+    """Publish the first version: a copy of the drafter, or a new one; describe what is there already.
+
+    Raises:
+        ConfigError: no new drafter can be made.
+    """
+    if is_published(head):
+        return f"version {read_current(head).version}"
+    head.parent.mkdir(mode=0o700, exist_ok=True)
+    if drafter is not None:
+        publish(head, lambda folder: _copy(resolve_drafter(drafter, METHODS[0]), folder), {})
+        return ""
+    command = [sys.executable, "-m", "vllm_specplug.tools.cli", "drafter", "new", target, "--out", str(head)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        raise ConfigError(f"no new drafter can be made for {target}: {reason}")
+    return ""
+
+
+def _copy(folder: Path, to: Path) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
+
+
+def _method_of(drafter: str) -> str:
+    """Return the method of a drafter that was given."""
+    config = read_config(resolve_drafter(drafter, AutoOptions.method))
+    return "medusa" if "medusa_num_heads" in config else "eagle2"
+
+
+def shipped_for(name: str, target: TargetInfo | None = None) -> Iterator[tuple[str, str]]:
+    """Yield method and short name of the shipped drafters that were trained for a model, the best first.
+
+    Args:
+        name: of the model, a folder or a Hugging Face repository.
+        target: the model, if its shape is to be checked too.
+    """
+    for method in METHODS:
+        for drafter, folder in shipped_drafters(method).items():
+            trained_for = read_config(folder).get("specplug", {}).get("target", "")
+            if trained_for.lower() == Path(name).name.lower() and (target is None or _fits(method, drafter, target)):
+                yield method, drafter
+
+
+def _fits(method: str, drafter: str, target: TargetInfo) -> bool:
+    try:
+        find_method(method).model.configure(parse_options({"method": method, "model": drafter}), target)
+    except CheckpointError:
+        return False
+    return True
+
+
+def describe() -> str:
+    """Say for people what ``auto`` chooses here."""
+    known: dict[str, Any] = {}
+    for method in METHODS:
+        for drafter, folder in shipped_drafters(method).items():
+            known.setdefault(read_config(folder).get("specplug", {}).get("target", drafter), f"{drafter} ({method})")
+    chosen = [f"{target}: lookup and the drafter {drafter}" for target, drafter in known.items()]
+    return "; ".join([*chosen, "other models: lookup, and the drafter that 'model' names"])

@@ -1,0 +1,132 @@
+"""What a device is asked to do in a draft phase and in a step: bounds on launches, and no look at its values."""
+
+import pytest
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from benchmarks.micro.launches import counts
+from tests.doubles.device_work import DeviceWork
+from tests.hosts.conftest import runner_of
+from tests.v2.conftest import ENGINE, answers, same
+from tests.v2.test_identity import TREE
+from tests.v2.test_lookup import LOOKUP
+from tests.v2.test_union import EAGLE
+from vllm_specplug.hosts.v2.late_learning import LateLearning
+from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
+
+#: Depth 6 and 10 nodes a level: for each level two launches choose children, one grows the pool, one gathers features.
+MOST = {"eagle2": 1 + 6 * 3 + 5 + 1, "lookup": 3, "union": 7, "plan": 1}
+
+
+def test_launches_of_a_draft_phase():
+    found = counts()
+    assert all(kernels <= MOST[name] for name, (_, kernels) in found.items()), found
+    assert all(operations > 5 * kernels for operations, kernels in found.values())
+
+
+# ---- looks at values
+
+
+def looks_of(monkeypatch, call):
+    """Places where the CPU looks at a device's values during ``call``, and its result."""
+    work, honest, learn = DeviceWork(), InputBatch.__init__, LateLearning._learn
+
+    def made(self, *args, **kwargs):
+        honest(self, *args, **kwargs)
+        work.keep_on_cpu(self.seq_lens_cpu_upper_bound)
+
+    def learned(self, one):
+        learned_from.append(one)
+        tables = [table for _, table in self._proposer.tables()]
+        with work.on_the_cpu([*self._proposer.drafted(), *tables]):
+            learn(self, one)
+
+    work.learned_from = learned_from = []
+    with monkeypatch.context() as patch, work:
+        patch.setattr(LateLearning, "_learn", learned)
+        patch.setattr(InputBatch, "__init__", made)
+        result = call()
+    return work, result
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda values: values[0].item(),
+        lambda values: values.tolist(),
+        lambda values: values.cpu(),
+        lambda values: values.nonzero(),
+        lambda values: values[values > 1],
+        lambda values: values.masked_select(values > 1),
+        lambda values: values.unique(),
+        lambda values: bool(values[0]),
+        lambda values: values.numpy(),
+        lambda values: values.index_put_((values > 1,), torch.tensor(0)),
+    ],
+)
+def test_control_of_the_looks(look):
+    with DeviceWork() as work:
+        look(torch.arange(3))
+    assert work.looks
+
+
+def test_no_look_where_there_is_none():
+    with DeviceWork() as work:
+        values = torch.arange(3)
+        values.gather(0, values), values[values], values.where(values > 1, 0), values.float()
+    assert not work.looks and work.launches["gather"] == 1 and "view" not in work.launches
+
+
+@pytest.fixture
+def start(engine, checkpoints):
+    def make(name):
+        if name == "eagle2":
+            return engine("eagle", TREE, **ENGINE)
+        config = LOOKUP
+        if name == "union":
+            source = {**EAGLE, "model": str(checkpoints["eagle"])}
+            config = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12}
+        return engine(speculative_config=config, **ENGINE)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["eagle2", "lookup", "union"])
+def test_whole_steps_look_at_no_value(start, prompts, plain, monkeypatch, name):
+    """From scheduling to the next drafts; vLLM's own code is left out."""
+    llm = start(name)
+    work, found = looks_of(monkeypatch, lambda: answers(llm, prompts))
+    assert same(found, plain)
+    assert not work.looks, sorted(set(work.looks))
+    assert bool(work.learned_from) == (name != "eagle2")
+    assert work.launches["stage_rows_kernel"] > 3 and work.launches["plan_step_kernel"] > 3
+    assert runner_of(llm).speculator._guard.failures == 0
+    # vLLM keeps the tokens in device memory if this holds, else in CPU memory, which each search would read over PCIe.
+    assert llm.llm_engine.vllm_config.speculative_config.use_ngram() == (name != "eagle2")
+
+
+def test_control_of_learning(start, prompts, monkeypatch):
+    """What is learned from are the copies, not what they are copies of."""
+    honest = LookupOnDevice.learn
+
+    def learn(self, drafted, outcome):
+        honest(self, [values[: len(outcome.requests)] for values in self.drafted()], outcome)
+
+    monkeypatch.setattr(LookupOnDevice, "learn", learn)
+    work, _ = looks_of(monkeypatch, lambda: answers(start("lookup"), prompts[:1]))
+    assert any("device_proposer" in look for look in work.looks)
+
+
+def test_control_of_whole_steps(start, prompts, monkeypatch):
+    """One value that is read back in each draft phase."""
+    honest = DeviceTrees.keep
+
+    def keep(self, tree_parents, slots):
+        assert slots[0].item() >= 0
+        honest(self, tree_parents, slots)
+
+    llm = start("eagle2")
+    monkeypatch.setattr(DeviceTrees, "keep", keep)
+    work, _ = looks_of(monkeypatch, lambda: answers(llm, prompts[:1]))
+    assert any(look.startswith("item at") for look in work.looks)
