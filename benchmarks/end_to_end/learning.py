@@ -263,7 +263,8 @@ def main() -> None:
     stream = stream_of(read_questions(args.prompts), args.requests)
     with tempfile.TemporaryDirectory(prefix="specplug-learning-") as scratch:
         result = summary(run(stream, args, Path(scratch)))
-    about = provenance("the same requests with plain decoding and with the static drafter, in turns")
+    others = "plain decoding, lookup and the static drafter" if args.others_every else "the static drafter"
+    about = provenance(f"the same requests with {others}, in turns")
     args.out.write_text(json.dumps({"provenance": about, **result}, indent=1) + "\n")
     plot(result, args.block, args.out.with_suffix(".png"))
     print(json.dumps({key: value for key, value in result.items() if key not in ("methods", "rounds")}, indent=1))
