@@ -126,6 +126,8 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
         Method(STATIC, eagle | {"model": "smollm2-135m-instruct" if args.from_nothing else start}),
         Method(LEARNING, eagle | reload | {"model": str(head), "record": str(ring)}),
     ]
+    if not args.others_every:
+        methods = [method for method in methods if method.label in (STATIC, LEARNING)]
     engine = {"model": str(prepare()), "dtype": args.dtype, "max_model_len": 2048, "max_num_seqs": 8}
     engine |= {"enable_prefix_caching": False, "disable_log_stats": False}
     blocks: dict[str, list[Measurement | None]] = {method.label: [] for method in methods}
@@ -141,7 +143,7 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
                 number = first // args.block
                 turn = number % len(workers)
                 for worker in workers[turn:] + workers[:turn]:
-                    if worker.method.label in others and number % args.others_every:
+                    if worker.method.label in others and number % (args.others_every or 1):
                         blocks[worker.method.label].append(None)
                         continue
                     if worker.method.label == LEARNING:
@@ -162,11 +164,12 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """Return by method: tau and tokens/s of each block, and of the last quarter; what learning cost; same texts."""
     blocks, result = found["blocks"], {}
+    plain = blocks.get(PLAIN, [None] * len(blocks[LEARNING]))
     for label, measured in blocks.items():
         last = [one for one in measured[-max(len(measured) // 4, 1) :] if one is not None]
-        expected = blocks[PLAIN]
+        expected = plain
         if label == LEARNING:
-            expected = [plain or static for plain, static in zip(expected, blocks[STATIC], strict=True)]
+            expected = [one or static for one, static in zip(plain, blocks[STATIC], strict=True)]
         pairs = [(a, b) for a, b in zip(measured, expected, strict=True) if a is not None and b is not None]
         result[label] = {
             "tau": [one and round(tau([one]), 4) for one in measured],
@@ -178,6 +181,11 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             "texts": sum(len(one.token_ids) for one, _ in pairs),
         }
     ends = {label: method["last_quarter"] for label, method in result.items()}
+    overtaken = {
+        f"block_that_overtakes_{label}_by_{factor}": overtakes(result[LEARNING], result[label], factor)
+        for label, factor in ((LOOKUP, 1.0), (PLAIN, 1.2))
+        if label in result
+    }
     return {
         "methods": result,
         "requests": sum(len(one.token_ids) for one in blocks[LEARNING]),
@@ -186,8 +194,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
         "trainer_share": round(found["trainer_seconds"][-1] / sum(one.seconds for one in blocks[LEARNING]), 4),
         "tau_of_learning_over_static": round(ends[LEARNING]["tau"] / ends[STATIC]["tau"], 4),
         "speed_of_learning_over_static": round(ends[LEARNING]["tokens_per_s"] / ends[STATIC]["tokens_per_s"], 4),
-        "block_that_overtakes_lookup": overtakes(result[LEARNING], result[LOOKUP], 1.0),
-        "block_that_overtakes_plain_by_1.2": overtakes(result[LEARNING], result[PLAIN], 1.2),
+        **overtaken,
     }
 
 
@@ -238,7 +245,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--block", type=int, default=20, help="requests of a turn")
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--others-every", type=int, default=1, help="blocks from one to the next of plain and lookup")
+    parser.add_argument(
+        "--others-every", type=int, default=1, help="blocks from one to the next of plain and lookup; 0: neither runs"
+    )
     parser.add_argument("--min-tokens", type=int, default=10_000, help="of `specplug learn`")
     parser.add_argument("--threads", type=int, default=1, help="of `specplug learn`")
     parser.add_argument("--dtype", default="float32")
@@ -254,7 +263,8 @@ def main() -> None:
     stream = stream_of(read_questions(args.prompts), args.requests)
     with tempfile.TemporaryDirectory(prefix="specplug-learning-") as scratch:
         result = summary(run(stream, args, Path(scratch)))
-    about = provenance("the same requests with plain decoding and with the static drafter, in turns")
+    others = "plain decoding, lookup and the static drafter" if args.others_every else "the static drafter"
+    about = provenance(f"the same requests with {others}, in turns")
     args.out.write_text(json.dumps({"provenance": about, **result}, indent=1) + "\n")
     plot(result, args.block, args.out.with_suffix(".png"))
     print(json.dumps({key: value for key, value in result.items() if key not in ("methods", "rounds")}, indent=1))

@@ -40,7 +40,7 @@ def test_the_summary_compares_the_last_quarter_and_counts_same_texts(tmp_path):
     assert result["tau_of_learning_over_static"] == 1.5 and result["speed_of_learning_over_static"] == 1.4011
     assert result["trainer_share"] == 0.2
     assert result["methods"]["learning"]["same_texts"] == 7 and result["requests"] == 8
-    assert result["block_that_overtakes_lookup"] == 2 == result["block_that_overtakes_plain_by_1.2"]
+    assert result["block_that_overtakes_lookup_by_1.0"] == 2 == result["block_that_overtakes_plain_by_1.2"]
     assert learning.overtakes(result["methods"]["plain"], result["methods"]["lookup"], 1.0) is None
     learning.plot(result, 20, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
