@@ -96,6 +96,7 @@ _V1 = (
     VllmSymbol(f"{_RUNNER}._calc_mrope_positions", ("self", "scheduler_output")),
     VllmSymbol(f"{_RUNNER}._get_positions", ("self", "num_tokens")),
     VllmSymbol(f"{_RUNNER}._prepare_mm_inputs", ("self", "num_tokens")),
+    VllmSymbol(f"{_RUNNER}._dummy_sampler_run", ("self", "hidden_states")),
     VllmSymbol(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
     VllmSymbol(f"{_RUNNER}._bookkeeping_sync", ("self", "scheduler_output", "sampler_output")),
     VllmSymbol(f"{_RUNNER}._input_fits_in_drafter", ("self", "common_attn_metadata")),

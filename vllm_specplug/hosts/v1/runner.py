@@ -249,6 +249,14 @@ class TreeModelRunner(DraftPhase, ABC):
 
     # ---- after the forward
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Profile the sampler without vLLM's rejection sampler: no tree meets it, and on a CPU vLLM 0.30's fails."""
+        config, self.speculative_config = self.speculative_config, None
+        try:
+            return super()._dummy_sampler_run(hidden_states)
+        finally:
+            self.speculative_config = config
+
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         begin = time.perf_counter()
         output = self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
