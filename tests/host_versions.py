@@ -23,6 +23,9 @@ TAKES_FLOAT32_SINKS = Version("0.31") <= VERSION
 #: On 0.30, 2 of 72 sampled answers of a GPTQ target in bfloat16 differed from plain vLLM's, likely by rounding.
 SAMPLES_GPTQ_EXACTLY = Version("0.31") <= VERSION
 
+#: Without a Triton for CPUs, vLLM 0.30 fails in its own rejection sampler, with its n-gram speculation and no plugin.
+SPECULATES_ON_CPUS = Version("0.31") <= VERSION or Version("0.30") > VERSION
+
 
 def comparable(found: list, expected: list, has_stop_strings: bool) -> list:
     """Tokens (or their logprobs) found, without those that this host hands out behind a stop string."""

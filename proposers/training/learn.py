@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+from vllm_specplug.utils.processes import terminate_like_interrupt
 
 from .eagle import EagleOptions
 from .learning import FROM_NOTHING, FURTHER, Learner, Outcome
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     head = Path(args.out)
     head.mkdir(parents=True, exist_ok=True)
-    with _only_learner(head), join(args.device) as team, _stopping():
+    with _only_learner(head), join(args.device) as team, terminate_like_interrupt():
         recipes = (_changed(FURTHER, args), _changed(FROM_NOTHING, args))
         learner = Learner(args.target, args.data, head, _drafter(args.model), team.device, *recipes)
         try:
@@ -155,17 +156,3 @@ def _only_learner(head: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"another `specplug learn` publishes in {head}: give another --out, or stop it") from None
         yield
-
-
-@contextmanager
-def _stopping() -> Iterator[None]:
-    """Let SIGTERM end the command as SIGINT does."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

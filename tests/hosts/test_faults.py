@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.doubles import tiny
-from tests.hosts.conftest import TREE, make_prompts, token_ids
+from tests.hosts.conftest import TREE, make_prompts, runner_of, token_ids
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.hosts.drafters import eagle_v1 as eagle_proposer
 from vllm_specplug.hosts.drafters import medusa as medusa_heads
@@ -120,3 +120,12 @@ def test_faulty_scores(engines, expected, monkeypatch, method, wrong):
         monkeypatch.setattr(proposer.model, "compute_logits", lambda hidden: faulty(compute(hidden)))
     assert generate(engines[method]) == expected
     assert calls
+
+
+def test_the_profile_run_calls_no_rejection_sampler_of_vllm(engines, monkeypatch):
+    """On a CPU vLLM 0.30's fails."""
+    runner = runner_of(engines["eagle2"])
+    config = runner.speculative_config
+    monkeypatch.setattr(runner, "rejection_sampler", lambda *_, **__: pytest.fail("it was called"))
+    runner._dummy_sampler_run(torch.zeros(2, tiny.HIDDEN))
+    assert runner.speculative_config is config

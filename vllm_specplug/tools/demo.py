@@ -17,7 +17,8 @@ from pathlib import Path
 from vllm_specplug.tools.arguments import add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.demo_prompts import PROMPTS, WARM_UP, Prompt
 from vllm_specplug.tools.draw import draw_tree, tree_svg
-from vllm_specplug.tools.server_process import Answer, Server, stop_all, terminate_like_interrupt, wait_until_ready
+from vllm_specplug.tools.server_process import Answer, Server, stop_all, wait_until_ready
+from vllm_specplug.utils.processes import terminate_like_interrupt
 from vllm_specplug.utils.smollm2 import check_target, prepare
 from vllm_specplug.utils.tables import format_table
 

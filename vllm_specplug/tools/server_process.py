@@ -180,17 +180,3 @@ def stop_all(servers: list[Server]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-@contextlib.contextmanager
-def terminate_like_interrupt():
-    """Raise KeyboardInterrupt on SIGTERM, so that the servers are stopped then too."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

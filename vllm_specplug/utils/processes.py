@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -73,3 +74,17 @@ def family_status(pid: int) -> list[dict[str, str]]:
 def peak_rss_mib(pid: int) -> int:
     """Return the peak resident memory of a process and its living descendants; shared pages count in each process."""
     return sum(int(status.get("VmHWM", "0 kB").split()[0]) for status in family_status(pid)) // 1024
+
+
+@contextlib.contextmanager
+def terminate_like_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, so that the block ends in the same way."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -47,6 +47,14 @@ def test_the_summary_compares_the_last_quarter_and_counts_same_texts(tmp_path):
     json.dumps(result)
 
 
+def test_the_two_drafters_alone_are_compared_with_each_other(tmp_path):
+    drafters = {name: FOUND["blocks"][name] for name in ("static", "learning")}
+    result = learning.summary({**FOUND, "blocks": drafters})
+    assert result["methods"]["learning"]["same_texts"] == 7 and result["methods"]["learning"]["texts"] == 8
+    assert result["methods"]["static"]["texts"] == 0 and not any("overtakes" in key for key in result)
+    learning.plot(result, 20, tmp_path / "picture.png")
+
+
 def test_no_text_of_a_stream_comes_twice():
     stream = learning.stream_of([Question("a", "x", "one"), Question("b", "x", "two")], 7)
     assert len(stream) == 7 and len({question.text for question in stream}) == 7
