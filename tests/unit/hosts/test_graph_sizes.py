@@ -1,5 +1,6 @@
 """CUDA graphs of tree batches, chosen by vLLM's own configuration and its manager of graphs; nothing is recorded."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -83,15 +84,16 @@ def test_every_batch_of_trees_has_a_full_graph(manager, max_num_seqs, max_num_to
         assert full_graph(before, most, width) is None  # vLLM alone runs such batches without a graph
 
 
-def test_sizes_of_the_user_stay():
+def test_sizes_of_the_user_stay(tmp_path):
+    arguments = partial(EngineArgs, model=str(tmp_path))  # a folder: no model hub is asked
     for given in ({"cudagraph_capture_sizes": [1, 2, 61]}, {"max_cudagraph_capture_size": 64}):
         made = config(1024, 8192, 60, **given)
         TreeWorkerV2._capture_trees(SimpleNamespace(vllm_config=made))
         assert made.compilation_config.cudagraph_capture_sizes == made.vllm_sizes
-    assert not _chooses_graph_sizes(EngineArgs())
+    assert not _chooses_graph_sizes(arguments())
     for given in ({"cudagraph_capture_sizes": [4]}, {"max_cudagraph_capture_size": 4}):
-        assert _chooses_graph_sizes(EngineArgs(**given))
-        assert _chooses_graph_sizes(EngineArgs(compilation_config=given))
+        assert _chooses_graph_sizes(arguments(**given))
+        assert _chooses_graph_sizes(arguments(compilation_config=given))
 
 
 def test_no_graphs_without_graphs():
