@@ -25,6 +25,7 @@ def server(checkpoints, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        patch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")  # once set, vLLM 0.33 lets replicas share a NUMA node
         started = tree_server(checkpoints["target"], speculative, tmp_path_factory.mktemp("server") / "log", *options)
     with running(started):
         yield started

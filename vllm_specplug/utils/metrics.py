@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
 
@@ -128,6 +130,10 @@ class CountersCollector(Collector):
     def __init__(self, counters: Counters):
         self._counters = counters
 
+    @property
+    def has_counts(self) -> bool:
+        return any(self._counters.values()) or self._counters.versions()[0] > 0
+
     def collect(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}
         for counter, value in zip(COUNTERS, self._counters.values(), strict=True):
@@ -148,7 +154,37 @@ class CountersCollector(Collector):
             yield from (trees, tokens)
 
 
+class _SharedMetrics(threading.Thread):
+    """Copies the counters to prometheus_client's folder of several processes, once a second.
+
+    With several API servers (``vllm serve --data-parallel-size 2``) vLLM shows only what lies in that folder.  The
+    servers make counters of their own, in which nobody counts: those stay out.
+    """
+
+    def __init__(self, folder: str):
+        super().__init__(name="specplug-metrics", daemon=True)
+        self.folder = folder
+
+    def run(self) -> None:
+        files: dict[str, MmapedDict] = {}
+        while True:
+            time.sleep(1)
+            if _shown is not None and _shown.has_counts:
+                self._copy(_shown, files)
+
+    def _copy(self, collector: CountersCollector, files: dict[str, MmapedDict]) -> None:
+        for family in collector.collect():
+            kind = "gauge_mostrecent" if family.type == "gauge" else family.type
+            if kind not in files:
+                files[kind] = MmapedDict(os.path.join(self.folder, f"{kind}_specplug-{os.getpid()}.db"))
+            for sample in family.samples:
+                labels = list(sample.labels), list(sample.labels.values())
+                key = mmap_key(family.name, sample.name, *labels, family.documentation)
+                files[kind].write_value(key, sample.value, time.time())
+
+
 _shown: CountersCollector | None = None
+_shared: _SharedMetrics | None = None
 
 
 def publish(replicas: int = 1) -> str:
@@ -160,12 +196,16 @@ def publish(replicas: int = 1) -> str:
     Returns:
         The path of the file, for the worker.  Nothing of it is left when this process ends, however it ends.
     """
-    global _shown
+    global _shown, _shared
     path = _file_in_memory(_SIZE * replicas)
     if _shown is not None:
         REGISTRY.unregister(_shown)
     _shown = CountersCollector(Counters(path))
     REGISTRY.register(_shown)
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if folder and (_shared is None or _shared.folder != folder):
+        _shared = _SharedMetrics(folder)
+        _shared.start()
     return path
 
 
