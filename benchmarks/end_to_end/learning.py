@@ -153,12 +153,19 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
                         trainer.halt()
                 versions.append(read_current(head).version)
                 cost.append(trainer.processor_seconds())
-                print(f"{first + len(block)} of {len(stream)}, version {versions[-1]}", file=sys.stderr, flush=True)
+                print(f"{first + len(block)} of {len(stream)}: {line(blocks, versions[-1])}", file=sys.stderr, flush=True)
         for worker in workers:
             worker.close()
     history = head / "learn.jsonl"
     rounds = [json.loads(line) for line in history.read_text().splitlines()] if history.exists() else []
     return {"blocks": blocks, "versions": versions, "trainer_seconds": cost, "rounds": rounds}
+
+
+def line(blocks: dict[str, list[Measurement | None]], version: int) -> str:
+    """Return the newest block in words."""
+    newest = [(label, found[-1]) for label, found in blocks.items() if found[-1] is not None]
+    parts = (f"{label} tau {tau([one]):.2f}, {one.rate:.1f} tokens/s" for label, one in newest)
+    return "; ".join([f"version {version}", *parts])
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
