@@ -153,7 +153,9 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
                         trainer.halt()
                 versions.append(read_current(head).version)
                 cost.append(trainer.processor_seconds())
-                print(f"{first + len(block)} of {len(stream)}: {line(blocks, versions[-1])}", file=sys.stderr, flush=True)
+                print(
+                    f"{first + len(block)} of {len(stream)}: {line(blocks, versions[-1])}", file=sys.stderr, flush=True
+                )
         for worker in workers:
             worker.close()
     history = head / "learn.jsonl"
