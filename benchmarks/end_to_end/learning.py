@@ -3,13 +3,14 @@
     python benchmarks/end_to_end/unseen_prompts.py spanish 384 > spanish.jsonl
     python benchmarks/end_to_end/learning.py --prompts spanish.jsonl --out learning_spanish.json [--from-nothing]
 
-SmolLM2-135M-Instruct at batch 1.  Every method has its own engine; they take turns, block by block, on the same
-requests.  The learning engine records and reloads; `specplug learn` runs beside it and is halted (SIGSTOP) while the
-others answer, so that it takes time from the learning engine alone.  Plain decoding and lookup, and with
-`--from-nothing` the static drafter, answer one block in `--others-every`.  The learning drafter's texts are compared
-with plain decoding's, and in the other blocks with the static drafter's.  Prompts are repeated if they are too few, but
-each time with another number in front.  The CPU share of the trainer is its processor time over the learning engine's
-time.
+SmolLM2-135M-Instruct at batch 1. Several files are served one after the other (`--requests` counts those of each): so
+one sees what a drafter keeps of a kind of text when the next comes. Every method has its own engine; they take turns,
+block by block, on the same requests. The learning engine records and reloads; `specplug learn` runs beside it and is
+halted (SIGSTOP) while the others answer, so that it takes time from the learning engine alone. Plain decoding and
+lookup, and with `--from-nothing` the static drafter, answer one block in `--others-every`. The learning drafter's
+texts are compared with plain decoding's, and in the other blocks with the static drafter's. Prompts are repeated if
+they are too few, but each time with another number in front. The CPU share of the trainer is its processor time over
+the learning engine's time.
 """
 
 from __future__ import annotations
@@ -153,9 +154,8 @@ def run(stream: list[Question], args: argparse.Namespace, scratch: Path) -> dict
                         trainer.halt()
                 versions.append(read_current(head).version)
                 cost.append(trainer.processor_seconds())
-                print(
-                    f"{first + len(block)} of {len(stream)}: {line(blocks, versions[-1])}", file=sys.stderr, flush=True
-                )
+                done = f"{first + len(block)} of {len(stream)}"
+                print(f"{done}: {line(blocks, versions[-1])}", file=sys.stderr, flush=True)
         for worker in workers:
             worker.close()
     history = head / "learn.jsonl"
@@ -168,6 +168,32 @@ def line(blocks: dict[str, list[Measurement | None]], version: int) -> str:
     newest = [(label, found[-1]) for label, found in blocks.items() if found[-1] is not None]
     parts = (f"{label} tau {tau([one]):.2f}, {one.rate:.1f} tokens/s" for label, one in newest)
     return "; ".join([f"version {version}", *parts])
+
+
+def part(found: dict[str, Any], first: int, last: int) -> dict[str, Any]:
+    """Return tau and tokens/s in the first and in the last quarter of some blocks, and learning over static."""
+    quarter = max((last - first) // 4, 1)
+    result = {}
+    for name, blocks in (
+        ("first_quarter", slice(first, first + quarter)),
+        ("last_quarter", slice(last - quarter, last)),
+    ):
+        methods = {}
+        for label, measured in found["blocks"].items():
+            if known := [one for one in measured[blocks] if one is not None]:
+                methods[label] = {"tau": round(tau(known), 4), "tokens_per_s": round(rate(known), 2)}
+        if STATIC in methods:
+            ratio = methods[LEARNING]["tau"] / methods[STATIC]["tau"]
+            methods["tau_of_learning_over_static"] = round(ratio, 4)
+        result[name] = methods
+    return result
+
+
+def parts(found: dict[str, Any], files: list[Path], requests: list[int], block: int) -> list[dict[str, Any]]:
+    """Return the measurements of each file's requests."""
+    ends = [sum(requests[: number + 1]) // block for number in range(len(files))]
+    pairs = zip(files, requests, [0, *ends], ends, strict=False)
+    return [{"prompts": file.name, "requests": count, **part(found, first, last)} for file, count, first, last in pairs]
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
@@ -248,10 +274,12 @@ def plot(result: dict[str, Any], block: int, file: Path) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", required=True, type=Path, help="JSON lines with one prompt each")
+    parser.add_argument("--prompts", required=True, type=Path, nargs="+", help="JSON lines with one prompt each")
     parser.add_argument("--out", required=True, type=Path, help="JSON; a picture and a log are written beside it")
     parser.add_argument("--from-nothing", action="store_true", help="the learning drafter starts untrained")
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[600], help="of each file of prompts; whole blocks (--block)"
+    )
     parser.add_argument("--block", type=int, default=20, help="requests of a turn")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument(
@@ -263,15 +291,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=int, default=1)
     parser.add_argument("--method-config", default='{"budget": "measured"}', help="options of both eagle2 engines")
     parser.add_argument("--reload-config", default='{"reload": true}', help="options of the learning engine")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if len(args.requests) != len(args.prompts) or any(count % args.block for count in args.requests):
+        parser.error(f"--requests needs one multiple of {args.block} (--block) for each file of prompts")
+    return args
 
 
 def main() -> None:
     """Run the stream, write JSON and a picture."""
     args = parse_arguments()
-    stream = stream_of(read_questions(args.prompts), args.requests)
+    streams = zip(args.prompts, args.requests, strict=True)
+    stream = [question for file, count in streams for question in stream_of(read_questions(file), count)]
     with tempfile.TemporaryDirectory(prefix="specplug-learning-") as scratch:
-        result = summary(run(stream, args, Path(scratch)))
+        found = run(stream, args, Path(scratch))
+    result = {**summary(found), "parts": parts(found, args.prompts, args.requests, args.block)}
     others = "plain decoding, lookup and the static drafter" if args.others_every else "the static drafter"
     about = provenance(f"the same requests with {others}, in turns")
     args.out.write_text(json.dumps({"provenance": about, **result}, indent=1) + "\n")
