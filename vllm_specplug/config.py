@@ -81,7 +81,8 @@ class TreeOptions:
     reload: bool = False
 
     def __post_init__(self) -> None:
-        require_bool("reload", self.reload)
+        if self.reload is not type(self).reload:  # the default of ``auto`` is None
+            require_bool("reload", self.reload)
         require_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_NUM_SPECULATIVE_TOKENS)
         if self.budget not in self.budgets:
             raise ConfigError(f"budget={self.budget!r} is unknown; choose one of {', '.join(self.budgets)}")

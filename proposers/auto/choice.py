@@ -60,8 +60,7 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
     elif drafter is None:
         why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
         return Choice({"method": "lookup", **common}, why)
-    if on_cpu and is_published(Path(source["model"]).expanduser()):
-        common.setdefault("reload", True)
+    if on_cpu and is_published(Path(source["model"]).expanduser()) and common.setdefault("reload", True):
         why += ", whose new versions are taken while serving"
     config = {"method": "union", "sources": [source, {"method": "lookup"}], **common}
     return Choice(config, f"lookup and {why}, {how}", trainer)

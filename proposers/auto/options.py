@@ -15,6 +15,7 @@ class AutoOptions(TreeOptions):
 
     Attributes:
         budget: ``auto``: ``measured`` on a CPU, ``fixed`` elsewhere.
+        reload: None: on, if the drafter lies in a folder in which versions are published and can be taken.
         model: a drafter to use: a directory, a Hugging Face repository or the short name of a shipped one; None: a
             shipped one that was trained for the model, if there is one.
         learn: folder in which a drafter learns from what is served: answers are recorded there, a trainer runs beside
@@ -26,6 +27,7 @@ class AutoOptions(TreeOptions):
     budgets: ClassVar[tuple[str, ...]] = (*BUDGETS, "auto")
 
     budget: str = "auto"
+    reload: bool | None = None
     model: str | None = None
     learn: str | None = None
 

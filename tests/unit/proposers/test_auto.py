@@ -69,6 +69,8 @@ def test_a_published_drafter_is_followed(tmp_path):
     publish(tmp_path, tiny.write_drafter, {})
     assert chosen(model=str(tmp_path))[0].reload
     assert not chosen(model=str(tmp_path), on_cpu=False)[0].reload
+    options, choice = chosen(model=str(tmp_path), reload=False)
+    assert not options.reload and "new versions" not in choice.why
 
 
 def test_a_drafter_that_is_not_there_is_an_error(tmp_path):
