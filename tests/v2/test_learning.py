@@ -17,6 +17,7 @@ from tests.v2.test_union import EAGLE
 from vllm_specplug.budget import calibration
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
+from vllm_specplug.hosts.v2.late_copies import LateCopies
 from vllm_specplug.hosts.v2.late_learning import MOST_REQUESTS, LateLearning
 from vllm_specplug.proposers.lookup.device import kernel_table
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
@@ -254,3 +255,14 @@ def test_which_answers_are_kept():
     speculator._proposer = object()  # keeps nothing
     speculator.finish(ended)
     assert len(kept) == 2 and not speculator._guard.failures
+
+
+def test_copies_with_a_lag():
+    """Tensor-parallel ranks take the same copies before the same step, whenever these arrive."""
+    copies = LateCopies(torch.device("cpu"), lag=2)
+    taken = []
+    for step in range(5):
+        copies.add(step)
+        taken.append(list(copies.take()))
+    assert taken == [[], [], [0], [1], [2]]
+    assert list(copies.take(wait=True)) == [3, 4]

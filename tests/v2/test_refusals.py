@@ -140,8 +140,7 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         start_on_cuda("0", async_scheduling=True)
     with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
         start_on_cuda("0", tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="V2 model runner.*tensor parallelism"):
-        start_on_cuda("1", tensor_parallel_size=2)
+    start_on_cuda("1", tensor_parallel_size=2)
 
 
 def test_requests():

@@ -16,6 +16,11 @@ def leads() -> bool:
     return get_tensor_model_parallel_rank() == 0
 
 
+def several_ranks() -> bool:
+    """Return whether others do the same as this rank and must stay in step."""
+    return get_tp_group().world_size > 1
+
+
 def agreed(decision: Any) -> Any:
     """Return the first rank's ``decision``; the others pass anything.
 

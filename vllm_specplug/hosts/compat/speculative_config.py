@@ -212,7 +212,7 @@ def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_p
     runner = V2 if v2 else None if on_cpu else V1_CUDA
     if runner is not None:
         check_options(options, runner)
-        if tensor_parallel_size > 1:
+        if tensor_parallel_size > 1 and not v2:
             raise ConfigError(
                 f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
                 f"{tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"

@@ -21,10 +21,12 @@ class LateCopies(Generic[Copies]):
 
     Args:
         device: from which they are copied.
+        lag: None: hand out whatever has arrived; else wait for all but the newest ``lag``.  Tensor-parallel ranks need
+            a number, so that the same copies arrive before the same step on all of them.
     """
 
-    def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, lag: int | None = None):
+        self._on_cuda, self._lag = device.type == "cuda", lag
         self._running: deque[tuple[torch.cuda.Event | None, Copies]] = deque()
 
     def add(self, copies: Copies) -> None:
@@ -36,14 +38,16 @@ class LateCopies(Generic[Copies]):
         self._running.append((event, copies))
 
     def take(self, wait: bool = False) -> Iterator[Copies]:
-        """Yield what has arrived since the last call.
+        """Yield what has arrived since the last call, see ``lag``.
 
         Args:
             wait: wait for all.
         """
         while self._running:
             event = self._running[0][0]
-            if event is not None and wait:
+            if self._lag is not None and not wait and len(self._running) <= self._lag:
+                return
+            if event is not None and (wait or self._lag is not None):
                 event.synchronize()
             elif event is not None and not event.query():
                 return

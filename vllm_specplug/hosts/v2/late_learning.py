@@ -14,12 +14,16 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_specplug.core.outcomes import common_requests
+from vllm_specplug.hosts.ranks import several_ranks
 from vllm_specplug.hosts.v2.late_copies import LateCopies, start_copy
 from vllm_specplug.proposer import DeviceLearner, LateOutcome
 from vllm_specplug.types import Walk
 
 #: Most requests of a draft phase that are learned from: learning takes CPU time between two steps.  Chosen by hand.
 MOST_REQUESTS = 8
+#: With tensor parallelism, the newest verified draft phases that are not learned from yet.  When vLLM launches a step,
+#: it has the tokens of the step before the last one on the CPU, so copies of that step have arrived too.
+LAG = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class LateLearning:
 
     def __init__(self, proposer: DeviceLearner, device: torch.device):
         self._proposer, self.is_on = proposer, False
-        self._copies: LateCopies[_Verified] = LateCopies(device)
+        self._copies: LateCopies[_Verified] = LateCopies(device, LAG if several_ranks() else None)
         #: The last draft phase, until it is verified.
         self._drafted: tuple[list[str], tuple[torch.Tensor, ...]] | None = None
         #: By number of the table, what is on the device.

@@ -1,0 +1,114 @@
+"""Two tensor-parallel ranks of the V2 runner, in processes of their own: plain decoding's tokens, on both ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.v2.conftest import ENGINE, PLAIN
+
+PROGRAM = """
+import json, sys
+from tests.hosts import conftest
+from tests.doubles import interpreted_ranks
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, options, out = sys.argv[1:]
+    llm = LLM(model, **conftest.ENGINE | json.loads(options))
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=None if i == 3 else i, max_tokens=12, ignore_eos=True)
+        for i in range(4)
+    ]
+    results = []
+    for _ in range(2):
+        outputs = llm.generate(conftest.make_prompts(4, longest=40), params, use_tqdm=False)
+        results.append({"tokens": conftest.token_ids(outputs), "ranks": llm.collective_rpc("kept")})
+    tau = conftest.acceptance_length(llm) if llm.llm_engine.vllm_config.speculative_config else 1
+    with open(out, "w") as file:
+        json.dump({"results": results, "tau": tau}, file)
+    llm.llm_engine.engine_core.shutdown()
+"""
+#: Imported by Python at its start: the ranks are new processes.
+SITE = "from tests.doubles.interpreter import use_interpreter\n\nuse_interpreter()\n"
+
+EAGLE = {"method": "eagle2", "num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
+
+pytestmark = [
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton"),
+]
+
+
+def run(model: Path, speculative: dict | None, folder: Path, **options) -> dict:
+    """Answer twice, in two ranks."""
+    program, out, site = folder / "program.py", folder / "out.json", folder / "site"
+    site.mkdir()
+    program.write_text(PROGRAM)
+    (site / "sitecustomize.py").write_text(SITE)
+    cores = sorted(os.sched_getaffinity(0))
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "PYTHONPATH": os.pathsep.join((str(site), str(Path(__file__).parents[2]))),
+        "XDG_CACHE_HOME": str(folder),
+    }
+    options = {
+        **(ENGINE if speculative else PLAIN),
+        "tensor_parallel_size": 2,
+        "speculative_config": speculative,
+        "worker_extension_cls": "tests.doubles.interpreted_ranks.Rank",
+        **options,
+    }
+    command = [sys.executable, str(program), str(model), json.dumps(options), str(out)]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints, tmp_path_factory):
+    (first, _) = run(checkpoints["target"], None, tmp_path_factory.mktemp("plain"))["results"]
+    return first["tokens"]
+
+
+def seeded(tokens: list) -> list:
+    """Without the request that has neither a seed nor temperature 0."""
+    return tokens[:3]
+
+
+def check(found: dict, plain: list) -> None:
+    """Plain decoding's tokens; both ranks hold the same tokens, of the request without a seed too."""
+    for result in found["results"]:
+        assert seeded(result["tokens"]) == seeded(plain)
+        first, second = result["ranks"]
+        assert first == second
+    assert found["tau"] > 1.1
+
+
+def test_reduced_vocabulary(checkpoints, plain, tmp_path):
+    """The rows of the drafter's LM head lie on both ranks."""
+    check(run(checkpoints["target"], {**EAGLE, "model": str(checkpoints["reduced"])}, tmp_path), plain)
+
+
+def test_union_that_learns(checkpoints, plain, tmp_path):
+    """What the lookup of a union learns changes its trees: both ranks learn the same at the same step."""
+    union = {"method": "union", "sources": [{**EAGLE, "model": str(checkpoints["eagle"])}, {"method": "lookup"}]}
+    found = run(checkpoints["target"], {**union, "num_speculative_tokens": 12}, tmp_path)
+    check(found, plain)
+    tables = [result["ranks"][0]["tables"] for result in found["results"]]
+    assert tables[0] != tables[1]
+
+
+def test_measured_budget(checkpoints, plain, tmp_path):
+    """The first rank's clock decides which steps are timed at start; the scheduler decides what is drafted."""
+    speculative = {**EAGLE, "model": str(checkpoints["eagle"]), "budget": "measured"}
+    found = run(checkpoints["target"], speculative, tmp_path, max_num_seqs=4)
+    for result in found["results"]:
+        assert seeded(result["tokens"]) == seeded(plain)
+        assert result["ranks"][0] == result["ranks"][1]
