@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from . import rotary
 from .alignment import AlignedAttention, aligned_attention
 
 
@@ -27,7 +28,7 @@ class HeadConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rope_theta: float = 10000.0
+    rope: rotary.Rope = (("rope_type", "default"), ("rope_theta", 10000.0))
     rms_norm_eps: float = 1e-6
     bias: bool = False
 
@@ -35,14 +36,13 @@ class HeadConfig:
     def from_dict(cls, config: dict, bias: bool | None = None) -> HeadConfig:
         """Read a Hugging Face Llama config of a target or of a head; `bias` overrides the config's."""
         heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             num_attention_heads=heads,
             num_key_value_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10000.0),
+            rope=rotary.numbers_of(config),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             bias=bool(config.get("bias", False)) if bias is None else bias,
         )
@@ -152,10 +152,7 @@ class Mlp(nn.Module):
 
 def rotary_table(config: HeadConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [T, D] on the positions' device, of integer positions [T]."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
-    angles = positions.float()[:, None] / config.rope_theta**half
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return rotary.table(config.head_dim, config.rope, positions)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

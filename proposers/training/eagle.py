@@ -10,6 +10,7 @@ import torch
 from ..eagle2.alignment import choose_attention
 from ..eagle2.checkpoint import load_head, offsets, save_head, target_ids, validate_checkpoint
 from ..eagle2.head import EagleHead, HeadConfig
+from ..eagle2.rotary import rope_of
 from ..hass.losses import LOSSES
 from . import command
 from .evaluate import Acceptance, chain_acceptance
@@ -159,12 +160,14 @@ class EagleTask(Task):
         """
         config, draft_vocab_size = self.target_config, self.draft_ids.numel()
         keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        keys += ("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_parameters", "vocab_size")
+        keys += ("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "vocab_size")
         keys += ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+        has_rope = config.get("rope_parameters") or config.get("rope_scaling")  # else vLLM reads `rope_theta`
         plain = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **{key: config[key] for key in keys if key in config},
+            **({"rope_parameters": rope_of(config)} if has_rope else {}),
             "hidden_act": "silu",
             "num_hidden_layers": 1,
             "draft_vocab_size": draft_vocab_size,
