@@ -17,27 +17,48 @@ class Support:
 
     Attributes:
         feature: its name.
-        test: the test that shows it, ``file::name``.
+        test: the test that shows it on the V1 runner, ``file::name``.
         note: a remark for the table.
+        v2: the test that shows it on the V2 runner.
     """
 
     feature: str
     test: str
     note: str = ""
+    v2: str = ""
 
 
 WORKS = (
-    Support("continuous batching", "tests/hosts/test_identity.py::test_batch_of_8"),
-    Support("prefix caching", "tests/hosts/test_identity.py::test_prefix_cache_hits_on_blocks_written_by_trees"),
-    Support("chunked prefill", "tests/hosts/test_identity.py::test_block_size_32_and_chunked_prefill"),
-    Support("preemption", "tests/hosts/test_identity.py::test_forced_preemption"),
+    Support(
+        "continuous batching",
+        "tests/hosts/test_identity.py::test_batch_of_8",
+        v2="tests/v2/test_budget.py::test_requests_join_and_leave",
+    ),
+    Support(
+        "prefix caching",
+        "tests/hosts/test_identity.py::test_prefix_cache_hits_on_blocks_written_by_trees",
+        v2="tests/v2/test_identity.py::test_prefix_cache_hits_on_blocks_written_by_trees",
+    ),
+    Support(
+        "chunked prefill",
+        "tests/hosts/test_identity.py::test_block_size_32_and_chunked_prefill",
+        v2="tests/v2/test_identity.py::test_forced_preemption_and_chunked_prefill",
+    ),
+    Support(
+        "preemption",
+        "tests/hosts/test_identity.py::test_forced_preemption",
+        v2="tests/v2/test_identity.py::test_forced_preemption_and_chunked_prefill",
+    ),
     Support("priority scheduling", "tests/hosts/test_features.py::test_priority_scheduling"),
     Support("torch.compile", "tests/hosts/test_identity.py::test_torch_compile", "and eager mode"),
     Support("every sampling parameter", "tests/hosts/test_sampling.py::test_same_as_plain", "min_p and logit_bias too"),
     Support("logprobs, prompt logprobs", "tests/hosts/test_sampling.py::test_logprobs_modes", "in all modes"),
     Support("custom logits processors", "tests/hosts/test_sampling.py::test_same_as_plain"),
     Support(
-        "structured output", "tests/hosts/test_structured.py::test_same_as_plain", "every node masked along its path"
+        "structured output",
+        "tests/hosts/test_structured.py::test_same_as_plain",
+        "every node masked along its path",
+        v2="tests/v2/test_mixed_requests.py::test_same_as_plain",
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
@@ -45,7 +66,8 @@ WORKS = (
     Support(
         "tensor parallelism",
         "tests/hosts/test_tensor_parallel.py::test_same_as_plain",
-        "V1 on a CPU: every method, budget and verification",
+        "V1: every method, budget and verification; V2: eagle2, lookup, unions, measured budget",
+        v2="tests/v2/test_tensor_parallel.py::test_reduced_vocabulary",
     ),
     Support(
         "Ray executor",
@@ -56,7 +78,8 @@ WORKS = (
     Support(
         "asynchronous scheduling by default",
         "tests/hosts/test_deployments.py::test_asynchronous_scheduling_is_left_to_vllm",
-        "vLLM turns it off on the V1 runner",
+        "on V2; on V1 vLLM turns it off",
+        v2="tests/v2/test_mixed_requests.py::test_asynchronous_scheduling",
     ),
     Support(
         "worker and scheduler classes of your own",
@@ -66,24 +89,48 @@ WORKS = (
     Support("prompt embeddings", "tests/hosts/test_deployments.py::test_prompt_embeddings"),
     Support("KV connectors", "tests/hosts/test_deployments.py::test_kv_connector", "ExampleConnector"),
     Support("float16", "tests/hosts/test_attention_traits.py::test_float16", "and bfloat16, float32"),
-    Support("sliding windows", "tests/hosts/test_attention_traits.py::test_same_as_plain", "of some layers or of all"),
-    Support("logit soft caps", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
-    Support("attention sinks", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
-    Support("ALiBi", "tests/hosts/test_attention_traits.py::test_same_as_plain"),
+    Support(
+        "sliding windows",
+        "tests/hosts/test_attention_traits.py::test_same_as_plain",
+        "of some layers or of all",
+        v2="tests/v2/test_attention_traits.py::test_same_tokens",
+    ),
+    Support(
+        "logit soft caps",
+        "tests/hosts/test_attention_traits.py::test_same_as_plain",
+        v2="tests/v2/test_attention_traits.py::test_same_tokens",
+    ),
+    Support(
+        "attention sinks",
+        "tests/hosts/test_attention_traits.py::test_same_as_plain",
+        v2="tests/v2/test_attention_traits.py::test_same_tokens",
+    ),
+    Support(
+        "ALiBi",
+        "tests/hosts/test_attention_traits.py::test_same_as_plain",
+        v2="tests/v2/test_attention_traits.py::test_same_tokens",
+    ),
     Support(
         "KV sharing between layers",
         "tests/hosts/test_attention_traits.py::test_layers_that_share_keys_and_values",
+        v2="tests/v2/test_attention_traits.py::test_same_tokens",
     ),
     Support(
         "quantised weights",
         "tests/hosts/test_quantised.py::test_same_as_plain",
         "compressed-tensors, GPTQ, AWQ and online formats are tested",
     ),
-    Support("LoRA", "tests/hosts/test_lora.py::test_same_as_plain", "drafts come from the base model"),
+    Support(
+        "LoRA",
+        "tests/hosts/test_lora.py::test_same_as_plain",
+        "drafts come from the base model",
+        v2="tests/v2/test_lora.py::test_mixed_batch",
+    ),
     Support(
         "several KV cache groups",
         "tests/hosts/test_kv_groups.py::test_same_as_plain",
         "of windows and full layers (vLLM's hybrid KV cache manager)",
+        v2="tests/v2/test_kv_groups.py::test_groups",
     ),
     Support("layers of different shapes", "tests/hosts/test_kv_groups.py::test_layers_of_different_shapes"),
     Support("learned positions", "tests/hosts/test_kv_groups.py::test_learned_positions"),
@@ -91,6 +138,7 @@ WORKS = (
         "M-RoPE, multi-modal targets",
         "tests/hosts/test_images.py::test_same_as_plain",
         "requests with text and images; drafters read the text",
+        v2="tests/v2/test_kv_groups.py::test_images",
     ),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
@@ -98,9 +146,11 @@ WORKS = (
 
 def feature_table() -> str:
     """Return the feature table of docs/support.md, in Markdown."""
-    rows = [[support.feature, "works", support.note] for support in WORKS]
-    rows += [[refusal.feature, "refused", f"{refusal.reason}: {refusal.fix}"] for refusal in REFUSED]
-    return format_table(["vLLM feature", "with our methods", "note"], rows, markdown=True)
+    rows = [[support.feature, "works", "works" if support.v2 else "not tested", support.note] for support in WORKS]
+    for refusal in REFUSED:
+        runners = ("refused", "works" if "V1" in refusal.feature else "refused")
+        rows.append([refusal.feature, *runners, f"{refusal.reason}: {refusal.fix}"])
+    return format_table(["vLLM feature", "V1, CPU", "V2, interpreter", "note"], rows, markdown=True)
 
 
 if __name__ == "__main__":

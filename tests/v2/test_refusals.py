@@ -136,7 +136,9 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         assert config.parallel_config.worker_cls == worker
         assert is_v2 == (worker == WORKERS[False, True])
         assert chosen[-1] == (worker == WORKERS[False, True])
-    with pytest.raises(ValueError, match="asynchronous scheduling .found --async-scheduling.: .* leave the option out"):
+    with pytest.raises(
+        ValueError, match="asynchronous scheduling on the V1 runner .found --async-scheduling.: .* leave the option out"
+    ):
         start_on_cuda("0", async_scheduling=True)
     with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
         start_on_cuda("0", tensor_parallel_size=2)

@@ -126,9 +126,9 @@ REFUSED = (
         {"scheduler_cls": "some.Scheduler"},
     ),
     Refusal(
-        "asynchronous scheduling",
+        "asynchronous scheduling on the V1 runner",
         lambda s: _given(s.engine_args.async_scheduling and not s.v2_runner, "--async-scheduling"),
-        "on the V1 runner the scheduler needs the drafts of a step before it schedules the next one",
+        "its scheduler needs the drafts of a step before it schedules the next one",
         "leave the option out",
         {"async_scheduling": True},
     ),
