@@ -41,12 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=20_000,
-        help="answer tokens that a round waits for (default: %(default)s)",
+        help="answer tokens that a round waits for; twice as many after a round that published nothing, four times "
+        "after two (default: %(default)s)",
     )
     parser.add_argument(
         "--rounds", metavar="N", type=int, help="stop after this number of rounds (default: run until stopped)"
     )
-    parser.add_argument("--once", action="store_true", help="run one round with the answers that are there, and stop")
+    parser.add_argument(
+        "--once", action="store_true", help="run one round with the answers that are there, however few, and stop"
+    )
     parser.add_argument(
         "--epochs",
         metavar="N",
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         recipes = (_changed(FURTHER, args), _changed(FROM_NOTHING, args))
         learner = Learner(args.target, args.data, head, _drafter(args.model), team.device, *recipes)
         try:
-            _learn(learner, 1 if args.once else args.rounds, 1 if args.once else args.min_tokens, waits=not args.once)
+            _learn(learner, 1 if args.once else args.rounds, args.min_tokens, waits=not args.once)
         except KeyboardInterrupt:
             print("Stopped. The same command goes on where it was.")
     return 0
@@ -96,8 +99,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _learn(learner: Learner, rounds: int | None, min_tokens: int, waits: bool) -> None:
     done = 0
+    min_tokens = min_tokens if waits else 1
     while rounds is None or done < rounds:
-        if learner.state.plan is None and not _wait(learner, min_tokens, waits):
+        if learner.state.plan is None and not _wait(learner, min_tokens * learner.patience, waits):
             print(f"There are no new answers in {learner.recorded}.")
             return
         if (plan := learner.plan()) is None:  # the ring has deleted the shards in the meantime

@@ -43,6 +43,8 @@ HISTORY_LINES = 2000
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.15, 64
 #: Replayed answers that are measured, and how much of its tau on them a head must keep.
 OLD_ANSWERS, WORST_ON_OLD = 16, 0.95
+#: How often a round in vain doubles the tokens that the next one waits for.
+MOST_PATIENCE = 2
 #: Bytes of shards that a round reads, which bounds its memory.
 ROUND_BYTES = 1 << 30
 
@@ -81,9 +83,11 @@ class Outcome:
 
 @dataclass
 class State:
-    """What is kept between rounds: the newest shard that a round has read, and the plan of an unfinished round."""
+    """What is kept between rounds: the newest shard that a round has read, how many rounds in a row published nothing, and
+    the plan of an unfinished round."""
 
     rounds: int = 0
+    misses: int = 0
     newest: str = ""
     plan: dict | None = None
 
@@ -155,6 +159,12 @@ class Learner:
         """Return the answer tokens in shards that no round has read."""
         return sum(shard_answer_tokens(file) for file in self._new_shards())
 
+    @property
+    def patience(self) -> int:
+        """Return by how much more than the first round the next one waits for: where a drafter does not get better,
+        training would only take time from the server."""
+        return 2 ** min(self.state.misses, MOST_PATIENCE)
+
     def _new_shards(self) -> list[Path]:
         return [file for file in shard_files(self.recorded) if file.name > self.state.newest]
 
@@ -199,6 +209,7 @@ class Learner:
         self._forget_round()
         self.state.rounds = plan.number
         self.state.newest = plan.new[-1]
+        self.state.misses = 0 if outcome.published else self.state.misses + 1
         self._write_state()
         self._log(outcome)
         return outcome

@@ -82,7 +82,7 @@ def test_a_round_publishes_what_is_better_on_answers_that_it_has_not_seen(target
     head = new_drafter(target, tmp_path / "head")
     learner = make_learner(target, ring, head)
     outcome = learner.run(learner.plan())
-    assert outcome.published is not None and outcome.published.version == 2
+    assert outcome.published is not None and outcome.published.version == 2 and learner.patience == 1
     current = read_current(head)
     facts = current.facts
     assert facts["chain_tau"] > facts["baseline_chain_tau"] + 0.2
@@ -104,6 +104,10 @@ def test_a_head_that_is_not_better_is_not_published(target, ring, tmp_path, monk
     outcome = learner.run(learner.plan())
     assert outcome.published is None and read_current(head).version == 1
     assert "not published" in cli.load("vllm_specplug.proposers.training.learn").describe(outcome)
+    # The next rounds wait for more, also in another process.
+    assert learner.patience == make_learner(target, ring, head).patience == 2
+    learner.state.misses = 9
+    assert learner.patience == 4
 
 
 def test_a_head_that_forgets_old_answers_is_not_published(target, ring, answered, tmp_path, monkeypatch):
