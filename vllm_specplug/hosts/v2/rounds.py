@@ -13,12 +13,18 @@ from vllm_specplug.utils.environment import version_of
 
 def shapes(options: TreeOptions) -> list[Shape]:
     """Return the shapes with drafts, smallest first; with a fixed budget only the configured one."""
-    depth = max(part.draft_depth for part in parts_of(options) if hasattr(part, "draft_depth"))
+    depth = most_levels(options)
     drafter = model_drafter(options)
     by_level = drafter is not None and find_method(drafter.method).model.is_vllm_model
     top_k = drafter.draft_top_k if by_level else None
     found = shapes_of(options.num_speculative_tokens, depth, top_k)
     return found if options.budget == "measured" else found[-1:]
+
+
+def most_levels(options: TreeOptions) -> int:
+    """Return the levels of the deepest tree; a method without ``draft_depth`` may draft a chain of all nodes."""
+    depths = [part.draft_depth for part in parts_of(options) if hasattr(part, "draft_depth")]
+    return max(depths, default=options.num_speculative_tokens)
 
 
 def schedule(options: TreeOptions) -> list[tuple[int, int, int]] | None:

@@ -156,14 +156,8 @@ class TreeRunner:
         )
 
     def _check_config(self) -> None:
-        options, parallel = self.speculative_config.specplug, self.parallel_config
-        check_batch(options, self.vllm_config.scheduler_config.max_num_seqs)
+        check_batch(self.speculative_config.specplug, self.vllm_config.scheduler_config.max_num_seqs)
         for used, what, fix in (
-            (
-                options.budget == "measured" and parallel.data_parallel_size > 1,
-                "budget='measured' with data parallelism",
-                "use budget='fixed'",
-            ),
             (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
             (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
             (self.vllm_config.watermark_config is not None, "watermarks", "leave the watermark config out"),
