@@ -140,7 +140,11 @@ def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tens
 def read_config(path: Path) -> dict:
     """Read config.json of a checkpoint folder."""
     if not path.is_dir():
-        hint = "give the folder that holds config.json" if path.exists() else "check the path, or download it: hf download OWNER/NAME --local-dir DIR"
+        hint = (
+            "give the folder that holds config.json"
+            if path.exists()
+            else "check the path, or download it: hf download OWNER/NAME --local-dir DIR"
+        )
         raise CheckpointError(f"Draft checkpoint {path} is not a folder: {hint}.")
     file = path / CONFIG_NAME
     if not file.is_file():
