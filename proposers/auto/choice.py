@@ -48,7 +48,9 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
         method, drafter, why = *shipped, f"the drafter {shipped[1]} ({shipped[0]}), which is shipped for this model"
     else:
         method, drafter, why = "eagle2", None, "a new drafter"
-    source, trainer = {"method": method, "model": drafter}, ()
+    source, trainer, lookup = {"method": method, "model": drafter}, (), {"method": "lookup"}
+    if options.traffic_tokens is not None:
+        lookup["traffic_tokens"] = options.traffic_tokens
     if options.learn is not None:
         _check_learning(options.learn, method, name, on_cpu)
         folder = Path(options.learn).absolute()
@@ -62,10 +64,10 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
             trainer += ("--min-tokens", str(options.learn_min_tokens))
     elif drafter is None:
         why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
-        return Choice({"method": "lookup", **common}, why)
+        return Choice({**lookup, **common}, why)
     if on_cpu and is_published(Path(source["model"]).expanduser()) and common.setdefault("reload", True):
         why += ", whose new versions are taken while serving"
-    config = {"method": "union", "sources": [source, {"method": "lookup"}], **common}
+    config = {"method": "union", "sources": [source, lookup], **common}
     return Choice(config, f"lookup and {why}, {how}", trainer)
 
 

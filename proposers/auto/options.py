@@ -25,6 +25,7 @@ class AutoOptions(TreeOptions):
             the server, and its versions are taken; None: nothing is recorded.
         learn_min_tokens, record_mib, record_share: beside ``learn``: answer tokens that a round of the trainer waits
             for, and limits of what is recorded; None: the defaults of `specplug learn` and of the other methods.
+        traffic_tokens: of ``lookup``; None: its default.
     """
 
     method: ClassVar[str] = "auto"
@@ -38,6 +39,7 @@ class AutoOptions(TreeOptions):
     learn_min_tokens: int | None = None
     record_mib: int | None = None
     record_share: float | None = None
+    traffic_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

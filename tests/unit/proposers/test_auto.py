@@ -65,6 +65,14 @@ def test_a_given_drafter(tmp_path):
         assert options.sources[0].model == str(path) and str(path) in choice.why
 
 
+def test_answers_of_others_can_be_left_out(tmp_path):
+    eagle = tiny.write_drafter(tmp_path / "eagle")
+    assert chosen(traffic_tokens=0)[0].traffic_tokens == 0
+    assert chosen(model=str(eagle), traffic_tokens=0)[0].sources[1].traffic_tokens == 0
+    with pytest.raises(ConfigError, match="traffic_tokens"):
+        chosen(traffic_tokens=-1)
+
+
 def test_a_published_drafter_is_followed(tmp_path):
     publish(tmp_path, tiny.write_drafter, {})
     assert chosen(model=str(tmp_path))[0].reload
