@@ -7,6 +7,7 @@ vLLM's messages between its processes cannot carry them, so both processes map a
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import struct
@@ -22,6 +23,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
+
+
+logger = logging.getLogger("vllm_specplug")
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,11 @@ class _SharedMetrics(threading.Thread):
         while True:
             time.sleep(1)
             if _shown is not None and _shown.has_counts:
-                self._copy(_shown, files)
+                try:
+                    self._copy(_shown, files)
+                except OSError as error:  # vLLM removes the folder at its end
+                    logger.debug("counters are no longer copied to %s: %s", self.folder, error)
+                    return
 
     def _copy(self, collector: CountersCollector, files: dict[str, MmapedDict]) -> None:
         for family in collector.collect():

@@ -6,6 +6,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
+from vllm_specplug.utils import metrics
 from vllm_specplug.utils.metrics import Counters, publish
 
 
@@ -43,6 +44,15 @@ def test_counters_reach_the_shared_folder(folder):
     assert 'specplug:drafter_accepted_tokens_total{version="2"} 9.0' in page.splitlines()
     first.add("steps")
     wait_for(folder, "specplug:steps_total 8.0")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_folder_that_is_gone_ends_the_copying(folder):
+    path = publish()
+    folder.rmdir()
+    Counters(path).add("steps")
+    metrics._shared.join(timeout=20)
+    assert not metrics._shared.is_alive()
 
 
 def test_nothing_is_shared_before_something_is_counted(folder):
