@@ -24,7 +24,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
-
 logger = logging.getLogger("vllm_specplug")
 
 
@@ -177,7 +176,7 @@ class _SharedMetrics(threading.Thread):
                 try:
                     self._copy(_shown, files)
                 except OSError as error:  # vLLM removes the folder at its end
-                    logger.debug("counters are no longer copied to %s: %s", self.folder, error)
+                    logger.debug("counters are not copied any more to %s: %s", self.folder, error)
                     return
 
     def _copy(self, collector: CountersCollector, files: dict[str, MmapedDict]) -> None:
