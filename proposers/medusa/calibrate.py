@@ -99,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="POSITIONS",
-        help="weight of a head's overall accuracy against the counts of a path (default: %(default)s)",
+        help="positions with a head's overall accuracy that are added to the counts of each path, because rare paths "
+        "have few (default: %(default)s)",
     )
     parser.add_argument(
         "--step-ms",

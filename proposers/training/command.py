@@ -82,7 +82,8 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
             "--attention",
             choices=ATTENTIONS,
             default="auto",
-            help="implementation of the attention over several passes (default: %(default)s)",
+            help="attention over several passes: plain torch, or flex, torch's compiled flex attention, for CUDA "
+            "(default: %(default)s)",
         )
 
 

@@ -39,7 +39,11 @@ class EagleOptions(LoopOptions):
     distill_weight: float = option(0.0, "weight of the harmonised loss", low=0)
     prompt_share: float = option(0.0, PROMPT_SHARE_HELP, low=0, high=1)
     noise: float = option(0.2, "width of the uniform noise that is added to the input hidden states", low=0)
-    noise_length: int = option(0, "if above 0, the width is --noise * this number / rows of the batch", low=0)
+    noise_length: int = option(
+        0,
+        "rows at which the noise is as wide as --noise; fewer rows get more noise; 0: always --noise",
+        low=0,
+    )
     bias: bool = option(False, "give the first layer (fc) a bias")
 
     def __post_init__(self):

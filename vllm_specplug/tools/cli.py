@@ -108,7 +108,7 @@ COMMANDS = (
     ),
     Command(
         ("convert",),
-        "convert an EAGLE-3 head in the speculators format to the plain layout",
+        "convert an EAGLE-3 head from the speculators format to the layout that this plugin and vLLM load",
         "vllm_specplug.proposers.eagle3.speculators",
         _FILES,
     ),

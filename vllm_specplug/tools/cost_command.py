@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         metavar="JSON",
         default=json.dumps(METHODS["eagle2"]),
-        help="method (default: %(default)s)",
+        help="the method whose steps are timed, as the server gets it (default: %(default)s)",
     )
     parser.add_argument(
         "--max-num-seqs",

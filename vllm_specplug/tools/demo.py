@@ -105,7 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_max_tokens(parser, 128)
     parser.add_argument(
-        "--limit", type=int, default=len(PROMPTS), metavar="N", help="use only the first N prompts (default: all)"
+        "--limit",
+        type=int,
+        default=len(PROMPTS),
+        metavar="N",
+        help=f"use only the first N of {len(PROMPTS)} prompts (default: all)",
     )
     parser.add_argument(
         "--speculative-config",

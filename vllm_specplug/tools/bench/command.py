@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specplug.tools.arguments import add_kv_gib, add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.bench.look_inside import look_inside
-from vllm_specplug.tools.bench.methods import BASELINE, parse_methods
+from vllm_specplug.tools.bench.methods import BASELINE, METHODS, parse_methods
 from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions, spread_lengths
 from vllm_specplug.tools.bench.results import (
     CONCURRENCY_MARKS,
@@ -56,14 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="plain,ngram,eagle-chain,eagle2",
         metavar="A,B:LABEL",
-        help="methods to compare; NAME:LABEL names a variant (default: %(default)s)",
+        help=f"plain, and others of {', '.join(METHODS)}, or an installed one; NAME:LABEL names a variant "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--method-config",
         action="append",
         default=[],
         metavar="NAME=JSON",
-        help="options of a method or variant; can be repeated",
+        help="options of a method or variant, like eagle2:big='{\"num_speculative_tokens\": 16}'; can be repeated",
     )
     parser.add_argument(
         "--questions", type=Path, metavar="FILE", help="JSON lines in the layout of Spec-Bench, HumanEval or GSM8K"
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="give answers different limits, from N (1 - S) to N (1 + S) tokens, N being --max-tokens",
+        help="give answers different limits; 0.5: from half of --max-tokens to 1.5 times it (default: 0, the same)",
     )
     parser.add_argument(
         "--temperature",
@@ -111,7 +112,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--look-inside",
         action="store_true",
-        help="also measure the time of a step by stage and by nodes, and keep trees; starts each engine once more",
+        help="also measure the time of a step by stage and by nodes, and put trees into --out; starts each engine once "
+        "more",
     )
     parser.add_argument(
         "--in-process",
