@@ -50,7 +50,9 @@ def speculator(known):
 @pytest.fixture(scope="module")
 def batch():
     mapping = torch.tensor([2, 0, 1])
-    return SimpleNamespace(num_reqs=NUM_REQS, idx_mapping=mapping, idx_mapping_np=mapping.numpy())
+    return SimpleNamespace(
+        req_ids=["a", "b", "c"], num_reqs=NUM_REQS, idx_mapping=mapping, idx_mapping_np=mapping.numpy()
+    )
 
 
 def propose(speculator, known, batch, nodes):

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tp_group,
+    model_parallel_is_initialized,
+)
 
 
 def leads() -> bool:
@@ -17,8 +21,8 @@ def leads() -> bool:
 
 
 def several_ranks() -> bool:
-    """Return whether others do the same as this rank and must stay in step."""
-    return get_tp_group().world_size > 1
+    """Return whether others do the same as this rank and must stay in step; without an engine there are none."""
+    return model_parallel_is_initialized() and get_tp_group().world_size > 1
 
 
 def agreed(decision: Any) -> Any:
