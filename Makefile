@@ -17,18 +17,21 @@ demo: install
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
 # (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
 # `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.  Two processes run at once,
-# each with one thread: the hosts tier takes about as long as the others together.
+# each with one thread: the hosts tier and the slow files of v2 take about as long as the rest.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 test-hosts test-others
 
+SLOW_V2 := $(addprefix tests/v2/test_,tensor_parallel.py mixed_requests.py verification.py)
+
 test-hosts: install
 	$(PYTEST) tests/hosts
+	$(PYTEST) $(SLOW_V2)
 
 test-others: install
 	$(PYTEST) tests/unit tests/e2e
-	$(PYTEST) tests/v2
+	$(PYTEST) tests/v2 $(addprefix --ignore=,$(SLOW_V2))
 
 test-fast: install
 	$(PYTEST) tests/unit

@@ -24,7 +24,16 @@ from tests.doubles.adapters import write_adapter
 from tests.doubles.architectures import ARCHITECTURES, REFUSED, Architecture, write_head, write_target
 from tests.doubles.quantised import write_quantised
 from tests.host_versions import TAKES_FLOAT32_SINKS
-from tests.hosts.conftest import ENGINE, TREE, acceptance_length, counters, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import (
+    ENGINE,
+    TREE,
+    acceptance_length,
+    counters,
+    make_prompts,
+    no_collections,
+    runner_of,
+    token_ids,
+)
 from vllm_specplug.config import ConfigError
 from vllm_specplug.kernels.attention_traits import NO_TRAITS
 
@@ -78,11 +87,9 @@ def start() -> Iterator[Callable[..., Any]]:
         # vLLM looks at each model class in a new process, which takes seconds.
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         yield start
-        # Each engine's end collects garbage: what the tests have made is hidden from it until all have ended.
-        gc.freeze()
-        kept.clear()
-        gc.unfreeze()
-        gc.collect()
+        with no_collections():
+            kept.clear()
+    gc.collect()
 
 
 def generate(llm: Any, folder: Path, prompts: list[Any], params: Any) -> list[Any]:
