@@ -1,6 +1,7 @@
 """Compiles every launch of the Triton kernels for GPUs, without one; prints what each needs.
 
-``python -m tests.v2.compile_kernels`` prints a table, with ``--json`` its rows.  ``test_compiling`` runs it in a
+``python -m tests.v2.compile_kernels`` prints a table, with ``--json`` its rows, with ``--short`` the table of the
+attention kernels in docs/measurements.md.  ``test_compiling`` runs it in a
 process of its own, since the interpreter's kernels cannot be compiled.
 """
 
@@ -33,11 +34,19 @@ from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, plan_st
 from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
+from vllm_specplug.utils.tables import format_table
 
 #: Bytes of shared memory that a program can have, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 HEAD_SIZES = (64, 128, 256)
 COLUMNS = ("kernel", "sm", "case", "head", "BLOCK_M", "BLOCK_N", "warps", "stages", "registers", "spilled", "shared")
+#: Rows of the short table: kernel and case, and their name.
+SHORT = {
+    ("tree_attention_kernel", "plain"): "tree attention",
+    ("tree_attention_kernel", "traits"): "tree attention, with window, soft cap, sinks, ALiBi",
+    ("continue_kernel", "plain"): "masked part behind FlashAttention",
+    ("continue_kernel", "traits"): "masked part behind FlashAttention, with soft cap, sinks",
+}
 #: The window is narrower than the mask, so that it is computed in the tree too.
 TRAITS = {
     "plain": NO_TRAITS,
@@ -91,7 +100,7 @@ class Compiled:
                 "shared": kernel.metadata.shared,
             }
         )
-        if "--json" not in sys.argv:
+        if not {"--json", "--short"} & set(sys.argv):
             print("| " + " | ".join(str(self.rows[-1][column]) for column in COLUMNS) + " |", flush=True)
         return kernel
 
@@ -180,13 +189,27 @@ def compile_all() -> list[dict[str, Any]]:
     return compiled.rows
 
 
+def short_table(rows: list[dict[str, Any]]) -> str:
+    """Return registers, bytes spilled and shared memory of the attention kernels by head size and capability."""
+    found = {(row["kernel"], row["case"], row["head"], row["sm"]): row for row in rows}
+    body = []
+    for (kernel, case), name in SHORT.items():
+        for head in HEAD_SIZES:
+            cells = (found[kernel, case, head, sm] for sm in SHARED_MEMORY)
+            numbers = [f"{row['registers']}, {row['spilled']}, {row['shared'] / 1024:.0f} KiB" for row in cells]
+            body.append([f"{name}, {head}", *numbers])
+    return format_table(["kernel, head size", *(f"sm_{sm}" for sm in SHARED_MEMORY)], body, markdown=True)
+
+
 def main() -> None:
-    as_json = "--json" in sys.argv
-    if not as_json:
+    as_json, short = "--json" in sys.argv, "--short" in sys.argv
+    if not as_json and not short:
         print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
     rows = compile_all()
     if as_json:
         json.dump(rows, sys.stdout)
+    elif short:
+        print(short_table(rows))
 
 
 if __name__ == "__main__":

@@ -157,8 +157,12 @@ class CountersCollector(Collector):
             yield from (trees, tokens)
 
 
+#: Seconds from one copy of the counters to the next, where several API servers show them.
+COPY_SECONDS = 1.0
+
+
 class _SharedMetrics(threading.Thread):
-    """Copies the counters to prometheus_client's folder of several processes, once a second.
+    """Copies the counters to prometheus_client's folder of several processes.
 
     With several API servers (``vllm serve --data-parallel-size 2``) vLLM shows only what lies in that folder.  The
     servers make counters of their own, in which nobody counts: those stay out.
@@ -171,7 +175,7 @@ class _SharedMetrics(threading.Thread):
     def run(self) -> None:
         files: dict[str, MmapedDict] = {}
         while True:
-            time.sleep(1)
+            time.sleep(COPY_SECONDS)
             if _shown is not None and _shown.has_counts:
                 try:
                     self._copy(_shown, files)
