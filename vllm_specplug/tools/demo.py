@@ -66,7 +66,7 @@ def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str
         + [f"{total_tau:.2f}" if total_tau else "-", f"{same}/{len(results)} same"]
     )
     headers = ["kind", "prompt", "tokens", "plain tok/s", f"{method} tok/s", "speedup", "tau", "texts"]
-    notes = ["tau: tokens per step, the bonus token included (plain decoding has 1); the last line is over all steps."]
+    notes = ["tau: tokens per step that had drafts, the bonus token included; the last line is over all steps."]
     if same < len(results) and dtype != "float32":
         notes.append(
             f"{dtype} logits depend on the number of rows in a step, so tokens with nearly equal logits may differ; "
