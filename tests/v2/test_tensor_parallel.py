@@ -14,7 +14,7 @@ import torch
 from tests.v2.conftest import ENGINE, PLAIN
 
 PROGRAM = """
-import json, sys
+import itertools, json, sys
 from tests.hosts import conftest
 from tests.doubles import interpreted_ranks
 from vllm import LLM, SamplingParams
@@ -22,6 +22,10 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, options, out = sys.argv[1:]
     llm = LLM(model, **conftest.ENGINE | json.loads(options))
+    round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
+    if round_budget:
+        turns = itertools.cycle((7, 0, 7, 7))
+        round_budget.plan = lambda _: next(turns)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=None if i == 3 else i, max_tokens=12, ignore_eos=True)
         for i in range(4)
@@ -87,14 +91,14 @@ def seeded(tokens: list) -> list:
     return tokens[:3]
 
 
-def check(found: dict, plain: list, always_drafts: bool = True) -> None:
+def check(found: dict, plain: list) -> None:
     """Plain decoding's tokens; both ranks hold the same tokens, of the request without a seed too.  Not so where the
     ranks draft differently."""
     same = [
         seeded(result["tokens"]) == seeded(plain) and result["ranks"][0] == result["ranks"][1]
         for result in found["results"]
     ]
-    assert same[:2] == [True, True] and (not always_drafts or not same[2])
+    assert same == [True, True, False]
 
 
 def test_reduced_vocabulary(checkpoints, plain, tmp_path):
@@ -115,6 +119,9 @@ def test_union_that_learns(checkpoints, plain, tmp_path):
 
 
 def test_measured_budget(checkpoints, plain, tmp_path):
-    """The first rank's clock decides which steps are timed at start; the scheduler decides what is drafted."""
+    """The first rank's clock decides which steps are timed at start; the scheduler decides what is drafted.  Here it
+    takes turns: in the interpreter drafts cost more than they save, so that it might draft nothing."""
     speculative = {**EAGLE, "model": str(checkpoints["eagle"]), "budget": "measured"}
-    check(run(checkpoints["target"], speculative, tmp_path, max_num_seqs=4), plain, always_drafts=False)
+    found = run(checkpoints["target"], speculative, tmp_path, max_num_seqs=4)
+    check(found, plain)
+    assert found["tau"] > 1.1
