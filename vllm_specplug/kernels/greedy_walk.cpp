@@ -19,12 +19,17 @@ namespace {
 
 constexpr int64_t kBlock = 2048; // values per maximum
 constexpr int64_t kPadding = -1;
+#ifdef __AVX512F__
+constexpr int kVectorBytes = 64;
+#else
+constexpr int kVectorBytes = 32;
+#endif
 
 // Bits of floating-point numbers as integers.
 template <typename Integer, Integer infinity_bits>
 struct Format {
   using Int = Integer;
-  typedef Int Vector __attribute__((vector_size(64)));
+  typedef Int Vector __attribute__((vector_size(kVectorBytes)));
   static constexpr Int infinity = infinity_bits;
 };
 using Float32 = Format<int32_t, 0x7f800000>;

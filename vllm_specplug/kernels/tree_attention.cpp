@@ -14,7 +14,7 @@
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -30,20 +30,38 @@
 
 namespace {
 
-constexpr int kLanes = 16;
+// Lanes of a vector register, and vectors of the register tile in a row of kRows: 24 accumulators of the 32 registers of
+// AVX-512, 12 of the 16 of AVX2.
+#ifdef __AVX512F__
+constexpr int kLanes = 16, kTileVecs = 4;
+#else
+constexpr int kLanes = 8, kTileVecs = 2;
+#endif
+constexpr int kRows = 6;         // rows of the register tile
+constexpr int kGroup = 16;       // keys (values) of a group of the amx layout
+constexpr int kAlignment = 64;   // of a thread's buffers, in bytes
 constexpr int kChunk = 128;      // keys per step of the online softmax
-constexpr int kRows = 6;         // rows of the register tile: 6 x 4 vectors = 24 accumulators
 constexpr int kMaxTileRows = 96; // most rows per unit
 constexpr int kInPlaceRows = 12; // units with more rows read values of 16 bits from a float32 copy
 constexpr float kLog2E = 1.4426950408889634f;
 
 using Half = c10::Half; // float16; bfloat16 is uint16_t here
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecInt __attribute__((vector_size(64)));
-typedef uint32_t VecUint __attribute__((vector_size(64)));
-typedef uint16_t VecHalf __attribute__((vector_size(32)));
-typedef uint8_t VecByte __attribute__((vector_size(16)));
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecUint __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecHalf __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t VecByte __attribute__((vector_size(kLanes)));
+
+// Numbers of the lanes; and those of the lower (upper) halves of two vectors, interleaved.
+#ifdef __AVX512F__
+constexpr VecInt kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr VecInt kLower{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+#else
+constexpr VecInt kLane{0, 1, 2, 3, 4, 5, 6, 7};
+constexpr VecInt kLower{0, 8, 1, 9, 2, 10, 3, 11};
+#endif
+constexpr VecInt kUpper = kLower + kLanes / 2;
 
 template <typename V, typename T>
 inline V load(const T* p) {
@@ -60,8 +78,10 @@ inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
 inline Vec widen(const float* p) { return load<Vec>(p); }
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps((__m256i)load<VecHalf>(p)); }
+#elif defined(__F16C__)
+inline Vec widen(const Half* p) { return (Vec)_mm256_cvtph_ps((__m128i)load<VecHalf>(p)); }
 #else
 inline Vec widen(const Half* p) {
   Vec v;
@@ -90,18 +110,17 @@ inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 // Rotates the lanes of v by `shift` (a power of 2).
 template <int shift>
 inline Vec rotate(Vec v) {
-  const VecInt lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return __builtin_shuffle(v, lane ^ shift);
+  return __builtin_shuffle(v, kLane ^ shift);
 }
 // Returns the maximum (sum) of all lanes, in every lane.
 inline Vec max_lanes(Vec v) {
-  v = max(v, rotate<8>(v));
+  if constexpr (kLanes == 16) v = max(v, rotate<8>(v));
   v = max(v, rotate<4>(v));
   v = max(v, rotate<2>(v));
   return max(v, rotate<1>(v));
 }
 inline Vec sum_lanes(Vec v) {
-  v += rotate<8>(v);
+  if constexpr (kLanes == 16) v += rotate<8>(v);
   v += rotate<4>(v);
   v += rotate<2>(v);
   return v + rotate<1>(v);
@@ -142,8 +161,8 @@ inline Vec tanh(Vec x) {
   return x * p / q;
 }
 
-// Computes c[ROWS][16 * VECS] = (c * row_scale) + a[ROWS][k] @ b[k][16 * VECS]; without row_scale c is overwritten.
-// If a and b hold words (see accumulate), k counts words.
+// Computes c[ROWS][N] = (c * row_scale) + a[ROWS][k] @ b[k][N] of N = kLanes * VECS columns; without row_scale c is
+// overwritten.  If a and b hold words (see accumulate), k counts words.
 template <int ROWS, int VECS, typename A, typename B>
 inline void multiply_tile(const A* a, int64_t lda, const B* b, int64_t ldb, int k, float* c, int64_t ldc,
                           const float* row_scale) {
@@ -174,14 +193,16 @@ template <int ROWS, typename A, typename B>
 inline void multiply_rows(const A* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
                           int64_t ldc, const float* row_scale) {
   int vecs = columns / kLanes;
-  for (; vecs >= 4; vecs -= 4, b += 4 * kLanes, c += 4 * kLanes)
-    multiply_tile<ROWS, 4>(a, lda, b, ldb, k, c, ldc, row_scale);
-  if (vecs == 3) multiply_tile<ROWS, 3>(a, lda, b, ldb, k, c, ldc, row_scale);
-  if (vecs == 2) multiply_tile<ROWS, 2>(a, lda, b, ldb, k, c, ldc, row_scale);
+  for (; vecs >= kTileVecs; vecs -= kTileVecs, b += kTileVecs * kLanes, c += kTileVecs * kLanes)
+    multiply_tile<ROWS, kTileVecs>(a, lda, b, ldb, k, c, ldc, row_scale);
+  if constexpr (kTileVecs > 2) {
+    if (vecs == 3) multiply_tile<ROWS, 3>(a, lda, b, ldb, k, c, ldc, row_scale);
+    if (vecs == 2) multiply_tile<ROWS, 2>(a, lda, b, ldb, k, c, ldc, row_scale);
+  }
   if (vecs == 1) multiply_tile<ROWS, 1>(a, lda, b, ldb, k, c, ldc, row_scale);
 }
 
-// multiply_tile for any rows <= kRows and any columns % 16 == 0.
+// multiply_tile for any rows <= kRows and any columns % kLanes == 0.
 template <typename A, typename B>
 void multiply(int rows, const A* a, int64_t lda, const B* b, int64_t ldb, int k, int columns, float* c,
                      int64_t ldc, const float* row_scale) {
@@ -195,7 +216,7 @@ void multiply(int rows, const A* a, int64_t lda, const B* b, int64_t ldb, int k,
   }
 }
 
-// Transposes a 16 x 16 tile of 4-byte elements; elements beyond rows x columns count as 0.  ld_in is in bytes.
+// Transposes a kLanes x kLanes tile of 4-byte elements; elements beyond rows x columns count as 0.  ld_in is in bytes.
 inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns, void* out, int64_t ld_out) {
   VecUint x[kLanes]{}, y[kLanes];
   for (int i = 0; i < rows; ++i) {
@@ -205,12 +226,10 @@ inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns,
     else
       std::memcpy(&x[i], row, columns * sizeof(uint32_t));
   }
-  const VecInt low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  const VecInt high = low + 8;
-  for (int step = 0; step < 4; ++step) { // interleaving i with i + 8 four times transposes 16 x 16
-    for (int i = 0; i < 8; ++i) {
-      y[2 * i] = __builtin_shuffle(x[i], x[i + 8], low);
-      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + 8], high);
+  for (int step = 1; step < kLanes; step *= 2) { // interleaving the halves log2(kLanes) times transposes the tile
+    for (int i = 0; i < kLanes / 2; ++i) {
+      y[2 * i] = __builtin_shuffle(x[i], x[i + kLanes / 2], kLower);
+      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + kLanes / 2], kUpper);
     }
     std::memcpy(x, y, sizeof(x));
   }
@@ -267,7 +286,7 @@ struct Segment {
   int columns;
 };
 
-// Buffers of one thread, 64-byte aligned, reused between calls.
+// Buffers of one thread, aligned, reused between calls.
 struct Scratch {
   std::vector<float> storage;
   int head_size = 0;
@@ -284,8 +303,9 @@ struct Scratch {
   void resize(int size) {
     if (head_size == size) return;
     head_size = size;
-    storage.resize((2 * kMaxTileRows + 2 * kChunk) * size + kRows * kChunk + kLanes);
-    float* p = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) / 64 * 64);
+    storage.resize((2 * kMaxTileRows + 2 * kChunk) * size + kRows * kChunk + kAlignment / sizeof(float));
+    float* p = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + kAlignment - 1) / kAlignment *
+                                        kAlignment);
     query = p;
     accumulator = query + kMaxTileRows * size;
     key = accumulator + kMaxTileRows * size;
@@ -323,19 +343,20 @@ void unpack_page(const Problem<Half>& p, const Half* page_key, const Half* page_
 // unpack_page for the amx layout, which stores keys as these words, and values as words of two neighbouring tokens.
 void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const uint16_t* page_value, int offset,
                      int columns, uint32_t* key, float* value) {
-  for (int j = 0; j < columns; j += kLanes) {
+  for (int j = 0; j < columns; j += kGroup) {
     const uint16_t* group = page_key + (int64_t)(offset + j) * p.head_size;
-    for (int word = 0; word < p.head_size / 2; ++word, group += 2 * kLanes)
-      store(key + word * kChunk + j, load<VecUint>(group));
+    for (int word = 0; word < p.head_size / 2; ++word, group += 2 * kGroup)
+      std::memcpy(key + word * kChunk + j, group, kGroup * sizeof(uint32_t));
   }
   const VecUint upper = splat(0xffff0000u);
-  for (int d = 0; d < p.head_size; d += kLanes) {
-    const uint16_t* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kLanes;
-    for (int j = 0; j < columns; j += 2, group += 2 * kLanes) { // an odd last key: its neighbour is never read
-      const VecUint pair = load<VecUint>(group);
-      store(value + j * p.head_size + d, (Vec)(pair << 16));
-      store(value + (j + 1) * p.head_size + d, (Vec)(pair & upper));
-    }
+  for (int d = 0; d < p.head_size; d += kGroup) {
+    const uint16_t* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kGroup;
+    for (int j = 0; j < columns; j += 2, group += 2 * kGroup) // an odd last key: its neighbour is never read
+      for (int i = 0; i < kGroup; i += kLanes) {
+        const VecUint pair = load<VecUint>(group + 2 * i);
+        store(value + j * p.head_size + d + i, (Vec)(pair << 16));
+        store(value + (j + 1) * p.head_size + d + i, (Vec)(pair & upper));
+      }
   }
 }
 
@@ -381,7 +402,7 @@ const uint8_t* mask_of(const Problem<T>& p, const Unit& unit) {
   return p.mask + unit.request * p.mask_request_stride + unit.first_row / p.group * p.mask_row_stride;
 }
 
-// Counts each query's visible tree keys; returns the first context key that one of them sees, rounded down to kLanes.
+// Counts each query's visible tree keys; returns the first context key that one of them sees, rounded down to kGroup.
 template <typename T>
 int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_len, Scratch& scratch) {
   const uint8_t* mask = mask_of(p, unit);
@@ -396,7 +417,7 @@ int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_l
     first = std::min(first, shown_from);
     scratch.all_visible_from = std::max(scratch.all_visible_from, shown_from);
   }
-  return std::max(first, 0) / kLanes * kLanes;
+  return std::max(first, 0) / kGroup * kGroup;
 }
 
 // Fills in mask and distances of a chunk of context keys; returns whether the window hides one from a query.
@@ -479,7 +500,6 @@ inline void adjust_scores(float* scores, int columns, float scale, float soft_ca
 
 // Turns a row of scores into weights 2^(scale * (score - maximum)); returns the factor for the row's earlier sums.
 inline float softmax_row(float* scores, int columns, const uint8_t* mask, float scale, float& maximum, Vec& total) {
-  const VecInt lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Vec hidden = splat(-INFINITY);
   Vec highest = splat(maximum);
   int j = 0;
@@ -493,7 +513,7 @@ inline float softmax_row(float* scores, int columns, const uint8_t* mask, float 
   } else {
     for (; j + kLanes <= columns; j += kLanes) highest = max(highest, load<Vec>(scores + j));
     if (j < columns) {
-      const Vec s = select(lane + j < columns, load<Vec>(scores + j), hidden);
+      const Vec s = select(kLane + j < columns, load<Vec>(scores + j), hidden);
       store(scores + j, s);
       highest = max(highest, s);
     }
@@ -585,7 +605,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   std::fill_n(scratch.accumulator, unit.num_rows * head_size, 0.0f);
 
   const int context = p.context_lens[unit.request], tree_len = p.tree_lens[unit.request];
-  Segment<T> segments[kChunk / kLanes];
+  Segment<T> segments[kChunk / kGroup];
   int num_segments;
   const bool by_distance = p.uses_distance();
   const int first = by_distance ? count_visible(p, unit, context, tree_len, scratch) : 0;
@@ -722,7 +742,7 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
   TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.scalar_type() == dtype && kv_cache.size(3) == 2 * head_size &&
                   kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * head_size,
               "tree_attention: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size], query's dtype");
-  TORCH_CHECK(head_size % kLanes == 0 && kv_cache.size(2) % kLanes == 0,
+  TORCH_CHECK(head_size % kGroup == 0 && kv_cache.size(2) % kGroup == 0,
               "tree_attention: head and block sizes must be multiples of 16");
   TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0 && output.size(1) == query.size(1) &&
                   tree_key.size(1) == kv_cache.size(1) && tree_value.size(1) == kv_cache.size(1),
