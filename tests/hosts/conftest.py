@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -191,6 +192,22 @@ def kept_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for files in (cost_files, proof_files):
             folder = tmp_path_factory.mktemp(files.__name__.rpartition(".")[2])
             patch.setattr(files, "FOLDER", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts() -> Iterator[None]:
+    """What each engine's start would find out anew, but is the same for a whole process, is found out once: vLLM's
+    source files, and the kernels that vLLM replaces in all modules of a process."""
+    from vllm.platforms import current_platform
+
+    from vllm_specplug.hosts.compat import speculative_config
+
+    platform, replace = type(current_platform), "register_triton_kernel_overrides"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative_config, "installed_sources", functools.cache(speculative_config.installed_sources))
+        if hasattr(platform, replace):  # since vLLM 0.32
+            patch.setattr(platform, replace, staticmethod(functools.cache(getattr(platform, replace))))
         yield
 
 

@@ -44,6 +44,7 @@ from tests.hosts.conftest import (  # noqa: F401
     engine,
     kept_files,
     make_prompts,
+    quick_starts,
     runner_of,
     token_ids,
 )
