@@ -1,4 +1,4 @@
-"""Harmonised objective distillation (HASS, section 3.1): the seven losses of the ablation in table 3.
+"""Harmonised objective distillation (HASS, section 3.1): the seven losses of the ablation in table 3; and the LK losses.
 
 Each loss reads logits over the draft vocabulary, draft_logits and target_logits float32 [N, draft_vocab], and returns
 one value per row, float32 [N]. q are the target's probabilities and p the drafter's (the paper's names), both over the
@@ -18,6 +18,7 @@ TOP_P = 0.9  # joint probability that the set of the top-P loss must exceed
 RANK_TEMPERATURE = 0.5  # scale of the logit differences in the recall loss's smooth ranks (tau_1)
 RECALL_TEMPERATURE = 1.0  # number of ranks around K over which the recall loss fades (tau_2)
 BILD_TEMPERATURE = 3.0
+LK_ETA = 3.0  # how fast the LK loss lambda goes over from KL to acceptance; the authors' best value
 
 
 def topk(draft_logits: torch.Tensor, target_logits: torch.Tensor, k: int) -> torch.Tensor:
@@ -87,6 +88,25 @@ def bild(draft_logits: torch.Tensor, target_logits: torch.Tensor, k: int) -> tor
     return loss
 
 
+def lk_alpha(draft_logits: torch.Tensor, target_logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return -log alpha, alpha being the acceptance rate at temperature 1 (LK losses, 2602.23881); k is not used."""
+    return -_acceptance(draft_logits, target_logits).log()
+
+
+def lk_lambda(draft_logits: torch.Tensor, target_logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return a mean of KL(q, p) and 1 - alpha (2602.23881); the larger alpha, the more 1 - alpha; k is not used."""
+    acceptance = _acceptance(draft_logits, target_logits)
+    share = torch.exp(-LK_ETA * acceptance.detach())
+    divergence = F.kl_div(draft_logits.log_softmax(-1), target_logits.log_softmax(-1), reduction="none", log_target=True)
+    return share * divergence.sum(-1) + (1 - share) * (1 - acceptance)
+
+
+def _acceptance(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """Return the probability that rejection sampling accepts a draft: the sum over ids of the smaller of p and q."""
+    smaller = torch.minimum(draft_logits.softmax(-1), target_logits.softmax(-1)).sum(-1)
+    return smaller.clamp(min=torch.finfo(smaller.dtype).tiny)
+
+
 LOSSES: dict[str, HarmonisedLoss] = {
     "topk": topk,
     "topp": topp,
@@ -95,4 +115,6 @@ LOSSES: dict[str, HarmonisedLoss] = {
     "bidirectional": bidirectional,
     "recall": recall,
     "bild": bild,
+    "lk-alpha": lk_alpha,
+    "lk-lambda": lk_lambda,
 }

@@ -1,4 +1,4 @@
-"""The seven harmonised losses: cases computed by hand, and the chunked loss with its gradient."""
+"""The harmonised losses and the LK losses: cases computed by hand, and the chunked loss with its gradient."""
 
 import math
 
@@ -18,7 +18,8 @@ def value(name: str, k: int = 2) -> float:
 
 
 def test_names():
-    assert list(hass.LOSSES) == ["topk", "topp", "topk-linear", "topk-softmax", "bidirectional", "recall", "bild"]
+    of_hass = ["topk", "topp", "topk-linear", "topk-softmax", "bidirectional", "recall", "bild"]
+    assert list(hass.LOSSES) == [*of_hass, "lk-alpha", "lk-lambda"]
 
 
 def test_topk():
@@ -83,6 +84,29 @@ def test_bild():
         return sum(a * math.log(a / b) for a, b in zip(t, d, strict=True))
 
     assert value("bild", 3) == pytest.approx(divergence([0, 1, 2]) + divergence([3, 2, 1]), rel=1e-4)
+
+
+def test_lk_losses():
+    acceptance = 0.1 + 0.2 + 0.15 + 0.05  # the smaller of P and Q
+    assert value("lk-alpha") == pytest.approx(-math.log(acceptance))
+    divergence = (Q * (Q.log() - P.log())).sum().item()
+    share = math.exp(-3 * acceptance)
+    assert value("lk-lambda") == pytest.approx(share * divergence + (1 - share) * (1 - acceptance))
+
+
+def test_lk_losses_of_equal_and_of_disjoint_distributions():
+    logits, other = torch.tensor([[9.0, 0.0, -9.0]]), torch.tensor([[-200.0, 0.0, 200.0]])
+    for name in ("lk-alpha", "lk-lambda"):
+        assert hass.LOSSES[name](logits, logits, 2).item() == pytest.approx(0.0, abs=1e-5)
+        draft = other.clone().requires_grad_()
+        loss = hass.LOSSES[name](draft, -other, 2)
+        loss.sum().backward()
+        assert loss.isfinite().all() and draft.grad.isfinite().all()
+
+
+def test_lk_alpha_is_the_cross_entropy_where_the_target_is_certain():
+    certain = torch.tensor([[0.0, 200.0, 0.0, 0.0]])
+    assert hass.lk_alpha(P.log(), certain, 2).item() == pytest.approx(-math.log(0.2))
 
 
 @pytest.mark.parametrize("name", list(hass.LOSSES))
