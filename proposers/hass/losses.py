@@ -1,4 +1,4 @@
-"""Harmonised objective distillation (HASS, section 3.1): the seven losses of the ablation in table 3; and the LK losses.
+"""Harmonised objective distillation (HASS, section 3.1): the seven losses of the ablation in table 3.  And LK losses.
 
 Each loss reads logits over the draft vocabulary, draft_logits and target_logits float32 [N, draft_vocab], and returns
 one value per row, float32 [N]. q are the target's probabilities and p the drafter's (the paper's names), both over the
@@ -97,8 +97,9 @@ def lk_lambda(draft_logits: torch.Tensor, target_logits: torch.Tensor, k: int) -
     """Return a mean of KL(q, p) and 1 - alpha (2602.23881); the larger alpha, the more 1 - alpha; k is not used."""
     acceptance = _acceptance(draft_logits, target_logits)
     share = torch.exp(-LK_ETA * acceptance.detach())
-    divergence = F.kl_div(draft_logits.log_softmax(-1), target_logits.log_softmax(-1), reduction="none", log_target=True)
-    return share * divergence.sum(-1) + (1 - share) * (1 - acceptance)
+    log_p, log_q = draft_logits.log_softmax(-1), target_logits.log_softmax(-1)
+    divergence = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    return share * divergence + (1 - share) * (1 - acceptance)
 
 
 def _acceptance(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,15 @@ def _memory_gib() -> float | None:
         return None
 
 
+def available_gib() -> float | None:
+    """Return the memory that new processes can use without swapping, in GiB; None where Linux does not say it."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) / 2**20
+    except (OSError, KeyError, ValueError):
+        return None
+
+
 def git_commit() -> str | None:
     """Return the commit of this package's checkout (``-dirty`` with local changes), ``None`` outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]

@@ -23,7 +23,7 @@ from vllm_specplug.tools.bench import hf_worker
 from vllm_specplug.tools.bench.methods import Method
 from vllm_specplug.tools.bench.questions import Question, make_batches, spread_lengths
 from vllm_specplug.tools.bench.server import Server
-from vllm_specplug.tools.bench.workers import Measurement, Part, Worker, measure
+from vllm_specplug.tools.bench.workers import Measurement, MemoryCheck, Part, Worker, measure
 
 
 def test_mixed_batches_are_full():
@@ -106,6 +106,21 @@ def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch)
     finally:
         worker.kill()
     assert (tmp_path / "log").read_text().split() == ["loading", "thinking", "thinking"]
+
+
+def test_engines_that_will_not_fit_into_memory_end_the_run_early():
+    memory = MemoryCheck(20.0)
+    memory.started(17.0, 4)
+    memory.started(15.0, 3)
+    memory.started(12.1, 4)
+    with pytest.raises(RuntimeError, match=r"8.0 GiB are free for 2 more engines of up to 4.1 GiB .*--methods"):
+        memory.started(8.0, 2)
+
+
+def test_memory_that_is_not_known_is_not_checked():
+    memory = MemoryCheck(None)
+    memory.started(None, 9)
+    MemoryCheck(1.0).started(None, 9)
 
 
 PARENT = """

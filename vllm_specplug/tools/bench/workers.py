@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from vllm_specplug.tools.bench.methods import Method, for_stock_vllm
 from vllm_specplug.tools.bench.questions import Question
-from vllm_specplug.utils.environment import end_of_log, engine_environment
+from vllm_specplug.utils.environment import available_gib, end_of_log, engine_environment
 
 _NUM_WARM_UPS = 3
 ENGINE_MODULE = "vllm_specplug.hosts.probes.bench_worker"
@@ -180,20 +180,52 @@ class Part:
     batches: list[list[Question]]
 
 
+class MemoryCheck:
+    """Ends a run whose engines will not fit into memory: later, the system would kill one of them without a word.
+
+    Args:
+        available: GiB that are free before the first start; None: unknown, and nothing is checked.
+    """
+
+    def __init__(self, available: float | None):
+        self._available, self._largest = available, 0.0
+
+    def started(self, available: float | None, num_left: int) -> None:
+        """Note that one more engine has started; ``available`` GiB are free, and ``num_left`` engines will follow.
+
+        Raises:
+            RuntimeError: they need more than is free, if each takes as much as the largest one so far.
+        """
+        if self._available is None or available is None:
+            return
+        self._largest = max(self._largest, self._available - available)
+        self._available = available
+        if num_left * self._largest > available:
+            raise RuntimeError(
+                f"not enough memory: {available:.1f} GiB are free for {num_left} more engines of up to "
+                f"{self._largest:.1f} GiB each; compare fewer methods at once (--methods)"
+            )
+
+
 @contextlib.contextmanager
 def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = ENGINE_MODULE):
-    """Start workers for all methods; if the block fails, they are killed and their logs are kept."""
+    """Start workers for all methods; if the block fails, they are killed and their logs are kept.
+
+    Raises:
+        RuntimeError: an engine has ended, or there is no memory for all of them.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="specplug-bench-"))
     workers: list[Worker] = []
+    memory = MemoryCheck(available_gib())
     try:
         for method in methods:
             log = scratch / f"{method.label.replace(':', '-')}.log"
             print(f"starting {method.label} (log: {log})", file=sys.stderr)
             worker_module = "vllm_specplug.tools.bench.hf_worker" if method.by_transformers else module
             workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, worker_module))
-            workers[-1].machine = workers[
-                -1
-            ].receive()  # one start at a time, because two compilers slow each other down
+            # One start at a time, because two compilers slow each other down.
+            workers[-1].machine = workers[-1].receive()
+            memory.started(available_gib(), len(methods) - len(workers))
         yield workers
     except BaseException:
         for worker in workers:
