@@ -39,7 +39,7 @@ test-fast: install
 # At most 30 minutes on two cores.  All of benchmarks/ takes longer.
 bench: install
 	@test -f "$(SPECPLUG_QUESTIONS)" || { echo "set SPECPLUG_QUESTIONS to a file of questions (Spec-Bench, HumanEval or GSM8K)"; exit 1; }
-	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout 1800 $(RUN) -m pytest -q -s benchmarks/end_to_end/test_end_to_end.py benchmarks/micro/test_stages.py
+	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout --signal INT --kill-after 300 1800 $(RUN) -m pytest -q -s benchmarks/end_to_end/test_end_to_end.py benchmarks/micro/test_stages.py
 	$(RUN) -m vllm_specplug.tools.bench --table .benchmarks/end_to_end.json --into docs/measurements.md
 	$(RUN) -m vllm_specplug.tools.bench --table .benchmarks/end_to_end.json --short --into README.md
 

@@ -20,6 +20,7 @@ import transformers
 from tests.unit.tools.test_cli import fails_with
 from vllm_specplug.tools import cli
 from vllm_specplug.tools.bench import hf_worker
+from vllm_specplug.tools.bench.command import interruption
 from vllm_specplug.tools.bench.methods import Method
 from vllm_specplug.tools.bench.questions import Question, make_batches, spread_lengths
 from vllm_specplug.tools.bench.server import Server
@@ -57,6 +58,43 @@ class FakeEngine:
 
     def close(self):
         return 7
+
+    def kill(self):
+        self.calls.append(f"kill {self.method.label}")
+
+
+def test_an_interrupt_keeps_what_was_measured(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "calls", [])
+    questions = [Question(str(i), "a", "?") for i in range(4)]
+    parts, honest = [Part(1, 0, make_batches(questions, 1))], FakeEngine.generate
+
+    def interrupted(self, batch, *args, **kwargs):
+        if self.method.label == "y" and len(FakeEngine.calls) > 6 and batch[0].name == "2":
+            raise KeyboardInterrupt
+        return honest(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(FakeEngine, "generate", interrupted)
+    engines = [FakeEngine("plain"), FakeEngine("y")]
+    results, peaks = measure(engines, parts, 8)
+    assert {label: [m.questions for m in found] for label, found in results.items()} == {
+        label: [["0"], ["1"]] for label in ("plain", "y")
+    }
+    assert peaks == {"plain": None, "y": None} and FakeEngine.calls[-2:] == ["kill plain", "kill y"]
+    assert interruption(results, parts) == {"interrupted": "2 of 4 batches"}
+    assert interruption(results, [Part(1, 0, parts[0].batches[:2])]) == {}
+
+
+def test_an_interrupt_before_the_first_batch_ends_the_run(monkeypatch):
+    monkeypatch.setattr(FakeEngine, "calls", [])
+
+    def interrupted(self, *args, at_once=None, **kwargs):
+        if at_once:
+            raise KeyboardInterrupt
+        return Measurement(["0"], "a", 1.0, [[1]], 0, 0)
+
+    monkeypatch.setattr(FakeEngine, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure([FakeEngine("plain")], [Part(1, 0, [[Question("0", "a", "?")]])], 8)
 
 
 def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):

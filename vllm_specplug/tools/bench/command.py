@@ -25,7 +25,7 @@ from vllm_specplug.tools.bench.results import (
     write_table,
 )
 from vllm_specplug.tools.bench.server import Server
-from vllm_specplug.tools.bench.workers import Part, measure, started
+from vllm_specplug.tools.bench.workers import Measurement, Part, measure, started
 from vllm_specplug.utils.smollm2 import check_target, prepare
 
 
@@ -181,6 +181,12 @@ def make_parts(questions: list[Question], concurrency: list[int], repeats: int) 
     return parts
 
 
+def interruption(results: dict[str, list[Measurement]], parts: list[Part]) -> dict[str, str]:
+    """Return the setting that says how much an interrupted run has measured; nothing for a whole run."""
+    done, total = len(results[BASELINE]), sum(len(part.batches) for part in parts)
+    return {"interrupted": f"{done} of {total} batches"} if done < total else {}
+
+
 def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     """Run the measurements of the arguments and return the report."""
     check_arguments(args)
@@ -196,6 +202,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         servers = [Server(label, url) for label, url in args.server]
         settings |= {"dtype": "dtype of the server", "model": servers[0].model}
         results, peaks = measure(servers, parts, args.max_tokens, args.temperature)
+        settings |= interruption(results, parts)
         return build_report([server.method for server in servers], results, peaks, settings)
     engine = {
         "model": str(args.target or prepare()),
@@ -209,6 +216,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name, "in_process": args.in_process}
     with started(methods, engine | {"in_process": args.in_process}, args.kv_gib) as workers:
         results, peaks = measure(workers, parts, args.max_tokens, args.temperature)
+    settings |= interruption(results, parts)
     report = build_report(methods, results, peaks, settings)
     if args.look_inside:
         look_inside(report, methods, engine, args.kv_gib, questions, args.max_tokens)

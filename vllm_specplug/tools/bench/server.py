@@ -103,3 +103,6 @@ class Server:
 
     def close(self) -> None:
         """Do nothing: the server keeps running, and its memory cannot be read from here."""
+
+    def kill(self) -> None:
+        """Do nothing: the server keeps running."""

@@ -76,6 +76,8 @@ class Measured(Protocol):
 
     def close(self) -> int | None: ...
 
+    def kill(self) -> None: ...
+
 
 class Worker:
     """The parent's end of a worker process: it writes one JSON line and reads one JSON line back.
@@ -239,6 +241,8 @@ def measure(
 ) -> tuple[dict[str, list[Measurement]], dict[str, int | None]]:
     """Warm all engines up, then give each batch to one engine after the other.
 
+    An interrupt (Ctrl-C) ends the run, and what was measured is kept.
+
     Returns:
         Measurements (in the same order for all engines) and peak memory in MiB, both by method label.
     """
@@ -247,9 +251,10 @@ def measure(
     for engine in engines:
         for batch in (parts[0].batches * _NUM_WARM_UPS)[:_NUM_WARM_UPS]:
             engine.generate(batch, max_tokens, temperature)
-    done, total = 0, sum(len(part.batches) for part in parts)
-    for part in parts:
-        for batch in part.batches:
+    turns = [(part, batch) for part in parts for batch in part.batches]
+    done, total = 0, len(turns)
+    try:
+        for part, batch in turns:
             turn = done % len(engines)
             for engine in engines[turn:] + engines[:turn]:
                 found = engine.generate(batch, max_tokens, temperature, at_once=part.concurrency)
@@ -260,5 +265,13 @@ def measure(
             done += 1
             where = f"{done}/{total} at concurrency {part.concurrency}: {batch[0].category}"
             print(f"\r{where:<60}", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        print(f"\ninterrupted: the result has {done} of {total} batches", file=sys.stderr)
+        for engine in engines:
+            del results[engine.method.label][done:]
+            engine.kill()
+        return results, {engine.method.label: None for engine in engines}
     print(file=sys.stderr)
     return results, {engine.method.label: engine.close() for engine in engines}
