@@ -83,3 +83,12 @@ def test_other_platforms(monkeypatch, kind, runner, active):
     has_symbols = check_runner(runner, on_cpu=False).supported
     assert any(finding.blocks for finding in findings) != (active and has_symbols)
     assert bool(findings[1].hint) == (kind == "cuda")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_cpu_without_bfloat16_is_advised_to_serve_in_float32(monkeypatch, slow):
+    monkeypatch.setattr(doctor, "_installation", lambda: Installation("CpuPlatform", "cpu", "V1", "for a test"))
+    monkeypatch.setattr(doctor, "is_slow_in_bfloat16", lambda: slow)
+    assert ("--dtype float32 " in doctor.recommend()) == ("--dtype float32" in doctor._torch().hint) == slow
+    monkeypatch.setattr(doctor, "_installation", lambda: Installation("CudaPlatform", "cuda", "V2", "for a test"))
+    assert not doctor._torch().hint and "float32" not in doctor.recommend()

@@ -36,7 +36,7 @@ def test_batch_of_8(engine, prompts, plain):
 
 def test_batch_of_1(engine, prompts, plain):
     llm = engine("eagle", max_num_seqs=1)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert token_ids(llm.generate(prompts[:24], GREEDY, use_tqdm=False)) == plain[:24]
 
 
 @pytest.mark.parametrize(("drafter", "tau"), [("reduced", 1.1), ("eagle3", 1.0)])  # eagle3: a random LM head
@@ -144,8 +144,8 @@ def test_control_with_a_broken_plan(engine, prompts, plain, monkeypatch, batch):
     """The negative control: the first rows are committed, not the accepted ones, and the tests above must fail."""
     llm = engine("eagle", {"draft_depth": 6}, enable_prefix_caching=False)  # proven at its start: broken behind it
     broken_plan(monkeypatch)
-    outputs = [llm.generate(prompts[i : i + batch], GREEDY, use_tqdm=False) for i in range(0, len(prompts), batch)]
-    assert [ids for output in outputs for ids in token_ids(output)] != plain
+    outputs = [llm.generate(prompts[i : i + batch], GREEDY, use_tqdm=False) for i in range(0, 24, batch)]
+    assert [ids for output in outputs for ids in token_ids(output)] != plain[:24]
 
 
 def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):

