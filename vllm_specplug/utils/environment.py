@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -115,6 +116,21 @@ def available_gib() -> float | None:
         return int(lines["MemAvailable"].split()[0]) / 2**20
     except (OSError, KeyError, ValueError):
         return None
+
+
+def process_group_gib(group: int) -> float | None:
+    """Return the memory that the processes of a group take, files not counted, in GiB; None if Linux does not say it.
+
+    Of memory that processes share each one counts its part.
+    """
+    kib = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # a process that has ended
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) != group:
+                continue
+            lines = (line.split() for line in (folder / "smaps_rollup").read_text().splitlines())
+            kib += sum(int(words[1]) for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
+    return kib / 2**20 if kib else None
 
 
 def git_commit() -> str | None:

@@ -147,18 +147,17 @@ def test_a_worker_answers_line_by_line_whatever_it_prints(tmp_path, monkeypatch)
 
 
 def test_engines_that_will_not_fit_into_memory_end_the_run_early():
-    memory = MemoryCheck(20.0)
-    memory.started(17.0, 4)
-    memory.started(15.0, 3)
-    memory.started(12.1, 4)
+    memory = MemoryCheck()
+    memory.started(3.0, 17.0, 4)
+    memory.started(2.0, 15.0, 3)
+    memory.started(2.9, 12.1, 4)
     with pytest.raises(RuntimeError, match=r"8.0 GiB are free for 2 more engines of up to 4.1 GiB .*--methods"):
-        memory.started(8.0, 2)
+        memory.started(4.1, 8.0, 2)
 
 
 def test_memory_that_is_not_known_is_not_checked():
-    memory = MemoryCheck(None)
-    memory.started(None, 9)
-    MemoryCheck(1.0).started(None, 9)
+    MemoryCheck().started(None, 1.0, 9)
+    MemoryCheck().started(1.0, None, 9)
 
 
 PARENT = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from vllm_specplug.utils import environment
@@ -25,3 +28,17 @@ def test_available_memory(monkeypatch, tmp_path):
     assert 0 < environment.available_gib() < 1e5
     monkeypatch.setattr(environment, "Path", lambda _: tmp_path / "none")
     assert environment.available_gib() is None
+
+
+def test_memory_of_a_process_group():
+    program = "import sys; x = bytearray(b'1' * 2**26); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    )
+    try:
+        child.stdout.readline()
+        assert 64 / 1024 < environment.process_group_gib(child.pid) < 0.5
+    finally:
+        child.kill()
+        child.wait()
+    assert environment.process_group_gib(child.pid) is None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from vllm_specplug.tools.bench.methods import Method, for_stock_vllm
 from vllm_specplug.tools.bench.questions import Question
-from vllm_specplug.utils.environment import available_gib, end_of_log, engine_environment
+from vllm_specplug.utils.environment import available_gib, end_of_log, engine_environment, process_group_gib
 
 _NUM_WARM_UPS = 3
 ENGINE_MODULE = "vllm_specplug.hosts.probes.bench_worker"
@@ -183,25 +183,25 @@ class Part:
 
 
 class MemoryCheck:
-    """Ends a run whose engines will not fit into memory: later, the system would kill one of them without a word.
+    """Ends a run whose engines will not fit into memory: later, the system would kill one of them without a word."""
 
-    Args:
-        available: GiB that are free before the first start; None: unknown, and nothing is checked.
-    """
+    def __init__(self) -> None:
+        self._largest = 0.0
 
-    def __init__(self, available: float | None):
-        self._available, self._largest = available, 0.0
+    def started(self, used: float | None, available: float | None, num_left: int) -> None:
+        """Note that one more engine has started.
 
-    def started(self, available: float | None, num_left: int) -> None:
-        """Note that one more engine has started; ``available`` GiB are free, and ``num_left`` engines will follow.
+        Args:
+            used: GiB that it takes.
+            available: GiB that are free.  None, of either: unknown, and nothing is checked.
+            num_left: engines that will follow.
 
         Raises:
             RuntimeError: they need more than is free, if each takes as much as the largest one so far.
         """
-        if self._available is None or available is None:
+        if used is None or available is None:
             return
-        self._largest = max(self._largest, self._available - available)
-        self._available = available
+        self._largest = max(self._largest, used)
         if num_left * self._largest > available:
             raise RuntimeError(
                 f"not enough memory: {available:.1f} GiB are free for {num_left} more engines of up to "
@@ -218,7 +218,7 @@ def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, modu
     """
     scratch = Path(tempfile.mkdtemp(prefix="specplug-bench-"))
     workers: list[Worker] = []
-    memory = MemoryCheck(available_gib())
+    memory = MemoryCheck()
     try:
         for method in methods:
             log = scratch / f"{method.label.replace(':', '-')}.log"
@@ -227,7 +227,8 @@ def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, modu
             workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, worker_module))
             # One start at a time, because two compilers slow each other down.
             workers[-1].machine = workers[-1].receive()
-            memory.started(available_gib(), len(methods) - len(workers))
+            used = process_group_gib(workers[-1].process.pid)
+            memory.started(used, available_gib(), len(methods) - len(workers))
         yield workers
     except BaseException:
         for worker in workers:
