@@ -90,7 +90,7 @@ def test_bad_values_are_one_line_each(capsys, tmp_path, scratch):
     fails_with(capsys, ["bench", "--questions", str(questions), "--methods", "ngram"], "'plain'")
     fails_with(capsys, ["bench", "--questions", str(questions), "--methods", "plain,magic"], "magic", "eagle2")
     fails_with(capsys, ["bench", "--questions", str(questions), "--max-tokens", "0"], "--max-tokens")
-    assert not list(scratch.iterdir())
+    assert {path.name.partition("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}  # torch's, on import
 
 
 def test_traceback_flag_lets_the_error_through():
