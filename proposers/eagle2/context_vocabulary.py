@@ -49,7 +49,7 @@ class ContextVocabulary:
         self._missing[draft_ids.numpy()] = False
         self._texts: dict[str, _RequestText] = {}
         self._extra_ids: list[tuple[int, ...]] = []  # of each request of the draft phase
-        #: int64 ``[draft_vocab + num_extra]``; target id of each column of ``extend``.
+        #: int64 ``[draft_vocab + num_extra]``; target id of each draft id, the extra ones behind.
         self.ids = draft_ids
         self._extra_rows: torch.Tensor | None = None
         self._other_requests: torch.Tensor | None = None  # bool [num_reqs, num_extra]
@@ -94,20 +94,22 @@ class ContextVocabulary:
             for index, ids in enumerate(extra_ids):
                 self._other_requests[index, [column[token_id] for token_id in ids]] = False
 
-    def extend(self, logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Append the extra tokens' logits: ``[num_rows, len(ids)]``, -inf for tokens of other requests.
+    def extra_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Compute the extra tokens' logits: ``[num_rows, num_extra]``, -inf for tokens of other requests.
 
         Args:
-            logits: ``[num_rows, draft_vocab]``, request-major, with the same number of rows for each request.
-            hidden: ``[num_rows, hidden_size]``, from which the logits were computed.
+            hidden: ``[num_rows, hidden_size]``, request-major, with the same number of rows for each request.
+
+        Returns:
+            None if there are no extra tokens.
         """
         if self._extra_rows is None:
-            return logits
+            return None
         extra = hidden @ self._extra_rows.T
         if self._other_requests is not None:
             width = len(hidden) // len(self._other_requests)
             extra = extra.masked_fill_(self._other_requests.repeat_interleave(width, dim=0), float("-inf"))
-        return torch.cat((logits, extra), dim=1)
+        return extra
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""

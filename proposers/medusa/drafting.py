@@ -8,11 +8,12 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest, stack_candidates
+from vllm_specplug.core.draft_sampling import Children, DraftSampling, stack_candidates
 from vllm_specplug.core.growth import expand, next_beam
 from vllm_specplug.core.pool import new_pool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.core.tree import static_tree
+from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.types import PADDING, Draft, Proposal
 
 from .sparse_tree import Paths, in_draw_order, parents_of
@@ -108,10 +109,14 @@ def _children(
     logits: torch.Tensor, draft_ids: torch.Tensor | None, count: int, sampling: DraftSampling | None
 ) -> list[Children]:
     """Guesses of each head.  All nodes of a level share them; sampling allows that, as a walk visits one node."""
-    heads = logits.unbind(1)
     if sampling is None:
-        return [likeliest(head, count, draft_ids) for head in heads]
-    return [sampling.children(head, level, count, draft_ids) for level, head in enumerate(heads)]
+        children = likeliest(logits.flatten(0, 1), count, draft_ids)
+        by_head = (
+            values.unflatten(0, logits.shape[:2]).unbind(1) for values in (children.token_ids, children.log_probs)
+        )
+        return [Children(*one) for one in zip(*by_head, strict=True)]
+    heads = enumerate(logits.unbind(1))
+    return [sampling.children(head, level, count, draft_ids) for level, head in heads]
 
 
 def _with_proposal(draft: Draft, levels: list[Children]) -> Draft:

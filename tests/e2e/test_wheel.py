@@ -42,7 +42,7 @@ def python(wheel, tmp_path_factory) -> Path:
 
 def test_it_has_every_file_that_is_read_at_run_time(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    kinds = (".cpp", ".json", ".safetensors")
+    kinds = (".cpp", ".h", ".json", ".safetensors")
     read = [p for root in ("vllm_specplug", "proposers") for p in (ROOT / root).rglob("*") if p.suffix in kinds]
     assert len(read) > 5
     for path in read:

@@ -17,6 +17,7 @@ import torch
 logger = logging.getLogger("vllm_specplug")
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ["-O3", "-march=native", "-fopenmp"]
 
 
@@ -39,7 +40,7 @@ def _load() -> Any:
     """Build the operators once per (source, torch, CPU) and load them."""
     from torch.utils import cpp_extension
 
-    identity = [*(source.read_text() for source in _SOURCES), torch.__version__, *_FLAGS, _cpu_identity()]
+    identity = [*(source.read_text() for source in (*_SOURCES, *_HEADERS)), torch.__version__, *_FLAGS, _cpu_identity()]
     name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     # This lock ends with its process.  If cpp_extension's own lock file exists now, a killed process has left it.

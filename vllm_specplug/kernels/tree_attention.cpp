@@ -14,10 +14,6 @@
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
-#if defined(__AVX512F__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -28,120 +24,18 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-// Lanes of a vector register, and vectors of the register tile in a row of kRows: 24 accumulators of the 32 registers of
-// AVX-512, 12 of the 16 of AVX2.
-#ifdef __AVX512F__
-constexpr int kLanes = 16, kTileVecs = 4;
-#else
-constexpr int kLanes = 8, kTileVecs = 2;
-#endif
+// Vectors of the register tile in a row of kRows: 24 accumulators of the 32 registers of AVX-512, 12 of the 16 of AVX2.
+constexpr int kTileVecs = kLanes == 16 ? 4 : 2;
 constexpr int kRows = 6;         // rows of the register tile
 constexpr int kGroup = 16;       // keys (values) of a group of the amx layout
 constexpr int kAlignment = 64;   // of a thread's buffers, in bytes
 constexpr int kChunk = 128;      // keys per step of the online softmax
 constexpr int kMaxTileRows = 96; // most rows per unit
 constexpr int kInPlaceRows = 12; // units with more rows read values of 16 bits from a float32 copy
-constexpr float kLog2E = 1.4426950408889634f;
-
-using Half = c10::Half; // float16; bfloat16 is uint16_t here
-
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t VecUint __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t VecHalf __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t VecByte __attribute__((vector_size(kLanes)));
-
-// Numbers of the lanes; and those of the lower (upper) halves of two vectors, interleaved.
-#ifdef __AVX512F__
-constexpr VecInt kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr VecInt kLower{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-#else
-constexpr VecInt kLane{0, 1, 2, 3, 4, 5, 6, 7};
-constexpr VecInt kLower{0, 8, 1, 9, 2, 10, 3, 11};
-#endif
-constexpr VecInt kUpper = kLower + kLanes / 2;
-
-template <typename V, typename T>
-inline V load(const T* p) {
-  V v;
-  std::memcpy(&v, p, sizeof(V));
-  return v;
-}
-template <typename V, typename T>
-inline void store(T* p, V v) {
-  std::memcpy(p, &v, sizeof(V));
-}
-inline Vec splat(float x) { return Vec{} + x; }
-inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
-inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
-inline Vec widen(const float* p) { return load<Vec>(p); }
-#if defined(__AVX512F__)
-inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps((__m256i)load<VecHalf>(p)); }
-#elif defined(__F16C__)
-inline Vec widen(const Half* p) { return (Vec)_mm256_cvtph_ps((__m128i)load<VecHalf>(p)); }
-#else
-inline Vec widen(const Half* p) {
-  Vec v;
-  for (int i = 0; i < kLanes; ++i) v[i] = p[i];
-  return v;
-}
-#endif
-inline VecUint widen(const uint32_t* p) { return load<VecUint>(p); }
-inline VecUint splat(uint32_t x) { return VecUint{} + x; }
-inline Vec accumulate(Vec sum, Vec x, Vec y) { return sum + x * y; }
-
-// For words of two bfloat16, neighbours in the head dimension: two exact products per lane.
-#ifdef __AVX512BF16__
-inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-}
-#else
-inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
-  const VecUint upper = splat(0xffff0000u);
-  return sum + (Vec)(x << 16) * (Vec)(y << 16) + (Vec)(x & upper) * (Vec)(y & upper);
-}
-#endif
-
-inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
-
-// Rotates the lanes of v by `shift` (a power of 2).
-template <int shift>
-inline Vec rotate(Vec v) {
-  return __builtin_shuffle(v, kLane ^ shift);
-}
-// Returns the maximum (sum) of all lanes, in every lane.
-inline Vec max_lanes(Vec v) {
-  if constexpr (kLanes == 16) v = max(v, rotate<8>(v));
-  v = max(v, rotate<4>(v));
-  v = max(v, rotate<2>(v));
-  return max(v, rotate<1>(v));
-}
-inline Vec sum_lanes(Vec v) {
-  if constexpr (kLanes == 16) v += rotate<8>(v);
-  v += rotate<4>(v);
-  v += rotate<2>(v);
-  return v + rotate<1>(v);
-}
-
-// Computes 2^x for x <= 0, relative error about 1e-7; exactly 0 below -126.5.
-inline Vec exp2(Vec x) {
-  const Vec magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer
-  x = max(x, splat(-127.0f));
-  const Vec shifted = x + magic;
-  const Vec f = x - (shifted - magic);
-  const VecInt exponent = (((VecInt)shifted - (VecInt)magic) + 127) << 23;
-  Vec p = splat(1.535336188319500e-4f); // minimax on [-0.5, 0.5] (Cephes exp2f)
-  p = p * f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
-  p = p * f + 1.0f;
-  return p * (Vec)exponent;
-}
 
 // Computes tanh(x), relative error about 2e-7: a rational minimax on [-7.9, 7.9] (Eigen's), where it reaches 1 - 2^-24.
 inline Vec tanh(Vec x) {

@@ -24,7 +24,9 @@ def update(vocabulary, **texts):
 
 
 def extended(vocabulary):
-    return vocabulary.extend(EVERY[:, DRAFT_IDS], HIDDEN)
+    """Logits over ``vocabulary.ids``."""
+    extra = vocabulary.extra_logits(HIDDEN)
+    return torch.cat([EVERY[:, DRAFT_IDS], *([] if extra is None else [extra])], dim=1)
 
 
 def test_own_tokens_are_added(vocabulary):

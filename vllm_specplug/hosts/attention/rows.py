@@ -44,17 +44,24 @@ class TreeRows:
         **fields: Any,
     ) -> Self:
         """Make the rows of a draft level: ``width`` per request, their key/value in the scratch."""
-        query_start = torch.arange(len(context_lens), dtype=torch.int32, device=context_lens.device) * width
+        query_start, query_lens, tree_lens = _equal_trees(len(context_lens), width, tree_len, context_lens.device)
         return cls(
             context_lens=context_lens,
             query_start=query_start,
-            query_lens=torch.full_like(query_start, width),
+            query_lens=query_lens,
             tree_start=tree_start,
-            tree_lens=torch.full_like(query_start, tree_len),
+            tree_lens=tree_lens,
             all_rows=True,
             scratch=scratch,
             **fields,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _equal_trees(num_reqs: int, width: int, tree_len: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return ``query_start``, ``query_lens`` and ``tree_lens`` of a level; they are made once, and only read."""
+    requests = torch.arange(num_reqs, dtype=torch.int32, device=device)
+    return requests * width, torch.full_like(requests, width), torch.full_like(requests, tree_len)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,10 +80,24 @@ class LevelScratch:
     ):
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
         shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()}
-        self.vllm_config, self.layer_names = vllm_config, tuple(shapes)
+        self.vllm_config, self.layer_names, self.device = vllm_config, tuple(shapes), device
         self.scratch = DraftScratch(shapes, dtype, device)
         #: Nodes that one request feeds to the levels.
         self.capacity = options.draft_top_k * max(options.draft_depth - 1, 1)
+        self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def places(self, num_reqs: int, width: int, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the nodes of a level are in the scratch; the tensors are made once, and only read.
+
+        Returns:
+            int32 ``[num_reqs]``, each request's first row; int64 ``[num_reqs * width]``, the rows of the level.
+        """
+        key = num_reqs, width, level
+        if key not in self._places:
+            first = torch.arange(num_reqs, device=self.device) * self.capacity
+            columns = torch.arange(level * width, (level + 1) * width, device=self.device)
+            self._places[key] = first.to(torch.int32), (first.unsqueeze(1) + columns).flatten()
+        return self._places[key]
 
 
 class EagleLevels:
@@ -114,18 +128,15 @@ class EagleLevels:
         self._model, self._scratch, self._level_metadata = model, scratch, level_metadata
         self._positions, self._block_table = positions, block_table[: len(context_lens)]
         self._context_lens, self._place = context_lens, place
-        requests = torch.arange(len(context_lens), dtype=torch.int32, device=positions.device)
-        self._tree_start = requests * scratch.capacity
         self._size = max_num_reqs * scratch.capacity
         self._max_position = scratch.vllm_config.model_config.max_model_len - 1
 
     def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> DraftFeatures:
         """Run the drafter over the nodes of one level, see ``proposers.eagle2.drafting.grow_tree``."""
         num_reqs, width = token_ids.shape
-        columns = torch.arange(level * width, (level + 1) * width, device=token_ids.device)
-        rows = (self._tree_start.long().unsqueeze(1) + columns).flatten()
+        tree_start, rows = self._scratch.places(num_reqs, width, level)
         scratch = self._scratch.scratch.at(rows, self._size)
-        metadata = self._level_metadata(self._block_table, self._context_lens, self._tree_start, mask, scratch)
+        metadata = self._level_metadata(self._block_table, self._context_lens, tree_start, mask, scratch)
         # All nodes of a level share a position; near max_model_len the last ones cannot be emitted anyway.
         positions = (self._positions + level + 1).clamp(max=self._max_position).repeat_interleave(width, dim=-1)
         if self._place is not None:

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options, model_drafter
-from vllm_specplug.core.draft_sampling import Children, DraftSampling, likeliest
+from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
@@ -25,6 +25,7 @@ from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
+from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
@@ -293,11 +294,13 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         sampling: DraftSampling | None = None,
         vocabulary: ContextVocabulary | None = None,
     ) -> Children:
-        logits, draft_ids = self._scorer.logits(hidden), self._scorer.draft_ids
+        logits, draft_ids, extra = self._scorer.logits(hidden), self._scorer.draft_ids, None
         if vocabulary is not None:
-            logits, draft_ids = vocabulary.extend(logits, hidden), vocabulary.ids
+            extra, draft_ids = vocabulary.extra_logits(hidden), vocabulary.ids
         if sampling is None:
-            return likeliest(logits, top_k, draft_ids)
+            return likeliest(logits, top_k, draft_ids, extra)
+        if extra is not None:
+            logits = torch.cat((logits, extra), dim=1)
         return sampling.children(logits, level, top_k, draft_ids)
 
 
