@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-hosts test-others test-fast bench install clean
+.PHONY: demo test test-fast bench install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -16,25 +16,42 @@ demo: install
 
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
 # (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
-# `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.  Two processes run at once,
-# each with one thread: the hosts tier and the slow files of v2 take about as long as the rest.
+# `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
+# Two parts run at once, each in one thread, the longest ones first.
+PARTS := v2 e2e hosts-models hosts-rest ranks unit
+
+RANKS := tests/hosts/test_tensor_parallel.py tests/hosts/test_data_parallel.py
+RANKS_V2 := tests/v2/test_tensor_parallel.py
+MODELS := $(filter-out $(RANKS),$(wildcard tests/hosts/test_[a-l]*.py))
+
+.PHONY: $(addprefix test-,$(PARTS))
+
 test: install
-	@$(MAKE) --no-print-directory --jobs 2 test-hosts test-others
+	@$(MAKE) --no-print-directory --jobs 2 $(addprefix test-,$(PARTS))
 
-SLOW_V2 := $(addprefix tests/v2/test_,tensor_parallel.py mixed_requests.py verification.py)
-
-test-hosts: install
-	$(PYTEST) tests/hosts
-	$(PYTEST) $(SLOW_V2)
-
-test-others: install
-	$(PYTEST) tests/unit tests/e2e
-	$(PYTEST) tests/v2 $(addprefix --ignore=,$(SLOW_V2))
-
-test-fast: install
+test-unit: install
 	$(PYTEST) tests/unit
+
+test-e2e: install
+	$(PYTEST) tests/e2e
+
+test-hosts-models: install
+	$(PYTEST) $(MODELS)
+
+test-hosts-rest: install
+	$(PYTEST) tests/hosts $(addprefix --ignore=,$(MODELS) $(RANKS))
+
+test-v2: install
+	$(PYTEST) tests/v2 --ignore=$(RANKS_V2)
+
+# Several processes each.
+test-ranks: install
+	$(PYTEST) $(RANKS)
+	$(PYTEST) $(RANKS_V2)
+
+test-fast: test-unit
 
 # At most 35 minutes: an interrupt at 30 keeps what was measured.  All of benchmarks/ takes longer.
 bench: install

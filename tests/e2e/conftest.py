@@ -14,8 +14,6 @@ PRELOADED = os.environ.get("LD_PRELOAD")  # at collection: engines in this proce
 TOPICS = (
     "the water cycle", "binary search", "photosynthesis", "prime numbers", "a good night's sleep", "volcanoes",
     "the stock market", "vaccines", "recursion in Python", "the French Revolution", "sourdough bread", "black holes",
-    "public speaking", "linked lists", "the Moon's phases", "compound interest", "coral reefs", "chess openings",
-    "electric cars", "a haiku",
 )  # fmt: skip
 TEMPLATES = (
     "Explain {} to a ten-year-old in a few sentences.",
@@ -46,5 +44,5 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def conversations() -> list[list[dict[str, str]]]:
-    """Sixty chat prompts."""
+    """Thirty-six chat prompts."""
     return [[{"role": "user", "content": t.format(topic)}] for t, topic in product(TEMPLATES, TOPICS)]

@@ -1,4 +1,4 @@
-"""What the plugin adds to a server's memory: the drafter, its paged KV, and at most 270 MB.
+"""What the plugin adds to a server's memory: the drafter, its paged KV, and at most 270 MB, uncompiled.
 
 Of pages that the system cannot drop: those of a library's file, like LLVM's 80 MiB, can be read again.
 """
@@ -13,15 +13,15 @@ KV_GIB = 1
 
 
 def memory_mib(method, smollm2, tmp_path) -> dict[str, int]:
-    engine = {"model": smollm2, "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8}
+    engine = {"model": smollm2, "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True}
     engine["disable_log_stats"] = False  # the worker reads the draft counters
     worker = Worker(Method(method, METHODS[method]), engine, KV_GIB, tmp_path / f"{method}.log")
     try:
         worker.receive()
         questions = [Question(str(i), "memory", f"Write a long story about {i} ships.") for i in range(8)]
-        worker.generate(questions, max_tokens=96)
+        worker.generate(questions, max_tokens=32)
         processes = family_status(worker.process.pid)
-        # A server's processes.  Their names do not tell: where the model is compiled anew they lose them.
+        # A server's processes.
         said = worker.log.read_text()
         assert "(EngineCore pid=" in said and "(Worker pid=" in said, said[-2000:]
         return {

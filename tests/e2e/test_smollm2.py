@@ -18,11 +18,14 @@ from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 
 REPOSITORY = Path(__file__).parents[2]
+#: On all conversations, or on as many of the first ones.
 SAMPLING = {
     "greedy": {"temperature": 0.0, "max_tokens": 32},
-    "temperature 0.7": {"temperature": 0.7, "max_tokens": 24},
-    "temperature 1.0, top_p, top_k": {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24},
-}
+    "temperature 0.7": {"temperature": 0.7, "max_tokens": 24, "conversations": 16},
+    "temperature 1.0, top_p, top_k": {
+        "temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24, "conversations": 16
+    },
+}  # fmt: skip
 #: On the first conversations only, greedy or with a seed; what each does is told from the tests on the tiny model.
 FEW = 8
 PARAMETERS = {
@@ -34,7 +37,7 @@ PARAMETERS = {
     "logit_bias": {"logit_bias": {28: 2.0, 30: -3.0}},
     "bad_words": {"bad_words": [" the", " a", "."]},
     "stop": {"temperature": 0.8, "stop": [".", "\n"]},
-    "min_tokens": {"temperature": 0.8, "stop": [","], "min_tokens": 16},
+    "min_tokens": {"temperature": 0.8, "stop": [","], "min_tokens": 8},
     "regex": {"structured_outputs": {"regex": "(Yes|No|Maybe), because [a-z ]{5,60}\\."}},
     "all together": {
         "temperature": 0.8, "top_p": 0.95, "top_k": 60, "min_p": 0.02, "repetition_penalty": 1.1,
@@ -42,11 +45,11 @@ PARAMETERS = {
     },
 }  # fmt: skip
 EVERYTHING = SAMPLING | {
-    name: {"temperature": 0.0, "max_tokens": 24, "conversations": FEW} | params for name, params in PARAMETERS.items()
+    name: {"temperature": 0.0, "max_tokens": 16, "conversations": FEW} | params for name, params in PARAMETERS.items()
 }
 EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 MEDUSA = {"method": "medusa", "model": "smollm2-135m-instruct"}
-SWIFT = {"method": "swift", "num_speculative_tokens": 8}
+SWIFT = {"method": "swift", "num_speculative_tokens": 4}
 
 pytestmark = pytest.mark.smollm2
 
@@ -90,8 +93,8 @@ def check_same(found: dict, plain: dict, name: str) -> None:
 
 
 def test_batch_of_8(smollm2, conversations, plain):
-    # A fixed budget: whether drafting pays at this batch size depends on the machine.
-    fixed = {**EAGLE2, "budget": "fixed"}
+    # A fixed budget: whether drafting pays at this batch size depends on the machine.  Small trees: 72 rows a step.
+    fixed = {**EAGLE2, "budget": "fixed", "num_speculative_tokens": 8, "draft_depth": 4}
     found = answer(smollm2, conversations, EVERYTHING, max_num_seqs=8, speculative_config=fixed)
     for name in EVERYTHING:
         check_same(found, plain, name)
@@ -135,4 +138,4 @@ def test_medusa_accepts_what_calibration_expects(smollm2, conversations, plain, 
     served = answer(smollm2, conversations[1::2], greedy, max_num_seqs=8, speculative_config=MEDUSA | tree)
     assert served["greedy"] == plain["greedy"][1::2]
     tau = 1 + served["accepted"] / served["drafts"]
-    assert tau == pytest.approx(result["expected_tau"][-1], rel=0.1) and tau > 1.2
+    assert tau == pytest.approx(result["expected_tau"][-1], rel=0.15) and tau > 1.2

@@ -157,7 +157,12 @@ def attention(llm):
 def rounded_attention(start, monkeypatch):
     """Plain decoding and SWIFT with all attention in float64, rounded once: the host's kernel and ours sum in different
     orders otherwise."""
-    engines = [start(changes, enable_prefix_caching=False, max_num_seqs=1) for changes in (None, {})]
+    options = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": 4 << 20,
+    }  # few pages to convert
+    engines = [start(changes, **options) for changes in (None, {})]
 
     def compute(query, output, kv_cache, layout, table, context, start, lens, key, value, tree_start, tree_lens, *rest):
         exact = torch.zeros(output.shape, dtype=torch.float64)

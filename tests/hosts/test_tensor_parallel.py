@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from torch.utils.cpp_extension import get_default_build_root
+from vllm import SamplingParams, envs
 
 from tests.doubles import tiny
-from tests.hosts.conftest import SWIFT, TREE, needs_vnni
+from tests.hosts.conftest import SWIFT, TREE, make_prompts, needs_vnni, token_ids
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.utils.published import publish
@@ -24,7 +26,8 @@ PROGRAM = """
 import json, shutil, sys, time
 from pathlib import Path
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
-from vllm import LLM, SamplingParams
+from tests.hosts.test_tensor_parallel import make_params
+from vllm import LLM
 from vllm_specplug.utils.published import publish
 
 def kept(worker):
@@ -52,13 +55,6 @@ def ray_serves_cpus():
 
     CpuPlatform.ray_device_key = "GPU"
 
-def make_params(temperature):
-    # A temperature of its own for every second request; some without a seed.
-    return [
-        SamplingParams(temperature=temperature * (i % 2), seed=None if i == 3 else i, max_tokens=30, ignore_eos=True)
-        for i in range(8)
-    ]
-
 if __name__ == "__main__":
     model, options, runs, out, *new_version = sys.argv[1:]
     if "ray" in options:
@@ -83,6 +79,15 @@ if __name__ == "__main__":
     llm.llm_engine.engine_core.shutdown()
 """
 
+
+def make_params(temperature: float) -> list[SamplingParams]:
+    """A temperature for every second request; one has no seed."""
+    return [
+        SamplingParams(temperature=temperature * (i % 2), seed=None if i == 3 else i, max_tokens=30, ignore_eos=True)
+        for i in range(8)
+    ]
+
+
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
@@ -104,7 +109,7 @@ def run(
     """Answer in two ranks; ``new_version``: a published folder, and a checkpoint to publish behind the first run."""
     program, out = folder / "program.py", folder / "out.json"
     program.write_text(PROGRAM)
-    # Costs are measured anew; kernels are not compiled again.
+    # Costs are measured anew; kernels are not compiled again, and vLLM does not inspect the models again.
     kernels = Path(get_default_build_root())
     kernels.mkdir(parents=True, exist_ok=True)
     (folder / "torch_extensions").symlink_to(kernels)
@@ -117,6 +122,7 @@ def run(
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "XDG_CACHE_HOME": str(folder),
+        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,
         "RAY_raylet_start_wait_time_s": "300",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -128,16 +134,13 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoints, tmp_path_factory):
+def plain(engine):
     """Plain vLLM's answers of one rank, by target and temperature."""
-    found = {}
 
+    @functools.cache
     def answers(temperature: float = 0.8, target: str = "target") -> list:
-        if (target, temperature) not in found:
-            folder = tmp_path_factory.mktemp("plain")
-            done = run(checkpoints[target], None, folder, (temperature,), tensor_parallel_size=1)
-            found[target, temperature] = done["results"][0]["tokens"]
-        return found[target, temperature]
+        outputs = engine(target=target).generate(make_prompts(8, seed=7), make_params(temperature), use_tqdm=False)
+        return token_ids(outputs)
 
     return answers
 

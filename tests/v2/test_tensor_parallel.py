@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm import SamplingParams, envs
 
-from tests.v2.conftest import ENGINE, PLAIN
+from tests.hosts.conftest import make_prompts
+from tests.v2.conftest import ENGINE
 
 PROGRAM = """
 import itertools, json, sys
@@ -20,21 +22,16 @@ from tests.doubles import interpreted_ranks
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    model, options, out = sys.argv[1:]
+    model, options, params, out = sys.argv[1:]
     llm = LLM(model, **conftest.ENGINE | json.loads(options))
     round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
     if round_budget:
         turns = itertools.cycle((7, 0, 7, 7))
         round_budget.plan = lambda _: next(turns)
-    params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=None if i == 3 else i, max_tokens=12, ignore_eos=True)
-        for i in range(4)
-    ]
+    params = [SamplingParams(**one) for one in json.loads(params)]
     results, tau = [], 1
     for number in range(3):
         if number == 2:
-            if not llm.llm_engine.vllm_config.speculative_config:
-                break
             tau = conftest.acceptance_length(llm)
             llm.collective_rpc("spoil")
             llm.reset_prefix_cache()
@@ -47,6 +44,10 @@ if __name__ == "__main__":
 #: Imported by Python at its start: the ranks are new processes.
 SITE = "from tests.doubles.interpreter import use_interpreter\n\nuse_interpreter()\n"
 
+#: The last request has neither a seed nor temperature 0.
+PARAMS = [
+    {"temperature": 0.8 * (i % 2), "seed": None if i == 3 else i, "max_tokens": 8, "ignore_eos": True} for i in range(4)
+]
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
 
 pytestmark = [
@@ -55,8 +56,8 @@ pytestmark = [
 ]
 
 
-def run(model: Path, speculative: dict | None, folder: Path, **options) -> dict:
-    """Answer twice, in two ranks; with trees a third time, while the second rank drafts other tokens."""
+def run(model: Path, speculative: dict, folder: Path, **options) -> dict:
+    """Answer twice in two ranks, and a third time while the second rank drafts other tokens."""
     program, out, site = folder / "program.py", folder / "out.json", folder / "site"
     site.mkdir()
     program.write_text(PROGRAM)
@@ -66,24 +67,25 @@ def run(model: Path, speculative: dict | None, folder: Path, **options) -> dict:
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
         "PYTHONPATH": os.pathsep.join((str(site), str(Path(__file__).parents[2]))),
         "XDG_CACHE_HOME": str(folder),
+        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,
     }
     options = {
-        **(ENGINE if speculative else PLAIN),
+        **ENGINE,
         "tensor_parallel_size": 2,
         "speculative_config": speculative,
         "worker_extension_cls": "tests.doubles.interpreted_ranks.Rank",
         **options,
     }
-    command = [sys.executable, str(program), str(model), json.dumps(options), str(out)]
+    command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(PARAMS), str(out)]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoints, tmp_path_factory):
-    first, _ = run(checkpoints["target"], None, tmp_path_factory.mktemp("plain"))["results"]
-    return first["tokens"]
+def plain(plainly):
+    """Plain vLLM's answers of one rank."""
+    return plainly(make_prompts(4, longest=40), [SamplingParams(**one) for one in PARAMS])[0]
 
 
 def seeded(tokens: list) -> list:
