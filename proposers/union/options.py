@@ -26,6 +26,7 @@ _UNION_ONLY = (
     "typical_epsilon",
     "typical_delta",
     "tree_attention",
+    "linear_rows",
     "on_failure",
     "reload",
 )

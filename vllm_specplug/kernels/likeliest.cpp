@@ -20,15 +20,6 @@ constexpr int kVectors = 4;               // vectors of a block
 constexpr int kBlock = kVectors * kLanes; // values that are compared at once
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-inline float to_float(float x) { return x; }
-inline float to_float(Half x) { return x; }
-inline float to_float(uint16_t bits) {
-  const uint32_t word = static_cast<uint32_t>(bits) << 16;
-  float x;
-  std::memcpy(&x, &word, sizeof(x));
-  return x;
-}
-
 // The largest values so far and their columns, best first; of equal ones the lower column.
 class Best {
  public:

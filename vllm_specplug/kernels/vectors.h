@@ -63,6 +63,14 @@ inline Vec widen(const Half* p) {
   return v;
 }
 #endif
+inline float to_float(float x) { return x; }
+inline float to_float(Half x) { return x; }
+inline float to_float(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof(x));
+  return x;
+}
 inline VecUint widen(const uint32_t* p) { return load<VecUint>(p); }
 inline VecUint splat(uint32_t x) { return VecUint{} + x; }
 inline Vec accumulate(Vec sum, Vec x, Vec y) { return sum + x * y; }

@@ -81,7 +81,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
         in_int8 = getattr(model_drafter(self.specplug), "draft_int8", False)
-        return f"specplug-{'int8-' if in_int8 else ''}{super().compute_hash()}"
+        kinds = f"{'int8-' if in_int8 else ''}{f'rows{rows}-' if (rows := self.specplug.linear_rows) else ''}"
+        return f"specplug-{kinds}{super().compute_hash()}"
 
     def __post_init__(self):
         result = super().__post_init__()
@@ -210,6 +211,12 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
 
 def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, parallel: Any) -> None:
     runner = V2 if v2 else None if on_cpu else V1_CUDA
+    if options.linear_rows and (runner is not None or options.reload):
+        found = "reload=true" if runner is None else runner.name
+        raise ConfigError(
+            f"linear_rows={options.linear_rows} is for the V1 runner on a CPU, with a drafter whose weights stay "
+            f"(found {found}): leave it out"
+        )
     if runner is None:
         return
     check_options(options, runner)

@@ -177,6 +177,7 @@ def facts_of(runner: Any) -> dict[str, Any]:
         "verification": options.verification,
         "attention": sorted({f"{type(layer.impl).__module__}.{type(layer.impl).__name__}" for layer in layers}),
         "tree attention": options.tree_attention,
+        "linear rows": options.linear_rows,
         "compilation": str(config.compilation_config.mode),
         "graphs": str(config.compilation_config.cudagraph_mode),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],

@@ -61,6 +61,7 @@ class CostMeasurement:
             "method": self._options.method,
             "drafter": getattr(drafter, "model", None),
             "int8": getattr(drafter, "draft_int8", False),
+            "linear_rows": self._options.linear_rows,
             "quantization": config.model_config.quantization,
             "lora_rank": config.lora_config.max_lora_rank if config.lora_config else None,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,

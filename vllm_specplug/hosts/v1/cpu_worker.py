@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.cpu import check_layers, tree_backend_selected
 from vllm_specplug.hosts.proof.worker import ProvesTrees
+from vllm_specplug.hosts.row_linear import row_linear_layers
 from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden
 from vllm_specplug.kernels.tree_attention import select_backend
@@ -70,7 +71,8 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         select_backend()  # builds the op, or logs why it cannot, before the first request
-        with tree_backend_selected():
+        linear_rows = self.vllm_config.speculative_config.specplug.linear_rows
+        with tree_backend_selected(), row_linear_layers(linear_rows):
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
 

@@ -1,0 +1,88 @@
+"""Linear layers over few rows, against torch in float64."""
+
+import pytest
+import torch
+
+from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.kernels.row_linear import DTYPES, make_row_linear
+
+pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
+#: Of a sum of 600 products of numbers around 1, and of the rounding of the result.
+BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.6, torch.float16: 0.08}
+
+
+def inputs_of(rows, outputs, size, dtype):
+    generator = torch.Generator().manual_seed(rows * 1000 + outputs)
+    made = [torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, size), (outputs, size), (outputs,))]
+    return made
+
+
+def check(found, x, weight, bias):
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.dtype == x.dtype and found.shape == expected.shape
+    assert (found.double() - expected).abs().max() < BOUND[x.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "size"), [(1, 1), (7, 30), (96, 64), (100, 576), (33, 601)])
+def test_same_as_torch(dtype, outputs, size):
+    linear = make_row_linear(None, 20)
+    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 20, 21, 50):  # torch computes what is above 20
+        x, weight, bias = inputs_of(rows, outputs, size, dtype)
+        for added in (None, bias):
+            if rows:
+                check(linear(x, weight, added), x, weight, added)
+            else:
+                assert linear(x, weight, added).shape == (0, outputs)
+
+
+def test_each_row_is_its_own():
+    """A row's result does not depend on how many rows there are, nor on their values."""
+    x, weight, _ = inputs_of(13, 100, 576, torch.float32)
+    linear = make_row_linear(None, 20)
+    whole = linear(x, weight, None)
+    for count in range(1, 13):
+        assert torch.equal(linear(x[:count], weight, None), whole[:count])
+
+
+def test_other_shapes_and_strides():
+    x, weight, bias = inputs_of(12, 100, 64, torch.float32)
+    linear = make_row_linear(None, 20)
+    expected = linear(x, weight, bias)
+    assert torch.equal(linear(x.view(3, 4, 64), weight, bias), expected.view(3, 4, 100))
+    wider = torch.cat((x, x), dim=1)
+    assert torch.equal(linear(wider[:, :64], weight, bias), expected)
+
+
+@pytest.mark.parametrize("max_rows", [0, 4])
+def test_vllms_product_takes_more_rows(max_rows):
+    ops = pytest.importorskip("vllm._custom_ops")
+    x, weight, bias = inputs_of(9, 96, 64, torch.float32)
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    linear = make_row_linear(handler.handler_tensor, max_rows)
+    found = linear(x, weight, bias)
+    assert torch.equal(found, ops.onednn_mm(handler, x, bias))
+    check(found, x, weight, bias)
+
+
+def test_compiled_for_any_number_of_rows():
+    weight, bias = inputs_of(1, 96, 64, torch.float32)[1:]
+    linear, calls = make_row_linear(None, 4), []
+
+    def count(graph, _):
+        calls.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: linear(x * 2, weight, bias), backend=count, dynamic=True, fullgraph=True)
+    for rows in (3, 5, 9):
+        x = inputs_of(rows, 96, 64, torch.float32)[0]
+        assert torch.equal(compiled(x), linear(x * 2, weight, bias))
+    assert len(calls) == 1
+
+
+def test_wrong_inputs_are_refused():
+    x, weight, bias = inputs_of(2, 96, 64, torch.float32)
+    linear = make_row_linear(None, 4)
+    for arguments in ((x[:, :32], weight, None), (x.bfloat16(), weight, None), (x, weight, bias.bfloat16())):
+        with pytest.raises(RuntimeError, match="row_linear"):
+            linear(*arguments)

@@ -1,0 +1,63 @@
+"""Linear layers on a CPU by our operator where a step has few rows, see ``kernels.row_linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers import utils
+from vllm.platforms import current_platform
+
+from vllm_specplug.kernels.row_linear import DTYPES, make_row_linear
+
+#: Shapes for which oneDNN keeps compiled code, as vLLM asks.
+_KEPT_SHAPES = 32
+
+
+@contextmanager
+def row_linear_layers(max_rows: int) -> Iterator[None]:
+    """Let unquantised linear layers that are loaded inside compute up to ``max_rows`` rows by our operator.
+
+    They keep their weights as they are, beside those that vLLM packs for more rows.  0: vLLM computes all.
+    """
+    if not max_rows:
+        yield
+        return
+    honest = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        if _has_kernels_of_its_own(weight):
+            honest(layer, remove_weight)
+            return
+        packed = _pack(weight)
+        linear = make_row_linear(packed and packed.handler_tensor, max_rows)
+        if linear is None:
+            honest(layer, remove_weight)
+            return
+        layer.cpu_linear, layer.packed_weight = linear, packed  # the memory lives as long as the latter
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = honest
+
+
+def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
+    """Whether vLLM has other kernels for this weight than oneDNN's: on CPUs with AMX, on Zen with zentorch."""
+    if weight.is_meta or weight.ndim != 2 or weight.dtype not in DTYPES or not weight.is_contiguous():
+        return True
+    is_zen: Any = getattr(current_platform, "is_zen_cpu", lambda: False)
+    return is_zen() or utils.check_cpu_sgl_kernel(*weight.shape, weight.dtype)
+
+
+def _pack(weight: torch.Tensor) -> Any:
+    """Let oneDNN pack the weight, as vLLM does; None where it cannot, and torch computes more rows."""
+    try:
+        return ops.create_onednn_mm(weight.t(), _KEPT_SHAPES)
+    except (AttributeError, RuntimeError):
+        return None
