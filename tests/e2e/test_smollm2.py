@@ -21,13 +21,13 @@ REPOSITORY = Path(__file__).parents[2]
 #: On all conversations, or on as many of the first ones.
 SAMPLING = {
     "greedy": {"temperature": 0.0, "max_tokens": 32},
-    "temperature 0.7": {"temperature": 0.7, "max_tokens": 24, "conversations": 16},
+    "temperature 0.7": {"temperature": 0.7, "max_tokens": 24, "conversations": 8},
     "temperature 1.0, top_p, top_k": {
-        "temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24, "conversations": 16
+        "temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24, "conversations": 8
     },
 }  # fmt: skip
 #: On the first conversations only, greedy or with a seed; what each does is told from the tests on the tiny model.
-FEW = 8
+FEW = 6
 PARAMETERS = {
     "nothing else": {},
     "nothing else, seeded": {"temperature": 0.8},
@@ -120,8 +120,8 @@ def test_parameters(smollm2, conversations, plain, method):
 
 def test_batch_of_1(smollm2, conversations, plain):
     greedy = {"greedy": SAMPLING["greedy"]}
-    found = answer(smollm2, conversations, greedy, max_num_seqs=1, speculative_config=EAGLE2)
-    assert found["greedy"] == plain["greedy"]
+    found = answer(smollm2, conversations[::2], greedy, max_num_seqs=1, speculative_config=EAGLE2)
+    assert found["greedy"] == plain["greedy"][::2]
 
 
 def test_medusa_accepts_what_calibration_expects(smollm2, conversations, plain, tmp_path):

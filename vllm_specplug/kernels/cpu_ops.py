@@ -40,8 +40,7 @@ def _load() -> Any:
     """Build the operators once per (source, torch, CPU) and load them."""
     from torch.utils import cpp_extension
 
-    identity = [*(source.read_text() for source in (*_SOURCES, *_HEADERS)), torch.__version__, *_FLAGS, _cpu_identity()]
-    name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    name = library_name(torch.__version__)
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     # This lock ends with its process.  If cpp_extension's own lock file exists now, a killed process has left it.
     with open(folder / "build.flock", "w") as lock, _scripts_on_path():
@@ -56,6 +55,13 @@ def _load() -> Any:
             is_python_module=False,
         )
     return getattr(torch.ops, name)
+
+
+def library_name(torch_version: str) -> str:
+    """Return the name of the operators' library, which tells what it is built from and for."""
+    sources = [source.read_text() for source in (*_SOURCES, *_HEADERS)]
+    identity = [*sources, torch_version, *_FLAGS, _cpu_identity()]
+    return "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
 
 
 def _cpu_identity() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -91,9 +90,7 @@ def operators_file() -> Path:
 
     from vllm_specplug.kernels import cpu_ops
 
-    sources = [source.read_text() for source in cpu_ops._SOURCES]
-    identity = [*sources, load("torch").__version__, *cpu_ops._FLAGS, cpu_ops._cpu_identity()]
-    name = "specplug_" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    name = cpu_ops.library_name(load("torch").__version__)
     return Path(cpp_extension._get_build_directory(name, verbose=False)) / f"{name}.so"
 
 

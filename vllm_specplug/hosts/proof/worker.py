@@ -208,6 +208,6 @@ def source_digest() -> str:
     root, digest = Path(vllm_specplug.__file__).parent, hashlib.sha256()
     for part in ("core", "kernels", "hosts"):
         for path in sorted((root / part).rglob("*")):
-            if path.suffix in (".py", ".cpp"):
+            if path.suffix in (".py", ".cpp", ".h"):
                 digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
