@@ -27,6 +27,7 @@ SAMPLING = {
     },
 }  # fmt: skip
 #: On the first conversations only, greedy or with a seed; what each does is told from the tests on the tiny model.
+#: Medusa and SWIFT answer the first half of them.
 FEW = 6
 PARAMETERS = {
     "nothing else": {},
@@ -88,8 +89,9 @@ def plain(smollm2, conversations):
 
 def check_same(found: dict, plain: dict, name: str) -> None:
     stops = "stop" in EVERYTHING[name]
-    answers = zip(found[name], plain[name], strict=True)
-    assert [comparable(one, other, stops) for one, other in answers] == plain[name], name
+    expected = plain[name][: len(found[name])]
+    answers = zip(found[name], expected, strict=True)
+    assert [comparable(one, other, stops) for one, other in answers] == expected, name
 
 
 def test_batch_of_8(smollm2, conversations, plain):
@@ -97,6 +99,7 @@ def test_batch_of_8(smollm2, conversations, plain):
     fixed = {**EAGLE2, "budget": "fixed", "num_speculative_tokens": 8, "draft_depth": 4}
     found = answer(smollm2, conversations, EVERYTHING, max_num_seqs=8, speculative_config=fixed)
     for name in EVERYTHING:
+        assert len(found[name]) == len(plain[name])
         check_same(found, plain, name)
     assert 1 + found["accepted"] / found["drafts"] > 1.4
 
@@ -112,8 +115,9 @@ def test_parameters_do_something(plain):
 def test_parameters(smollm2, conversations, plain, method):
     few = {name: params for name, params in EVERYTHING.items() if name in PARAMETERS}
     fixed = {**method, "budget": "fixed"}
-    found = answer(smollm2, conversations[:FEW], few, max_num_seqs=8, speculative_config=fixed)
+    found = answer(smollm2, conversations[: FEW // 2], few, max_num_seqs=8, speculative_config=fixed)
     for name in PARAMETERS:
+        assert len(found[name]) == FEW // 2
         check_same(found, plain, name)
     assert found["drafts"]
 

@@ -88,7 +88,7 @@ def test_other_platforms(monkeypatch, kind, runner, active):
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_cpu_without_bfloat16_is_advised_to_serve_in_float32(monkeypatch, slow):
     monkeypatch.setattr(doctor, "_installation", lambda: Installation("CpuPlatform", "cpu", "V1", "for a test"))
-    monkeypatch.setattr(doctor, "is_slow_in_bfloat16", lambda: slow)
+    monkeypatch.setattr(doctor, "lacks_avx512", lambda: slow)
     assert ("--dtype float32 " in doctor.recommend()) == ("--dtype float32" in doctor._torch().hint) == slow
     monkeypatch.setattr(doctor, "_installation", lambda: Installation("CudaPlatform", "cuda", "V2", "for a test"))
     assert not doctor._torch().hint and "float32" not in doctor.recommend()

@@ -7,7 +7,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.hosts.conftest import SEEDED, TREE, acceptance_length, make_prompts, runner_of, token_ids
-from vllm_specplug.config import ConfigError
+from vllm_specplug.hosts import row_linear
+from vllm_specplug.hosts.compat import speculative_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 #: Rows of one tree; two trees are computed by vLLM's product.
@@ -64,11 +65,20 @@ def test_control_with_other_weights(engine, prompts):
         llm.reset_prefix_cache()
 
 
-def test_without_it_vllm_computes_all(engine):
-    llm = engine("eagle")
-    assert not [layer for layer in layers_of(llm) if "row_linear" in layer.cpu_linear.__module__]
+@pytest.mark.parametrize("lacks", [False, True])
+def test_by_default_only_without_avx512(engine, monkeypatch, lacks):
+    monkeypatch.setattr(speculative_config, "lacks_avx512", lambda: lacks)
+    llm = engine("reduced", max_num_seqs=2 + lacks)  # engines are kept by their options
+    ours = [layer for layer in layers_of(llm) if "row_linear" in layer.cpu_linear.__module__]
+    assert bool(ours) == lacks
+    head = runner_of(llm).drafter._scorer.head
+    assert ("row_linear" in head.cpu_linear.__module__) == lacks
 
 
-def test_not_with_a_drafter_that_is_exchanged(engine):
-    with pytest.raises(ConfigError, match=r"linear_rows=24 is for the V1 runner on a CPU.*reload=true.*leave it out"):
-        engine("eagle", {**ROWS, "reload": True}, max_num_seqs=2)
+def test_weights_that_are_kept_twice_are_bounded(engine, prompts, monkeypatch):
+    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    monkeypatch.setattr(row_linear, "MOST_KEPT_TWICE", 1 << 16)
+    llm = engine("eagle", ROWS, max_num_seqs=4)
+    ours = ["row_linear" in layer.cpu_linear.__module__ for layer in layers_of(llm)]
+    assert any(ours) and not all(ours)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected

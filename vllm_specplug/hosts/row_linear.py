@@ -15,22 +15,26 @@ from vllm_specplug.kernels.row_linear import DTYPES, make_row_linear
 
 #: Shapes for which oneDNN keeps compiled code, as vLLM asks.
 _KEPT_SHAPES = 32
+#: Bytes of weights that are kept twice; vLLM computes the layers beyond.  It is a bound of what the option may add to a
+#: process, not a measured optimum.
+MOST_KEPT_TWICE = 2 << 30
 
 
 @contextmanager
-def row_linear_layers(max_rows: int) -> Iterator[None]:
+def row_linear_layers(max_rows: int | None) -> Iterator[None]:
     """Let unquantised linear layers that are loaded inside compute up to ``max_rows`` rows by our operator.
 
-    They keep their weights as they are, beside those that vLLM packs for more rows.  0: vLLM computes all.
+    They keep their weights as they are, beside those that vLLM packs for more rows.  0 or None: vLLM computes all.
     """
-    if not max_rows:
+    if not max_rows or not hasattr(torch.ops._C, "onednn_mm"):
         yield
         return
-    honest = utils.dispatch_cpu_unquantized_gemm
+    honest, kept_twice = utils.dispatch_cpu_unquantized_gemm, 0
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
+        nonlocal kept_twice
         weight = layer.weight
-        if _has_kernels_of_its_own(weight):
+        if _has_kernels_of_its_own(weight) or kept_twice + weight.nbytes > MOST_KEPT_TWICE:
             honest(layer, remove_weight)
             return
         packed = _pack(weight)
@@ -39,6 +43,7 @@ def row_linear_layers(max_rows: int) -> Iterator[None]:
             honest(layer, remove_weight)
             return
         layer.cpu_linear, layer.packed_weight = linear, packed  # the memory lives as long as the latter
+        kept_twice += weight.nbytes if packed else 0
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
     try:

