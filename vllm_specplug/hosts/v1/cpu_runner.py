@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -12,16 +16,59 @@ from vllm_specplug.hosts.kv_groups import AlikeLayers
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.kernels.tree_attention import write_rows
 
+#: A step of more tree rows gets memory of its own: the shared memory is 16 MiB for a Llama of 8 billion parameters.
+SHARED_ROWS = 128
+
+
+class RowRooms:
+    """Memory for the key/value of a step's tree rows until they are committed; all steps use the same.
+
+    Args:
+        layers: the target's.
+        dtype: of their key/value.
+    """
+
+    def __init__(self, layers: Sequence[AlikeLayers], dtype: torch.dtype):
+        self._layers, self._dtype = layers, dtype
+        self._memory = [torch.empty(math.prod(self._shape(alike, SHARED_ROWS)), dtype=dtype) for alike in layers]
+        self._made: dict[int, tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]] = {}
+
+    def of(self, num_rows: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Return ``kept`` and ``kept_of`` of ``CpuTreeRows`` for a step of ``num_rows`` tree rows."""
+        if num_rows > SHARED_ROWS:
+            shapes = [self._shape(alike, num_rows) for alike in self._layers]
+            return self._with_names([torch.empty(shape, dtype=self._dtype) for shape in shapes])
+        if num_rows not in self._made:
+            shapes = [self._shape(alike, num_rows) for alike in self._layers]
+            rooms = [all_[: math.prod(shape)].view(shape) for all_, shape in zip(self._memory, shapes, strict=True)]
+            self._made[num_rows] = self._with_names(rooms)
+        return self._made[num_rows]
+
+    @staticmethod
+    def _shape(alike: AlikeLayers, num_rows: int) -> tuple[int, ...]:
+        impl = next(iter(alike.layers.values())).impl
+        return len(alike.layers), 2, num_rows, impl.num_kv_heads, impl.head_size
+
+    def _with_names(self, rooms: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        kept_of: dict[str, torch.Tensor] = {}
+        for alike, room in zip(self._layers, rooms, strict=True):
+            kept_of.update(zip(alike.layers, room.unbind(0), strict=True))
+        return tuple(rooms), kept_of
+
 
 class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
     """vLLM's CPU runner with draft trees."""
 
     level_metadata = staticmethod(level_metadata)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        self._rooms = RowRooms(self.alike_layers, self.model_config.dtype)
+
     def _tree_rows(self, context_lens, start, lens, mask, masked, flat_rows, all_rows) -> CpuTreeRows:
         if len(masked) < len(lens):
             lens = torch.zeros_like(lens).index_copy_(0, index := torch.tensor(masked), lens[index])
-        kept = tuple(self._room_for(alike, len(flat_rows)) for alike in self.alike_layers)
+        kept, kept_of = self._rooms.of(len(flat_rows))
         return CpuTreeRows(
             context_lens=context_lens,
             query_start=start,
@@ -32,17 +79,8 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
             all_rows=all_rows,
             commit_rows=flat_rows,
             kept=kept,
-            kept_of={
-                name: part
-                for alike, rows in zip(self.alike_layers, kept, strict=True)
-                for name, part in zip(alike.layers, rows.unbind(0), strict=True)
-            },
+            kept_of=kept_of,
         )
-
-    def _room_for(self, alike: AlikeLayers, num_rows: int) -> torch.Tensor:
-        impl = next(iter(alike.layers.values())).impl
-        shape = (len(alike.layers), 2, num_rows, impl.num_kv_heads, impl.head_size)
-        return torch.empty(shape, dtype=self.model_config.dtype)
 
     def commit(self, plan: StepPlan) -> None:
         """Write the accepted rows' key/value behind the context, in all layers.
