@@ -19,8 +19,7 @@ demo: install
 # `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
-# Two parts run at once, each in one thread, the longest ones first.  (With three, those of several ranks took twice as
-# long on two cores, and nothing was gained.)
+# Two parts run at once, each in one thread, the longest ones first.
 PARTS := v2 e2e hosts-models hosts-rest ranks unit
 
 RANKS := tests/hosts/test_tensor_parallel.py tests/hosts/test_data_parallel.py

@@ -1,5 +1,7 @@
 """Measures the linear layers by rows, vLLM's and ours (`linear_rows`): what each further row of a tree costs.
 
+Of torch's own product, which needs no packed copy of the weights, the rows of prompts are measured too.
+
     python benchmarks/micro/matrix_rows.py --out matrix_rows.json
 
 All matrices of one layer of SmolLM2-135M, random weights of so many layers that they do not fit into the cache, one
@@ -23,18 +25,18 @@ from vllm_specplug.utils.tables import format_table
 
 #: Outputs and inputs of the products: query/key/value, attention output, gate/up, down.
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128, 256)
 LAYERS, PASSES = 16, 5
 
 
 def layer_milliseconds(dtype: torch.dtype) -> dict[str, dict[int, float]]:
-    """Return the milliseconds of a layer's products by rows, of vLLM's operator and of ours; they take turns."""
+    """Return the milliseconds of a layer's products by rows, of vLLM's operator, ours and torch's; they take turns."""
     layers = []
     for outputs, inputs in SHAPES * LAYERS:
         layers.append(torch.nn.Linear(inputs, outputs, bias=False, dtype=dtype).requires_grad_(False))
         dispatch_cpu_unquantized_gemm(layers[-1], remove_weight=False)
     ours = make_row_linear(None, max(ROWS))
-    found: dict[str, dict[int, float]] = {"vllm": {}, "ours": {}}
+    found: dict[str, dict[int, float]] = {"vllm": {}, "ours": {}, "torch": {}}
     for rows in ROWS:
         inputs = {size: torch.randn(rows, size, dtype=dtype) for _, size in SHAPES}
         seconds: dict[str, list[float]] = {name: [] for name in found}
@@ -42,7 +44,7 @@ def layer_milliseconds(dtype: torch.dtype) -> dict[str, dict[int, float]]:
             for name, passed in seconds.items():
                 begin = time.perf_counter()
                 for layer in layers:
-                    linear = ours if name == "ours" else layer.cpu_linear
+                    linear = {"vllm": layer.cpu_linear, "ours": ours, "torch": torch.nn.functional.linear}[name]
                     linear(inputs[layer.in_features], layer.weight, None)
                 passed.append(time.perf_counter() - begin)
         for name, passed in seconds.items():

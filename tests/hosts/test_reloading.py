@@ -13,6 +13,7 @@ from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, record_drafts, runner_of, token_ids
+from vllm_specplug.hosts import row_linear
 from vllm_specplug.hosts.v1 import reloading
 from vllm_specplug.proposers.eagle2.checkpoint import WEIGHTS_NAME, save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
@@ -133,6 +134,19 @@ def drafts_of(llm, monkeypatch, prompts):
             found = record_drafts(patch)
         llm.generate(prompts, GREEDY, use_tqdm=False)
         return found
+
+
+@pytest.mark.parametrize("bounds", [(0, 1 << 30), (1 << 30, 0)], ids=["by vLLM", "by our operator"])
+def test_new_weights_are_computed_as_the_old_ones(start, tmp_path, monkeypatch, prompts, plain, bounds):
+    """`linear_rows` has a bound: each layer of a new version is packed as the one in use, whatever is left of it."""
+    at_start, then = bounds
+    monkeypatch.setattr(row_linear, "MOST_KEPT_TWICE", at_start)
+    published(tmp_path / "head", "reduced")
+    llm = start(tmp_path / "head", {**TREE, "linear_rows": 16})
+    monkeypatch.setattr(row_linear, "MOST_KEPT_TWICE", then)
+    version = published(tmp_path / "head", "reduced", seed=2)
+    taken(llm, version)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=needs_vnni) if name == "int8" else name for name in CASES])

@@ -291,17 +291,16 @@ def test_switches_itself_off(start, prompts):
     wanted = token_ids(start(None).generate(prompts, GREEDY, use_tqdm=False))
     budget = runner_of(llm).serving_budget.budget
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
-    for _ in range(50):  # the first drafts are made whatever they cost
-        if budget.planner._num_drafts >= FIRST_DRAFTS:
-            break
-        llm.generate(prompts, GREEDY, use_tqdm=False)
+    budget.planner._num_drafts = (
+        FIRST_DRAFTS  # these are made whatever they cost, unless a busy machine holds them back
+    )
     budget.costs["first_pass"].observe(1, 10.0)
     for count in range(1, 9):
         for _ in range(50):
             budget.costs["first_pass"].observe(count, 10.0)
     rounds = drafter_of(llm).state.acceptance[""].rounds
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
-    assert budget.arm.name == "plain" or budget.planner.is_held  # held: on a busy machine no time is left for drafts
+    assert budget.arm.name == "plain"
     assert drafter_of(llm).state.acceptance[""].rounds - rounds < 40
 
 

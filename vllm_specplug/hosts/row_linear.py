@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,28 +14,36 @@ from vllm.platforms import current_platform
 
 from vllm_specplug.kernels.row_linear import DTYPES, make_row_linear
 
+logger = logging.getLogger("vllm_specplug")
+
 #: Shapes for which oneDNN keeps compiled code, as vLLM asks.
 _KEPT_SHAPES = 32
-#: Bytes of weights that are kept twice; vLLM computes the layers beyond.  It is a bound of what the option may add to a
-#: process, not a measured optimum.
+#: Most bytes of weights that are kept twice; vLLM computes the layers beyond.  Chosen by hand, to bound the memory.
 MOST_KEPT_TWICE = 2 << 30
 
 
 @contextmanager
-def row_linear_layers(max_rows: int | None) -> Iterator[None]:
+def row_linear_layers(max_rows: int, is_bounded: bool = True) -> Iterator[None]:
     """Let unquantised linear layers that are loaded inside compute up to ``max_rows`` rows by our operator.
 
-    They keep their weights as they are, beside those that vLLM packs for more rows.  0 or None: vLLM computes all.
+    They keep their weights as they are, beside those that vLLM packs for more rows, and get the attribute
+    ``linear_rows``.
+
+    Args:
+        max_rows: 0: vLLM computes all.
+        is_bounded: whether ``MOST_KEPT_TWICE`` holds.
     """
-    if not max_rows or not hasattr(torch.ops._C, "onednn_mm"):
+    if not max_rows:
         yield
         return
-    honest, kept_twice = utils.dispatch_cpu_unquantized_gemm, 0
+    honest, kept_twice, num_ours, num_layers = utils.dispatch_cpu_unquantized_gemm, 0, 0, 0
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        nonlocal kept_twice
+        nonlocal kept_twice, num_ours, num_layers
+        num_layers += 1
         weight = layer.weight
-        if _has_kernels_of_its_own(weight) or kept_twice + weight.nbytes > MOST_KEPT_TWICE:
+        too_many = is_bounded and kept_twice + weight.nbytes > MOST_KEPT_TWICE
+        if too_many or _has_kernels_of_its_own(weight):
             honest(layer, remove_weight)
             return
         packed = _pack(weight)
@@ -43,17 +52,23 @@ def row_linear_layers(max_rows: int | None) -> Iterator[None]:
             honest(layer, remove_weight)
             return
         layer.cpu_linear, layer.packed_weight = linear, packed  # the memory lives as long as the latter
+        layer.linear_rows = max_rows
         kept_twice += weight.nbytes if packed else 0
+        num_ours += 1
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = honest
+        logger.info("linear_rows=%d: our operator computes %d of %d linear layers", max_rows, num_ours, num_layers)
 
 
 def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
-    """Whether vLLM has other kernels for this weight than oneDNN's: on CPUs with AMX, on Zen with zentorch."""
+    """Whether vLLM has other kernels for this weight than oneDNN's product, which our operator calls for more rows: on
+    CPUs with AMX, on Zen with zentorch."""
+    if not hasattr(torch.ops._C, "onednn_mm"):
+        return True
     if weight.is_meta or weight.ndim != 2 or weight.dtype not in DTYPES or not weight.is_contiguous():
         return True
     is_zen: Any = getattr(current_platform, "is_zen_cpu", lambda: False)

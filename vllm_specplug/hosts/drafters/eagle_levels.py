@@ -16,6 +16,7 @@ from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
 from vllm_specplug.hosts.drafters.target_parts import TargetHead
+from vllm_specplug.hosts.row_linear import row_linear_layers
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
@@ -47,7 +48,8 @@ class EagleScorer:
         other = copy.copy(self)
         other.draft_ids = draft_ids.to(self._target_head.device)
         if self.head is not None:
-            other.head = DraftHead(self._target_head.rows(other.draft_ids), self._in_int8)
+            with row_linear_layers(getattr(self.head, "linear_rows", 0), is_bounded=False):
+                other.head = DraftHead(self._target_head.rows(other.draft_ids), self._in_int8)
         return other
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
-from vllm_specplug.hosts.row_linear import row_linear_layers
 from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
@@ -324,11 +323,10 @@ class NewEagleVersion:
 
     def prepare(self) -> None:
         drafter, ids = self._drafter, self._draft_ids
-        with row_linear_layers(drafter.speculative_config.specplug.linear_rows):
-            self._twin.pack()
-            if ids is not None and not torch.equal(ids.cpu(), drafter._scorer.draft_ids.cpu()):
-                self._scorer = drafter._scorer.over(ids)
-                self._vocabulary = drafter.vocabulary_beside(self._scorer)
+        self._twin.pack()
+        if ids is not None and not torch.equal(ids.cpu(), drafter._scorer.draft_ids.cpu()):
+            self._scorer = drafter._scorer.over(ids)
+            self._vocabulary = drafter.vocabulary_beside(self._scorer)
 
     def exchange(self) -> None:
         drafter = self._drafter

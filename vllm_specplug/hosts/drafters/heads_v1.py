@@ -11,6 +11,7 @@ import torch
 
 from vllm_specplug.config import model_drafter
 from vllm_specplug.hosts.drafters.base import V1Drafter, target_info
+from vllm_specplug.hosts.row_linear import row_linear_layers
 from vllm_specplug.proposer import Heads, find_method
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
@@ -38,8 +39,10 @@ class NewHeads:
         self._heads: Heads | None = None
 
     def prepare(self) -> None:
-        self._heads = make_heads(self._drafter.vllm_config, self._folder)
-        self._heads.load(self._drafter.target_model)
+        config = self._drafter.vllm_config
+        self._heads = make_heads(config, self._folder)
+        with row_linear_layers(config.speculative_config.specplug.linear_rows):
+            self._heads.load(self._drafter.target_model)
 
     def exchange(self) -> None:
         self._drafter.heads, self._heads = self._heads, self._drafter.heads

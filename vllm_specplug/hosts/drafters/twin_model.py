@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from vllm_specplug.hosts.row_linear import row_linear_layers
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError
 
 
@@ -61,11 +62,12 @@ class TwinModel:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Bring the twin's weights into the form that this machine computes with, as vLLM does at start."""
+        """Bring the twin's weights into the form that the module's were brought into at start."""
         for module, twin in self._pairs:
             method = getattr(twin, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
-                method.process_weights_after_loading(twin)
+                with row_linear_layers(getattr(module, "linear_rows", 0), is_bounded=False):
+                    method.process_weights_after_loading(twin)
             if len(list(_tensors_of(module))) != len(list(_tensors_of(twin))):
                 raise CheckpointError(f"weights of {type(module).__name__} cannot be exchanged: restart the server.")
 
