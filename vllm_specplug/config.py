@@ -20,11 +20,9 @@ from vllm_specplug.utils.published import current_folder
 MAX_NUM_SPECULATIVE_TOKENS = 255
 MAX_DRAFT_DEPTH = 32
 MAX_DRAFT_TOP_K = 64
-#: Upper bound of ``linear_rows``: with more rows, a product is computed as fast by torch's own tiles.
+#: Upper bound of a number for ``linear_rows``; and its value without a bound.
 MAX_LINEAR_ROWS = 256
-#: ``linear_rows`` on a CPU without AVX-512: in float32 both products are as fast at about so many rows
-#: (docs/measurements.md, *A CPU without AVX-512*).
-DEFAULT_LINEAR_ROWS = 24
+ALL_ROWS = "all"
 
 #: Smallest estimated acceptance probability of a verified node with a fixed budget.  On a CPU a further row costs 2 to
 #: 3% of a plain step; a union that verified nodes down to 0.01 was 8% slower than one that stopped at 0.05.
@@ -62,8 +60,8 @@ class TreeOptions:
             FlashAttention over the context, merged with a masked kernel over the tree; ``xformers``: the same with
             xformers' partial attention.
         linear_rows: most rows of a step whose unquantised linear layers our operator computes (V1 runner on a CPU); 0:
-            vLLM computes all; None: ``DEFAULT_LINEAR_ROWS`` on a CPU without AVX-512, else 0.  Up to 2 GiB of weights
-            are kept in memory twice, unless vLLM packs none.
+            vLLM computes all; None: ``ALL_ROWS`` on a CPU without AVX-512, else 0.  With a number up to 2 GiB of
+            weights are kept in memory twice, unless vLLM packs none.
         trace_trees: file that receives the first trees as JSON lines.
         on_failure: what happens if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it
             decodes plainly.
@@ -84,7 +82,7 @@ class TreeOptions:
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     tree_attention: str = TREE_ATTENTIONS[0]
-    linear_rows: int | None = None
+    linear_rows: int | str | None = None
     trace_trees: str | None = None
     on_failure: str = ON_FAILURE[0]
     reload: bool = False
@@ -103,7 +101,11 @@ class TreeOptions:
             raise ConfigError(
                 f"tree_attention={self.tree_attention!r} is unknown; choose one of {', '.join(TREE_ATTENTIONS)}"
             )
-        if self.linear_rows is not None:
+        if isinstance(self.linear_rows, str) and self.linear_rows != ALL_ROWS:
+            raise ConfigError(
+                f"linear_rows={self.linear_rows!r} is unknown: use {ALL_ROWS!r} or a number from 0 to {MAX_LINEAR_ROWS}"
+            )
+        if self.linear_rows not in (None, ALL_ROWS):
             require_int("linear_rows", self.linear_rows, 0, MAX_LINEAR_ROWS)
         if self.on_failure not in ON_FAILURE:
             raise ConfigError(f"on_failure={self.on_failure!r} is unknown; choose one of {', '.join(ON_FAILURE)}")

@@ -42,7 +42,8 @@ WRITERS = {
 #: Kind of drafter, and its configuration.
 CASES = {
     "reduced": ("reduced", {**TREE, "linear_rows": 0}),
-    "rows": ("reduced", {**TREE, "linear_rows": 16}),
+    "few rows": ("reduced", {**TREE, "linear_rows": 16}),
+    "all rows": ("reduced", {**TREE, "linear_rows": "all"}),
     "eagle3": ("eagle3", TREE),
     "medusa": ("medusa", MEDUSA),
     "int8": ("reduced", {**TREE, "draft_int8": True}),

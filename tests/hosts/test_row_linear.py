@@ -1,4 +1,4 @@
-"""Linear layers of few rows by our operator: plain decoding's tokens."""
+"""Linear layers by our operator: plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm_specplug.hosts.compat import speculative_config
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 #: Rows of one tree; two trees are computed by vLLM's product.
 ROWS = {**TREE, "linear_rows": 24}
+ALL = {**TREE, "linear_rows": "all"}
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +25,33 @@ def layers_of(llm):
     return [layer for layer in runner_of(llm).model.modules() if hasattr(layer, "cpu_linear")]
 
 
+def computed_by_us(layer):
+    return layer.cpu_linear.__module__ == "vllm_specplug.kernels.row_linear"
+
+
+def kept_weights(layer):
+    """The operator's copy."""
+    names = layer.cpu_linear.__code__.co_freevars
+    return dict(zip(names, layer.cpu_linear.__closure__, strict=True))["packed"].cell_contents
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("max_num_seqs", [1, 8])
-def test_same_as_plain(engine, prompts, params, max_num_seqs):
+@pytest.mark.parametrize(("speculative", "max_num_seqs"), [(ROWS, 1), (ROWS, 8), (ALL, 1), (ALL, 8)])
+def test_same_as_plain(engine, prompts, params, speculative, max_num_seqs):
     expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
-    llm = engine("eagle", ROWS, max_num_seqs=max_num_seqs)
+    llm = engine("eagle", speculative, max_num_seqs=max_num_seqs)
     assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
     assert acceptance_length(llm) > 1.2
     layers = layers_of(llm)
     assert len(layers) > 4
-    assert all(layer.cpu_linear.__module__ == "vllm_specplug.kernels.row_linear" for layer in layers)
+    assert all(computed_by_us(layer) for layer in layers)
+    assert all((layer.packed_weight is None) == (speculative is ALL) for layer in layers)
 
 
-def test_torch_compile(engine, prompts):
+@pytest.mark.parametrize("speculative", [ROWS, ALL], ids=["few", "all"])
+def test_torch_compile(engine, prompts, speculative):
     expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
-    llm = engine("eagle", ROWS, enforce_eager=False)
+    llm = engine("eagle", speculative, enforce_eager=False)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
 
 
@@ -46,22 +59,21 @@ def test_bfloat16(engine, prompts):
     """The rounding differs, as between any two products; most first tokens are the same."""
     options = {"dtype": "bfloat16"}
     expected = token_ids(engine(**options).generate(prompts, GREEDY, use_tqdm=False))
-    found = token_ids(engine("eagle", ROWS, **options).generate(prompts, GREEDY, use_tqdm=False))
+    found = token_ids(engine("eagle", ALL, **options).generate(prompts, GREEDY, use_tqdm=False))
     assert sum(one[0][0] == other[0][0] for one, other in zip(found, expected, strict=True)) > len(prompts) // 2
 
 
 def test_control_with_other_weights(engine, prompts):
-    """The operator reads the weights themselves: vLLM packs its own copy, from which it computes many rows."""
     llm = engine("eagle", ROWS, max_num_seqs=1)
     expected = token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False))
-    layer = layers_of(llm)[1]
+    weights = kept_weights(layers_of(llm)[1])
     with torch.inference_mode():
-        layer.weight.mul_(-1.0)
+        weights.mul_(-1.0)
     try:
         assert token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) != expected
     finally:
         with torch.inference_mode():
-            layer.weight.mul_(-1.0)
+            weights.mul_(-1.0)
         llm.reset_prefix_cache()
 
 
@@ -69,16 +81,14 @@ def test_control_with_other_weights(engine, prompts):
 def test_by_default_only_without_avx512(engine, monkeypatch, lacks):
     monkeypatch.setattr(speculative_config, "lacks_avx512", lambda: lacks)
     llm = engine("reduced", max_num_seqs=2 + lacks)  # engines are kept by their options
-    ours = [layer for layer in layers_of(llm) if "row_linear" in layer.cpu_linear.__module__]
-    assert bool(ours) == lacks
-    head = runner_of(llm).drafter._scorer.head
-    assert ("row_linear" in head.cpu_linear.__module__) == lacks
+    layers = [*layers_of(llm), runner_of(llm).drafter._scorer.head]
+    assert all(computed_by_us(layer) == lacks for layer in layers)
 
 
 def test_weights_that_are_kept_twice_are_bounded(engine, prompts, monkeypatch):
     expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
     monkeypatch.setattr(row_linear, "MOST_KEPT_TWICE", 1 << 16)
     llm = engine("eagle", ROWS, max_num_seqs=4)
-    ours = ["row_linear" in layer.cpu_linear.__module__ for layer in layers_of(llm)]
+    ours = [computed_by_us(layer) for layer in layers_of(llm)]
     assert any(ours) and not all(ours)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected

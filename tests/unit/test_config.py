@@ -56,6 +56,8 @@ def test_only_our_methods_are_ours():
         ({"tree_attention": "cuda"}, "tree_attention='cuda' is unknown; choose one of triton, flash, xformers"),
         ({"on_failure": "retry"}, "on_failure='retry' is unknown; choose one of refuse, plain"),
         ({"linear_rows": 257}, "linear_rows=257 is out of range: choose 0 to 256"),
+        ({"linear_rows": "many"}, "linear_rows='many' is unknown: use 'all' or a number from 0 to 256"),
+        ({"linear_rows": 1.5}, "linear_rows must be an integer from 0 to 256, not 1.5"),
         ({"draft_int8": 8}, "draft_int8 must be true or false, not 8"),
         ({"model": ""}, "model must be a non-empty string"),
         ({"model": 7}, "model must be a non-empty string"),

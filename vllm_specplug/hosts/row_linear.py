@@ -1,4 +1,4 @@
-"""Linear layers on a CPU by our operator where a step has few rows, see ``kernels.row_linear``."""
+"""Linear layers on a CPU by our operator, see ``kernels.row_linear``."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
-from vllm_specplug.kernels.row_linear import DTYPES, make_row_linear
+from vllm_specplug.config import ALL_ROWS
+from vllm_specplug.kernels.row_linear import DTYPES, exact_dtype, make_row_linear
 
 logger = logging.getLogger("vllm_specplug")
 
 #: Shapes for which oneDNN keeps compiled code, as vLLM asks.
 _KEPT_SHAPES = 32
-#: Most bytes of weights that are kept twice; vLLM computes the layers beyond.  Chosen by hand, to bound the memory.
+#: Most bytes of weights that are kept beside vLLM's packed ones; vLLM computes the layers beyond.  Chosen by hand, to
+#: bound the memory.
 MOST_KEPT_TWICE = 2 << 30
 
 
 @contextmanager
-def row_linear_layers(max_rows: int, is_bounded: bool = True) -> Iterator[None]:
+def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Let unquantised linear layers that are loaded inside compute up to ``max_rows`` rows by our operator.
 
-    They keep their weights as they are, beside those that vLLM packs for more rows, and get the attribute
-    ``linear_rows``.
+    They get the attributes ``linear_rows`` and ``linear_dtype``.  With ``ALL_ROWS`` the operator's copy of the weights
+    takes the place of the one that vLLM packs; with a number there are both, for more rows the latter.
 
     Args:
         max_rows: 0: vLLM computes all.
         is_bounded: whether ``MOST_KEPT_TWICE`` holds.
+        dtype: in which the copy is kept, rounded; None: the smallest that changes no weight.
     """
     if not max_rows:
         yield
@@ -42,18 +45,24 @@ def row_linear_layers(max_rows: int, is_bounded: bool = True) -> Iterator[None]:
         nonlocal kept_twice, num_ours, num_layers
         num_layers += 1
         weight = layer.weight
-        too_many = is_bounded and kept_twice + weight.nbytes > MOST_KEPT_TWICE
-        if too_many or _has_kernels_of_its_own(weight):
+        if _has_kernels_of_its_own(weight):
             honest(layer, remove_weight)
             return
-        packed = _pack(weight)
-        linear = make_row_linear(packed and packed.handler_tensor, max_rows)
+        kept = dtype or exact_dtype(weight)
+        packed, num_bytes, linear = None, 0, None
+        if max_rows == ALL_ROWS:
+            linear = make_row_linear(weight, kept)
+        elif not is_bounded or kept_twice + weight.numel() * kept.itemsize <= MOST_KEPT_TWICE:
+            packed, num_bytes = _pack(weight), weight.numel() * kept.itemsize
+            linear = make_row_linear(weight, kept, packed and packed.handler_tensor, int(max_rows))
         if linear is None:
             honest(layer, remove_weight)
             return
         layer.cpu_linear, layer.packed_weight = linear, packed  # the memory lives as long as the latter
-        layer.linear_rows = max_rows
-        kept_twice += weight.nbytes if packed else 0
+        layer.linear_rows, layer.linear_dtype = max_rows, kept
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        kept_twice += num_bytes if packed else 0
         num_ours += 1
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
@@ -61,7 +70,7 @@ def row_linear_layers(max_rows: int, is_bounded: bool = True) -> Iterator[None]:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = honest
-        logger.info("linear_rows=%d: our operator computes %d of %d linear layers", max_rows, num_ours, num_layers)
+        logger.info("linear_rows=%s: our operator computes %d of %d linear layers", max_rows, num_ours, num_layers)
 
 
 def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
@@ -76,7 +85,7 @@ def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
 
 
 def _pack(weight: torch.Tensor) -> Any:
-    """Let oneDNN pack the weight, as vLLM does; None where it cannot, and torch computes more rows."""
+    """Let oneDNN pack the weight, as vLLM does; None where it cannot, and our operator computes all rows."""
     try:
         return ops.create_onednn_mm(weight.t(), _KEPT_SHAPES)
     except (AttributeError, RuntimeError):

@@ -1,15 +1,15 @@
-// Linear layers over few rows: a tree's.  Each weight is read from memory once, for all rows; a product that is tiled for
-// many rows costs a fifth of a step per row instead.  row_linear.py documents the arguments.
+// Linear layers over few or many rows.  Each weight is read from memory once for all rows of a chunk, in blocks of outputs
+// that lie in memory as the sums lie in registers; what is read next is fetched while the rows are computed.
+// row_linear.py documents the arguments.
 //
-// Weights stay as they are in the checkpoint, [outputs][inputs]; both operands are read along the inputs.  All sums are
-// float32.
+// Weights can be stored in 16 bits beside float32 rows.  All sums are float32, over the inputs in their order: a row's
+// result does not depend on the other rows.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
@@ -23,144 +23,215 @@
 
 namespace {
 
-// The register tile: 24 sums of the 32 registers of AVX-512, 12 of the 16 of AVX2.
-constexpr int kTileRows = kLanes == 16 ? 6 : 4, kTileOutputs = kLanes == 16 ? 4 : 3;
-constexpr int64_t kThreadOutputs = 8 * kTileOutputs; // a thread's unit of work
-
-// Computes out[ROWS][OUTPUTS] = x @ w.T; reads `ahead`, the weights of the next outputs, into the cache.
-template <int ROWS, int OUTPUTS, typename T>
-void multiply_tile(const float* x, const T* w, const T* ahead, int64_t size, float* out, int64_t out_stride) {
-  Vec sums[ROWS][OUTPUTS] = {};
-  int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) {
-    Vec weights[OUTPUTS];
-#pragma GCC unroll 8
-    for (int n = 0; n < OUTPUTS; ++n) {
-      weights[n] = widen(w + n * size + k);
-      if (ahead) __builtin_prefetch(ahead + n * size + k);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      const Vec value = load<Vec>(x + m * size + k);
-#pragma GCC unroll 8
-      for (int n = 0; n < OUTPUTS; ++n) sums[m][n] += value * weights[n];
-    }
-  }
-  for (int m = 0; m < ROWS; ++m)
-    for (int n = 0; n < OUTPUTS; ++n) {
-      float sum = sum_lanes(sums[m][n])[0];
-      for (int64_t rest = k; rest < size; ++rest) sum += x[m * size + rest] * to_float(w[n * size + rest]);
-      out[m * out_stride + n] = sum;
-    }
-}
-
-template <int ROWS, int OUTPUTS, typename T>
-void multiply_rows(int64_t rows, const float* x, const T* w, const T* ahead, int64_t size, float* out, int64_t stride) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) return multiply_tile<ROWS, OUTPUTS>(x, w, ahead, size, out, stride);
-    multiply_rows<ROWS - 1, OUTPUTS>(rows, x, w, ahead, size, out, stride);
-  }
-}
-
-// All rows, in tiles of nearly equal height; only the first one reads the weights from memory.
-template <int OUTPUTS, typename T>
-void multiply_outputs(const float* x, int64_t rows, const T* w, const T* ahead, int64_t size, float* out,
-                      int64_t stride) {
-  for (int64_t tiles = (rows + kTileRows - 1) / kTileRows, row = 0; tiles > 0; --tiles, ahead = nullptr) {
-    const int64_t height = (rows - row + tiles - 1) / tiles;
-    multiply_rows<kTileRows, OUTPUTS>(height, x + row * size, w, ahead, size, out + row * stride, stride);
-    row += height;
-  }
-}
-
-template <typename T>
-void multiply(const float* x, int64_t rows, const T* weight, int64_t outputs, int64_t size, float* out) {
-  at::parallel_for(0, (outputs + kThreadOutputs - 1) / kThreadOutputs, 1, [&](int64_t begin, int64_t end) {
-    const int64_t stop = std::min(end * kThreadOutputs, outputs);
-    int64_t n = begin * kThreadOutputs;
-    for (; n + kTileOutputs <= stop; n += kTileOutputs) {
-      const T* w = weight + n * size;
-      const T* ahead = n + 2 * kTileOutputs <= outputs ? w + kTileOutputs * size : nullptr;
-      multiply_outputs<kTileOutputs>(x, rows, w, ahead, size, out + n, outputs);
-    }
-    for (; n < stop; ++n)
-      multiply_outputs<1>(x, rows, weight + n * size, static_cast<const T*>(nullptr), size, out + n, outputs);
-  });
-}
+// A block of outputs is two vectors wide.  The sums of a tile take 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2.
+constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
+constexpr int kUnit = 4;                    // blocks that a thread takes at once
+constexpr int64_t kChunkBytes = 256 << 10;  // of the inputs of a chunk of rows, which stay in the second cache
 
 // The type in memory: bfloat16 is read as its bits.
 template <typename T>
 using Stored = std::conditional_t<std::is_same_v<T, c10::BFloat16>, uint16_t, T>;
 
+// Where an output of a block is stored: with bfloat16, a 32-bit word has one output of each vector.
 template <typename T>
-void few_rows(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor& output) {
-  const int64_t rows = x.size(0), size = x.size(1), outputs = weight.size(0);
-  const auto* inputs = static_cast<const Stored<T>*>(x.const_data_ptr());
-  const auto* weights = static_cast<const Stored<T>*>(weight.const_data_ptr());
-  T* out = static_cast<T*>(output.mutable_data_ptr());
-  std::vector<float> wide_inputs, wide_outputs;
-  const float* values;
-  float* sums;
-  if constexpr (std::is_same_v<T, float>) {
-    values = inputs;
-    sums = out;
-  } else {
-    wide_inputs.resize(rows * size);
-    for (int64_t i = 0; i < rows * size; ++i) wide_inputs[i] = to_float(inputs[i]);
-    wide_outputs.resize(rows * outputs);
-    values = wide_inputs.data();
-    sums = wide_outputs.data();
-  }
-  multiply(values, rows, weights, outputs, size, sums);
-  if (bias) {
-    const auto* added = static_cast<const Stored<T>*>(bias->const_data_ptr());
-    for (int64_t m = 0; m < rows; ++m)
-      for (int64_t n = 0; n < outputs; ++n) sums[m * outputs + n] += to_float(added[n]);
-  }
-  if constexpr (!std::is_same_v<T, float>)
-    for (int64_t i = 0; i < rows * outputs; ++i) out[i] = static_cast<T>(sums[i]);
+constexpr int place(int output) {
+  return std::is_same_v<T, c10::BFloat16> ? output % kLanes * 2 + output / kLanes : output;
+}
+inline void widen_block(const uint16_t* p, Vec (&weights)[2]) {
+  const VecUint words = load<VecUint>(p);
+  weights[0] = (Vec)(words << 16);
+  weights[1] = (Vec)(words & splat(0xffff0000u));
+}
+template <typename T>
+inline void widen_block(const T* p, Vec (&weights)[2]) {
+  weights[0] = widen(p);
+  weights[1] = widen(p + kLanes);
 }
 
-at::Tensor make_output(const at::Tensor& x, const at::Tensor& weight) {
+// Computes sums[ROWS][BLOCKS * kBlock] = x @ w.T, and fetches `step` bytes of `ahead` per input.
+template <int ROWS, int BLOCKS, typename T>
+void multiply_tile(const float* x, const T* w, int64_t size, const char* ahead, int64_t step, float* sums) {
+  Vec totals[ROWS][BLOCKS][2] = {};
+  for (int64_t k = 0; k < size; ++k) {
+    if (ahead) __builtin_prefetch(ahead + k * step);
+    Vec weights[BLOCKS][2];
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; ++b) widen_block(w + (b * size + k) * kBlock, weights[b]);
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m) {
+      const Vec value = splat(x[m * size + k]);
+#pragma GCC unroll 8
+      for (int b = 0; b < BLOCKS; ++b) {
+        totals[m][b][0] += value * weights[b][0];
+        totals[m][b][1] += value * weights[b][1];
+      }
+    }
+  }
+  std::memcpy(sums, totals, sizeof(totals));
+}
+
+template <int ROWS, int BLOCKS, typename T>
+void multiply_rows(int64_t rows, const float* x, const T* w, int64_t size, const char* ahead, int64_t step,
+                   float* sums) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) return multiply_tile<ROWS, BLOCKS>(x, w, size, ahead, step, sums);
+    multiply_rows<ROWS - 1, BLOCKS>(rows, x, w, size, ahead, step, sums);
+  }
+}
+
+// A product: `weight` is [blocks][size][kBlock], `out` [rows][outputs]; `bias` may be null.
+template <typename T, typename O>
+struct Product {
+  const float* x;
+  int64_t rows, size;
+  const Stored<T>* weight;
+  const Stored<O>* bias;
+  int64_t outputs;
+  O* out;
+
+  // Computes the rows from `first` on of some blocks, in tiles of nearly equal height.  Each tile fetches its share of
+  // the blocks that come next: the first would otherwise fetch them all, and memory would be idle during the others.
+  template <int MOST_ROWS, int BLOCKS>
+  void multiply_blocks(int64_t first, int64_t count, int64_t block, bool is_last) const {
+    constexpr int64_t width = BLOCKS * kBlock;
+    alignas(64) float sums[MOST_ROWS * width];
+    const Stored<T>* w = weight + block * kBlock * size;
+    const int64_t tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t share = width * size * sizeof(T) / tiles, step = (share + size - 1) / size;
+    const char* ahead = is_last || count == 1 ? nullptr : reinterpret_cast<const char*>(w + width * size);
+    const int64_t written = std::min(width, outputs - block * kBlock);
+    for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+      const int64_t height = (count - row + tiles - tile - 1) / (tiles - tile);
+      multiply_rows<MOST_ROWS, BLOCKS>(height, x + (first + row) * size, w, size, ahead ? ahead + tile * share : nullptr,
+                                       step, sums);
+      for (int64_t m = 0; m < height; ++m, ++row)
+        finish(sums + m * width, (first + row) * outputs + block * kBlock, block * kBlock, written);
+    }
+  }
+
+  void finish(float* sums, int64_t at, int64_t output, int64_t count) const {
+    if (bias)
+      for (int64_t n = 0; n < count; ++n) sums[n] += to_float(bias[output + n]);
+    for (int64_t n = 0; n < count; ++n) out[at + n] = static_cast<O>(sums[n]);
+  }
+
+  // Fewer rows take more blocks at once, so that enough sums are independent of each other.
+  void multiply_chunk(int64_t first, int64_t count, int64_t block, int64_t stop) const {
+    const int64_t together = count == 1 ? kUnit : count == 2 ? 2 : 1;
+    for (; block + together <= stop; block += together) {
+      const bool is_last = block + 2 * together > stop;
+      if (count == 1)
+        multiply_blocks<1, kUnit>(first, count, block, is_last);
+      else if (count == 2)
+        multiply_blocks<2, 2>(first, count, block, is_last);
+      else
+        multiply_blocks<kTileRows, 1>(first, count, block, is_last);
+    }
+    for (; block < stop; ++block) multiply_blocks<kTileRows, 1>(first, count, block, true);
+  }
+
+  void multiply() const {
+    const int64_t blocks = (outputs + kBlock - 1) / kBlock;
+    const int64_t fitting = kChunkBytes / (4 * std::max<int64_t>(size, 1));
+    const int64_t chunk = std::max<int64_t>(kTileRows, fitting / kTileRows * kTileRows);
+    at::parallel_for(0, (blocks + kUnit - 1) / kUnit, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t first = 0; first < rows; first += chunk)
+        multiply_chunk(first, std::min(chunk, rows - first), begin * kUnit, std::min(end * kUnit, blocks));
+    });
+  }
+};
+
+template <typename T, typename O>
+void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor& output) {
+  static thread_local std::vector<float> wide;
+  const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
+  const float* inputs;
+  if constexpr (std::is_same_v<O, float>) {
+    inputs = values;
+  } else {
+    wide.resize(x.numel());
+    for (int64_t i = 0; i < x.numel(); ++i) wide[i] = to_float(values[i]);
+    inputs = wide.data();
+  }
+  const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
+  Product<T, O>{inputs, x.size(0), x.size(1), static_cast<const Stored<T>*>(weight.const_data_ptr()), added,
+                output.size(1), static_cast<O*>(output.mutable_data_ptr())}
+      .multiply();
+}
+
+at::Tensor make_output(const at::Tensor& x, int64_t outputs) {
   auto sizes = x.sym_sizes().vec();
-  sizes.back() = weight.sym_size(0);
+  sizes.back() = outputs;
   return at::empty_symint(sizes, x.options());
 }
 
 at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                      const std::optional<at::Tensor>& handle, int64_t max_rows) {
+                      int64_t outputs, const std::optional<at::Tensor>& handle, int64_t max_rows) {
   const int64_t size = weight.size(1);
-  TORCH_CHECK(x.size(-1) == size && x.scalar_type() == weight.scalar_type(), "row_linear: x must be [..., ", size,
-              "] of the weights' type");
-  at::Tensor output = make_output(x, weight);
+  const auto stored = weight.scalar_type(), dtype = x.scalar_type();
+  TORCH_CHECK(x.size(-1) == size && (dtype == stored || dtype == at::kFloat), "row_linear: x must be [..., ", size,
+              "] of the weights' type or float32");
+  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->scalar_type() == dtype && bias->numel() == outputs),
+              "row_linear: the bias must be contiguous, one number of x's type per output");
+  at::Tensor output = make_output(x, outputs);
   const at::Tensor flat = x.reshape({-1, size}).contiguous();
-  at::Tensor flat_output = output.view({-1, weight.size(0)});
-  if (flat.size(0) <= max_rows) {
-    TORCH_CHECK(weight.is_contiguous() && (!bias || (bias->is_contiguous() && bias->scalar_type() == x.scalar_type())),
-                "row_linear: the weights must be contiguous, and the bias of their type");
-    switch (x.scalar_type()) {
-      case at::kFloat: few_rows<float>(flat, weight, bias, flat_output); return output;
-      case at::kBFloat16: few_rows<c10::BFloat16>(flat, weight, bias, flat_output); return output;
-      case at::kHalf: few_rows<Half>(flat, weight, bias, flat_output); return output;
-      default: TORCH_CHECK(false, "row_linear: weights must be float32, bfloat16 or float16");
-    }
+  at::Tensor flat_output = output.view({-1, outputs});
+  if (handle && flat.size(0) > max_rows) {
+    static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", ""); // vLLM's
+    c10::Stack stack{flat_output, flat, bias, *handle};
+    product.callBoxed(stack);
+  } else if (dtype == at::kBFloat16) {
+    multiply<c10::BFloat16, c10::BFloat16>(flat, weight, bias, flat_output);
+  } else if (dtype == at::kHalf) {
+    multiply<Half, Half>(flat, weight, bias, flat_output);
+  } else if (stored == at::kBFloat16) {
+    multiply<c10::BFloat16, float>(flat, weight, bias, flat_output);
+  } else if (stored == at::kHalf) {
+    multiply<Half, float>(flat, weight, bias, flat_output);
+  } else {
+    multiply<float, float>(flat, weight, bias, flat_output);
   }
-  if (!handle) return at::linear(x, weight, bias);
-  static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", ""); // vLLM's
-  c10::Stack stack{flat_output, flat, bias, *handle};
-  product.callBoxed(stack);
   return output;
 }
 
-at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>&,
+at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&, int64_t outputs,
                            const std::optional<at::Tensor>&, int64_t) {
-  return make_output(x, weight);
+  return make_output(x, outputs);
+}
+
+template <typename T>
+void pack(const at::Tensor& weight, at::Tensor& packed) {
+  const int64_t outputs = weight.size(0), size = weight.size(1);
+  const T* from = weight.const_data_ptr<T>();
+  T* to = packed.mutable_data_ptr<T>();
+  at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for (int n = 0; n < kBlock; ++n) {
+        const int64_t output = block * kBlock + n;
+        for (int64_t k = 0; k < size; ++k)
+          to[(block * size + k) * kBlock + place<T>(n)] = output < outputs ? from[output * size + k] : T(0.0f);
+      }
+  });
+}
+
+at::Tensor row_linear_pack(const at::Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "row_linear: weights must be a contiguous matrix");
+  at::Tensor packed = at::empty({(weight.size(0) + kBlock - 1) / kBlock, weight.size(1), kBlock}, weight.options());
+  switch (weight.scalar_type()) {
+    case at::kFloat: pack<float>(weight, packed); break;
+    case at::kBFloat16: pack<c10::BFloat16>(weight, packed); break;
+    case at::kHalf: pack<Half>(weight, packed); break;
+    default: TORCH_CHECK(false, "row_linear: weights must be float32, bfloat16 or float16");
+  }
+  return packed;
 }
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("row_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? handle, int max_rows) -> Tensor");
+  m.def("row_linear(Tensor x, Tensor weight, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
   m.impl("row_linear", c10::DispatchKey::CPU, &row_linear);
   m.impl("row_linear", c10::DispatchKey::Meta, &row_linear_meta);
+  m.def("row_linear_pack(Tensor weight) -> Tensor");
+  m.impl("row_linear_pack", c10::DispatchKey::CPU, &row_linear_pack);
 }

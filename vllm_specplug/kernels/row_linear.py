@@ -1,4 +1,4 @@
-"""Linear layers over few rows on a CPU, in a C++ operator that reads each weight once for all rows."""
+"""Linear layers on a CPU, in a C++ operator that reads each weight once for many rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,30 @@ from vllm_specplug.kernels.cpu_ops import operators
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def make_row_linear(handle: torch.Tensor | None, max_rows: int) -> Callable[..., torch.Tensor] | None:
+def make_row_linear(
+    weight: torch.Tensor, dtype: torch.dtype | None = None, handle: torch.Tensor | None = None, max_rows: int = 0
+) -> Callable[..., torch.Tensor] | None:
     """Return ``linear(x, weight, bias)``, as ``torch.nn.functional.linear``; None if the operator cannot be built.
 
     Args:
+        weight: ``[outputs, inputs]``, contiguous, one of ``DTYPES``.  It is copied: ``linear`` ignores its ``weight``.
+        dtype: in which the copy is kept; the weights are rounded to it.  Another type than the weights' is for float32.
         handle: int64 ``[]``; address of vLLM's packed copy of the weight (``_custom_ops.create_onednn_mm``), which
-            computes more than ``max_rows`` rows.  None: torch does, from the weight itself.
-        max_rows: most rows that the operator computes.
+            computes more than ``max_rows`` rows.  None: the operator does.
 
-    The sums are float32, in another order than vLLM's.  Weights: one of ``DTYPES``, contiguous.
+    The sums are float32, in another order than vLLM's.  ``x`` has the weight's type.
     """
     if (ops := operators()) is None:
         return None
+    packed, outputs = ops.row_linear_pack.default(weight.detach().to(dtype or weight.dtype)), weight.shape[0]
     linear = ops.row_linear.default
-    return lambda x, weight, bias: linear(x, weight, bias, handle, max_rows)
+    return lambda x, _, bias: linear(x, packed, bias, outputs, handle, max_rows)
+
+
+def exact_dtype(weight: torch.Tensor) -> torch.dtype:
+    """Return the smallest type that holds each weight exactly: checkpoints in 16 bits are often served in float32."""
+    if weight.dtype == torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            if torch.equal(weight.to(dtype).to(torch.float32), weight):
+                return dtype
+    return weight.dtype

@@ -47,7 +47,7 @@ template <typename V, typename T>
 inline void store(T* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; } // x - 0 is x; 0 + x would be computed, because of -0
 inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }

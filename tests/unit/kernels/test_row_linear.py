@@ -1,10 +1,10 @@
-"""Linear layers over few rows, against torch in float64."""
+"""Linear layers by our operator, against torch in float64."""
 
 import pytest
 import torch
 
 from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.row_linear import DTYPES, make_row_linear
+from vllm_specplug.kernels.row_linear import DTYPES, exact_dtype, make_row_linear
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
 #: Of a sum of 600 products of numbers around 1, and of the rounding of the result.
@@ -26,9 +26,9 @@ def check(found, x, weight, bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "size"), [(1, 1), (7, 30), (96, 64), (100, 576), (33, 601)])
 def test_same_as_torch(dtype, outputs, size):
-    linear = make_row_linear(None, 20)
-    for rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 20, 21, 50):  # torch computes what is above 20
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 20, 25, 50, 301):  # 301 rows of 601: several chunks
         x, weight, bias = inputs_of(rows, outputs, size, dtype)
+        linear = make_row_linear(weight)
         for added in (None, bias):
             if rows:
                 check(linear(x, weight, added), x, weight, added)
@@ -36,38 +36,61 @@ def test_same_as_torch(dtype, outputs, size):
                 assert linear(x, weight, added).shape == (0, outputs)
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+def test_float32_weights_in_16_bits(kept):
+    """The same bits as with the weights in float32; weights that do not fit are rounded."""
+    for rows in (1, 2, 3, 7, 40):
+        x, weight, bias = inputs_of(rows, 100, 576, torch.float32)
+        rounded = weight.to(kept).float()
+        assert exact_dtype(rounded) == kept and exact_dtype(weight) == torch.float32
+        expected = make_row_linear(rounded)(x, None, bias)
+        assert torch.equal(make_row_linear(rounded, kept)(x, None, bias), expected)
+        assert torch.equal(make_row_linear(weight, kept)(x, None, bias), expected)
+
+
 def test_each_row_is_its_own():
     """A row's result does not depend on how many rows there are, nor on their values."""
-    x, weight, _ = inputs_of(13, 100, 576, torch.float32)
-    linear = make_row_linear(None, 20)
+    x, weight, _ = inputs_of(301, 100, 576, torch.float32)
+    linear = make_row_linear(weight)
     whole = linear(x, weight, None)
-    for count in range(1, 13):
+    for count in (*range(1, 26), 100, 200):
         assert torch.equal(linear(x[:count], weight, None), whole[:count])
+
+
+def test_several_threads():
+    x, weight, bias = inputs_of(9, 500, 64, torch.float32)
+    linear, threads = make_row_linear(weight), torch.get_num_threads()
+    expected = linear(x, None, bias)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(linear(x, None, bias), expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_other_shapes_and_strides():
     x, weight, bias = inputs_of(12, 100, 64, torch.float32)
-    linear = make_row_linear(None, 20)
+    linear = make_row_linear(weight)
     expected = linear(x, weight, bias)
     assert torch.equal(linear(x.view(3, 4, 64), weight, bias), expected.view(3, 4, 100))
     wider = torch.cat((x, x), dim=1)
     assert torch.equal(linear(wider[:, :64], weight, bias), expected)
 
 
-@pytest.mark.parametrize("max_rows", [0, 4])
-def test_vllms_product_takes_more_rows(max_rows):
+def test_vllms_product_takes_more_rows():
     ops = pytest.importorskip("vllm._custom_ops")
     x, weight, bias = inputs_of(9, 96, 64, torch.float32)
     handler = ops.create_onednn_mm(weight.t(), 32)
-    linear = make_row_linear(handler.handler_tensor, max_rows)
-    found = linear(x, weight, bias)
-    assert torch.equal(found, ops.onednn_mm(handler, x, bias))
-    check(found, x, weight, bias)
+    linear = make_row_linear(-weight, None, handler.handler_tensor, 4)  # the sign tells which one computes
+    check(linear(x, None, bias), x, weight, bias)
+    assert torch.equal(linear(x, None, bias), ops.onednn_mm(handler, x, bias))
+    check(linear(x[:4], None, bias), x[:4], -weight, bias)
 
 
 def test_compiled_for_any_number_of_rows():
     weight, bias = inputs_of(1, 96, 64, torch.float32)[1:]
-    linear, calls = make_row_linear(None, 4), []
+    linear, calls = make_row_linear(weight), []
 
     def count(graph, _):
         calls.append(graph)
@@ -82,7 +105,16 @@ def test_compiled_for_any_number_of_rows():
 
 def test_wrong_inputs_are_refused():
     x, weight, bias = inputs_of(2, 96, 64, torch.float32)
-    linear = make_row_linear(None, 4)
-    for arguments in ((x[:, :32], weight, None), (x.bfloat16(), weight, None), (x, weight, bias.bfloat16())):
+    linear = make_row_linear(weight)
+    for arguments in (
+        (x[:, :32], None, None),
+        (x.bfloat16(), None, None),
+        (x, None, bias.bfloat16()),
+        (x, None, bias[:9]),
+    ):
         with pytest.raises(RuntimeError, match="row_linear"):
             linear(*arguments)
+    with pytest.raises(RuntimeError, match="row_linear"):
+        make_row_linear(weight.t())
+    with pytest.raises(RuntimeError, match="row_linear"):
+        make_row_linear(weight.double())

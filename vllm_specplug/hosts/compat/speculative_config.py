@@ -15,7 +15,7 @@ from vllm.config.utils import config
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import (
-    DEFAULT_LINEAR_ROWS,
+    ALL_ROWS,
     ConfigError,
     TreeOptions,
     model_drafter,
@@ -138,7 +138,7 @@ def build(
     _check_connector(options, engine_args.kv_transfer_config)
     if options.linear_rows is None:
         gains = on_cpu and not v2 and lacks_avx512()
-        options = replace(options, linear_rows=DEFAULT_LINEAR_ROWS if gains else 0)
+        options = replace(options, linear_rows=ALL_ROWS if gains else 0)
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:

@@ -66,7 +66,8 @@ class TwinModel:
         for module, twin in self._pairs:
             method = getattr(twin, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
-                with row_linear_layers(getattr(module, "linear_rows", 0), is_bounded=False):
+                rows, dtype = getattr(module, "linear_rows", 0), getattr(module, "linear_dtype", None)
+                with row_linear_layers(rows, is_bounded=False, dtype=dtype):
                     method.process_weights_after_loading(twin)
             if len(list(_tensors_of(module))) != len(list(_tensors_of(twin))):
                 raise CheckpointError(f"weights of {type(module).__name__} cannot be exchanged: restart the server.")
