@@ -17,7 +17,6 @@
 #include <algorithm>
 #include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "vectors.h"
 
@@ -143,15 +142,16 @@ struct Product {
 
 template <typename T, typename O>
 void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor& output) {
-  static thread_local std::vector<float> wide;
+  at::Tensor wide;
   const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
   const float* inputs;
   if constexpr (std::is_same_v<O, float>) {
     inputs = values;
   } else {
-    wide.resize(x.numel());
-    for (int64_t i = 0; i < x.numel(); ++i) wide[i] = to_float(values[i]);
-    inputs = wide.data();
+    wide = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+    float* to = wide.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < x.numel(); ++i) to[i] = to_float(values[i]);
+    inputs = to;
   }
   const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
   Product<T, O>{inputs, x.size(0), x.size(1), static_cast<const Stored<T>*>(weight.const_data_ptr()), added,

@@ -15,6 +15,7 @@ from vllm_specplug.budget.timing import fastest, knots_up_to
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.hosts.drafters.model_free import synthetic_context
 from vllm_specplug.hosts.ranks import agreed, leads
+from vllm_specplug.kernels.cpu_ops import library_name
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.environment import cpu_name, version_of
 
@@ -62,6 +63,7 @@ class CostMeasurement:
             "drafter": getattr(drafter, "model", None),
             "int8": getattr(drafter, "draft_int8", False),
             "linear_rows": self._options.linear_rows,
+            "operators": library_name(torch.__version__),
             "quantization": config.model_config.quantization,
             "lora_rank": config.lora_config.max_lora_rank if config.lora_config else None,
             "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
