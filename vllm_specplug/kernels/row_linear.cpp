@@ -24,8 +24,10 @@ namespace {
 
 // A block of outputs is two vectors wide.  The sums of a tile take 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
-constexpr int kUnit = 4;                    // blocks that a thread takes at once
-constexpr int64_t kChunkBytes = 256 << 10;  // of the inputs of a chunk of rows, which stay in the second cache
+constexpr int kUnit = 4; // blocks that a thread takes at once
+// Rows are computed in chunks, whose inputs stay in the second cache where they are short; inputs in panels, whose
+// weights do.
+constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048;
 
 // The type in memory: bfloat16 is read as its bits.
 template <typename T>
@@ -47,11 +49,13 @@ inline void widen_block(const T* p, Vec (&weights)[2]) {
   weights[1] = widen(p + kLanes);
 }
 
-// Computes sums[ROWS][BLOCKS * kBlock] = x @ w.T, and fetches `step` bytes of `ahead` per input.
+// Adds x @ w.T of `count` of `size` inputs to sums[ROWS][BLOCKS * kBlock], and fetches `step` bytes of `ahead` per input.
 template <int ROWS, int BLOCKS, typename T>
-void multiply_tile(const float* x, const T* w, int64_t size, const char* ahead, int64_t step, float* sums) {
-  Vec totals[ROWS][BLOCKS][2] = {};
-  for (int64_t k = 0; k < size; ++k) {
+void multiply_tile(const float* x, const T* w, int64_t size, int64_t count, const char* ahead, int64_t step,
+                   float* sums) {
+  Vec totals[ROWS][BLOCKS][2];
+  std::memcpy(totals, sums, sizeof(totals));
+  for (int64_t k = 0; k < count; ++k) {
     if (ahead) __builtin_prefetch(ahead + k * step);
     Vec weights[BLOCKS][2];
 #pragma GCC unroll 8
@@ -70,11 +74,11 @@ void multiply_tile(const float* x, const T* w, int64_t size, const char* ahead, 
 }
 
 template <int ROWS, int BLOCKS, typename T>
-void multiply_rows(int64_t rows, const float* x, const T* w, int64_t size, const char* ahead, int64_t step,
-                   float* sums) {
+void multiply_rows(int64_t rows, const float* x, const T* w, int64_t size, int64_t count, const char* ahead,
+                   int64_t step, float* sums) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) return multiply_tile<ROWS, BLOCKS>(x, w, size, ahead, step, sums);
-    multiply_rows<ROWS - 1, BLOCKS>(rows, x, w, size, ahead, step, sums);
+    if (rows == ROWS) return multiply_tile<ROWS, BLOCKS>(x, w, size, count, ahead, step, sums);
+    multiply_rows<ROWS - 1, BLOCKS>(rows, x, w, size, count, ahead, step, sums);
   }
 }
 
@@ -93,19 +97,25 @@ struct Product {
   template <int MOST_ROWS, int BLOCKS>
   void multiply_blocks(int64_t first, int64_t count, int64_t block, bool is_last) const {
     constexpr int64_t width = BLOCKS * kBlock;
-    alignas(64) float sums[MOST_ROWS * width];
+    alignas(64) float sums[(MOST_ROWS < kTileRows ? MOST_ROWS : kMostChunk) * width];
+    std::fill_n(sums, count * width, 0.0f);
     const Stored<T>* w = weight + block * kBlock * size;
     const int64_t tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t share = width * size * sizeof(T) / tiles, step = (share + size - 1) / size;
     const char* ahead = is_last || count == 1 ? nullptr : reinterpret_cast<const char*>(w + width * size);
     const int64_t written = std::min(width, outputs - block * kBlock);
-    for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
-      const int64_t height = (count - row + tiles - tile - 1) / (tiles - tile);
-      multiply_rows<MOST_ROWS, BLOCKS>(height, x + (first + row) * size, w, size, ahead ? ahead + tile * share : nullptr,
-                                       step, sums);
-      for (int64_t m = 0; m < height; ++m, ++row)
-        finish(sums + m * width, (first + row) * outputs + block * kBlock, block * kBlock, written);
+    for (int64_t begin = 0; begin < size; begin += kPanel) {
+      for (int64_t tile = 0, row = 0; tile < tiles; ++tile) {
+        const int64_t height = (count - row + tiles - tile - 1) / (tiles - tile);
+        multiply_rows<MOST_ROWS, BLOCKS>(height, x + (first + row) * size + begin, w + begin * kBlock, size,
+                                         std::min(kPanel, size - begin),
+                                         ahead ? ahead + tile * share + begin * step : nullptr, step,
+                                         sums + row * width);
+        row += height;
+      }
     }
+    for (int64_t row = 0; row < count; ++row)
+      finish(sums + row * width, (first + row) * outputs + block * kBlock, block * kBlock, written);
   }
 
   void finish(float* sums, int64_t at, int64_t output, int64_t count) const {
@@ -132,7 +142,7 @@ struct Product {
   void multiply() const {
     const int64_t blocks = (outputs + kBlock - 1) / kBlock;
     const int64_t fitting = kChunkBytes / (4 * std::max<int64_t>(size, 1));
-    const int64_t chunk = std::max<int64_t>(kTileRows, fitting / kTileRows * kTileRows);
+    const int64_t chunk = std::clamp(fitting / kTileRows * kTileRows, kLeastChunk, kMostChunk);
     at::parallel_for(0, (blocks + kUnit - 1) / kUnit, 1, [&](int64_t begin, int64_t end) {
       for (int64_t first = 0; first < rows; first += chunk)
         multiply_chunk(first, std::min(chunk, rows - first), begin * kUnit, std::min(end * kUnit, blocks));

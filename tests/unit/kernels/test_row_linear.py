@@ -36,6 +36,17 @@ def test_same_as_torch(dtype, outputs, size):
                 assert linear(x, weight, added).shape == (0, outputs)
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_many_inputs(kept):
+    """Sums over several panels of inputs, of several chunks of rows; of small integers, so that they are exact."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-2, 3, (40, 5000), generator=generator).float()
+    linear = make_row_linear(weight, kept)
+    for rows in (1, 2, 5, 13, 48, 50, 200):
+        x = torch.randint(-2, 3, (rows, 5000), generator=generator).float()
+        assert torch.equal(linear(x, None, None), torch.nn.functional.linear(x, weight))
+
+
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
 def test_float32_weights_in_16_bits(kept):
     """The same bits as with the weights in float32; weights that do not fit are rounded."""
