@@ -4,7 +4,7 @@
 
 All matrices of one layer of SmolLM2-135M, random weights of so many layers that they do not fit into the cache, one
 thread.  vLLM chooses the implementation for this CPU, as it does for a served model.  In float32 our operator is
-measured with weights of 32 bits, and with weights that 16 bits hold exactly.  A figure is the fastest of several passes
+measured with weights kept in 32 bits and in 16.  A figure is the fastest of several passes
 over all layers, in milliseconds of one layer.
 """
 

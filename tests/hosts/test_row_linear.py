@@ -77,6 +77,26 @@ def test_control_with_other_weights(engine, prompts):
         llm.reset_prefix_cache()
 
 
+def test_the_type_in_which_weights_are_kept():
+    """The smallest that changes none of them; for a new version of a drafter, that of the version in use."""
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    rounded = weight.bfloat16().float()
+    for given, dtype, kept, computed in (
+        (rounded, None, torch.bfloat16, rounded),
+        (weight, None, torch.float32, weight),
+        (weight, torch.bfloat16, torch.bfloat16, rounded),
+        (rounded, torch.float32, torch.float32, rounded),
+    ):
+        layer = torch.nn.Linear(64, 40, bias=False).requires_grad_(False)
+        layer.weight.copy_(given)
+        with row_linear.row_linear_layers("all", dtype=dtype):
+            row_linear.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        assert layer.linear_dtype == kept == kept_weights(layer).dtype
+        assert layer.weight.numel() == 0
+        torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ computed.T)
+
+
 @pytest.mark.parametrize("lacks", [False, True])
 def test_by_default_only_without_avx512(engine, monkeypatch, lacks):
     monkeypatch.setattr(speculative_config, "lacks_avx512", lambda: lacks)

@@ -294,7 +294,7 @@ def test_switches_itself_off(start, prompts, monkeypatch):
     # These are made whatever they cost, unless a busy machine holds them back.
     budget.planner._num_drafts = FIRST_DRAFTS
     first_pass = budget.costs["first_pass"]
-    for count in (1, *range(1, 9)):
+    for count in range(1, 9):
         for _ in range(50):
             first_pass.observe(count, 10.0)
     # A busy machine changes nothing of it: neither what a trial measures, nor the pace of the target.

@@ -74,8 +74,7 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
 
 
 def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
-    """Whether vLLM has other kernels for this weight than oneDNN's product, which our operator calls for more rows: on
-    CPUs with AMX, on Zen with zentorch."""
+    """Whether vLLM has other kernels for this weight than oneDNN's: on CPUs with AMX, on Zen with zentorch."""
     if not hasattr(torch.ops._C, "onednn_mm"):
         return True
     if weight.is_meta or weight.ndim != 2 or weight.dtype not in DTYPES or not weight.is_contiguous():
