@@ -73,6 +73,11 @@ class EagleHead(nn.Module):
         """The state dict of an equal head whose input_scale is 1, as checkpoints store it."""
         return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.input_scale}
 
+    @torch.no_grad()
+    def unfold(self) -> None:
+        """Adapt weights of a checkpoint, which were loaded as they are, to this head's input_scale."""
+        self.fc.weight /= self.input_scale
+
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """Outputs of `steps` passes of context alignment (HASS, section 3.2), the first on the target's features.
 

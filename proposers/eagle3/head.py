@@ -48,6 +48,11 @@ class Eagle3Head(nn.Module):
         """The state dict of an equal head whose input_scale is 1, as checkpoints store it."""
         return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.input_scale}
 
+    @torch.no_grad()
+    def unfold(self) -> None:
+        """Adapt weights of a checkpoint, which were loaded as they are, to this head's input_scale."""
+        self.fc.weight /= self.input_scale
+
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """Training-time test: inputs [B, T, h] of `lm_head` in `steps` passes, the first on the target's features.
 

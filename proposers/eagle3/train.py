@@ -85,8 +85,8 @@ class Eagle3Task(EagleTask):
         return {"ce": loss}
 
     def scoring_head(self) -> torch.Tensor:
-        """The head's own LM head: bf16 [draft_vocab, h]."""
-        return self.head.lm_head.weight.to(torch.bfloat16)
+        """The head's own LM head in `compute_dtype`: [draft_vocab, h]."""
+        return self.head.lm_head.weight.to(self.draft_head.dtype)
 
     def export(self, out_dir: str, facts: dict) -> None:
         """Write the head as a bf16 checkpoint with its LM head; it uses the target's embedding."""

@@ -19,6 +19,7 @@ from ..training.features import FeatureSet
 from ..training.loop import Batch
 from ..training.losses import distillation_loss, likeliest, sparse_distillation_loss
 from ..training.options import option
+from ..training.precision import autocast, compute_dtype
 from ..training.provenance import provenance
 from ..training.trainer import LoopOptions, Task
 from .checkpoint import load_medusa, validate_medusa
@@ -80,8 +81,8 @@ class MedusaTask(Task):
         for k in range(min(num_heads, width)):
             has_label[k, :, : width - k] = usable[:, k:]
         read = has_label.any(0)  # rows that some head reads
-        with torch.autocast(batch.features.device.type, dtype=torch.bfloat16):
-            predicted = heads(features[read])  # [rows read, heads, h]
+        with autocast(batch.features.device):
+            predicted = heads(features[read].to(compute_dtype(features.device)))  # [rows read, heads, h]
         targets = batch.target_features[usable]  # one row for each label; the heads share them
         label_index = (usable.flatten().cumsum(0) - 1).view_as(usable)
         labels = likeliest(targets, self.draft_head, self.options.label_topk) if self.options.label_topk else None

@@ -15,6 +15,7 @@ import torch
 from ..eagle2.head import EagleHead
 from .evaluate import chain_acceptance, tau_of
 from .features import FeatureSet
+from .precision import autocast
 from .trees import tree_tau
 
 STANDARD_ERRORS = 2.0
@@ -58,7 +59,7 @@ def measure(
     head: EagleHead, data: FeatureSet, embedding: torch.Tensor, lm_head: torch.Tensor, ids: torch.Tensor
 ) -> HeldOut:
     """Draft along the answers of `data`; lm_head [draft_vocab, h], its rows are those of the target ids `ids`."""
-    with torch.autocast(lm_head.device.type, dtype=torch.bfloat16):
+    with autocast(lm_head.device):
         chain = chain_acceptance(head, data, embedding, lm_head, ids).by_answer
         return HeldOut(chain, tree_tau(head, data, embedding, lm_head, ids))
 

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from ..eagle2.alignment import choose_attention
-from ..eagle2.checkpoint import load_head, offsets, save_head, target_ids, validate_checkpoint
+from ..eagle2.checkpoint import (
+    FOLLOW_RANK_KEY,
+    MASK_TOKEN_KEY,
+    load_head,
+    offsets,
+    save_head,
+    target_ids,
+    validate_checkpoint,
+)
 from ..eagle2.head import EagleHead, HeadConfig
+from ..eagle2.parallel import ParallelHead
 from ..eagle2.rotary import rope_of
 from ..hass.losses import LOSSES
 from . import command
@@ -19,6 +28,7 @@ from .initialise import initialise, input_scale
 from .loop import Batch
 from .losses import distillation_loss, feature_loss
 from .options import option
+from .precision import autocast, compute_dtype
 from .provenance import provenance
 from .trainer import LoopOptions, Task
 
@@ -74,7 +84,7 @@ class EagleTask(Task):
         if init_from:
             self._check_initial_checkpoint()
         self.embedding = self.embedding.to(self.device)
-        self.draft_head = self.draft_head.to(torch.bfloat16)
+        self.draft_head = self.draft_head.to(compute_dtype(self.device))
         self.head.attend = choose_attention(attention, self.device, self.head.config.head_dim)
 
     def new_head(self) -> EagleHead:
@@ -95,9 +105,11 @@ class EagleTask(Task):
         if fresh and self.init_from is None:
             self._initialise(data)
         elif fresh:
-            tensors = load_head(self.init_from)[1]
-            self.head.load_state_dict({name: tensors[name].float() for name in self.head.state_dict()})
-            self.head.fc.weight /= self.head.input_scale
+            self._start_from(load_head(self.init_from)[1], data)
+
+    def _start_from(self, tensors: dict[str, torch.Tensor], data: FeatureSet) -> None:
+        self.head.load_state_dict({name: tensors[name].float() for name in self.head.state_dict()})
+        self.head.unfold()
 
     def _input_scale(self, data: FeatureSet) -> torch.Tensor:
         return input_scale(data, self.embedding.cpu())
@@ -141,16 +153,16 @@ class EagleTask(Task):
 
     def passes(self, batch: Batch, inputs: torch.Tensor, count: int) -> list[torch.Tensor]:
         """The head's outputs [B, T, h] of `count` passes over `inputs`, the batch's features."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with autocast(self.device):
             return self.head.aligned(self.embedding[batch.next_ids].to(inputs.dtype), inputs, count)
 
     def measure(self, dev: FeatureSet) -> Acceptance:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with autocast(self.device):
             lm_head, ids = self.scoring_head(), self.draft_ids.to(self.device)
             return chain_acceptance(self.head, dev, self.embedding, lm_head, ids)
 
     def scoring_head(self) -> torch.Tensor:
-        """The LM head that drafts are scored with: bf16 [draft_vocab, h]."""
+        """The LM head that drafts are scored with, in `compute_dtype`: [draft_vocab, h]."""
         return self.draft_head
 
     def export(self, out_dir: str, facts: dict) -> None:
@@ -184,10 +196,19 @@ class EagleTask(Task):
         save_head(out_dir, plain | more_config, state)
 
 
-def load_trained(path: str) -> tuple[EagleHead, torch.Tensor]:
-    """An exported head as a module (float32), and its draft ids int64 [draft_vocab]."""
+def load_trained(path: str, embedding: torch.Tensor | None = None) -> tuple[EagleHead, torch.Tensor]:
+    """An exported head as a module (float32), and its draft ids int64 [draft_vocab].
+
+    embedding: [vocab, h], the target's; only parallel heads need it.
+    """
     config, state = load_head(path)
-    head = EagleHead(HeadConfig.from_dict(config, bias="fc.bias" in state))
+    geometry = HeadConfig.from_dict(config, bias="fc.bias" in state)
+    if MASK_TOKEN_KEY in config:
+        if embedding is None:
+            raise ValueError(f"{path} is a parallel head: the embedding of its mask token is needed to run it")
+        head: EagleHead = ParallelHead(geometry, embedding[config[MASK_TOKEN_KEY]], config.get(FOLLOW_RANK_KEY, 0))
+    else:
+        head = EagleHead(geometry)
     ids = target_ids(state["d2t"]) if "d2t" in state else torch.arange(config["vocab_size"])
     head.load_state_dict({name: state[name].float() for name in head.state_dict()})
     return head.eval(), ids

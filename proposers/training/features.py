@@ -32,6 +32,7 @@ from tqdm import tqdm
 from vllm_specplug.utils.files import replacing
 
 from .answers import Answer, content_hash
+from .precision import compute_dtype
 
 SHARD_ROWS = 128
 
@@ -67,7 +68,6 @@ def extract(
     out_dir: str | os.PathLike,
     max_length: int = 2048,
     batch_tokens: int = 4096,
-    dtype: torch.dtype = torch.bfloat16,
     progress: bool = True,
     layers: tuple[int, ...] = (),
     device: str | torch.device = "cpu",
@@ -93,7 +93,6 @@ def extract(
             identity = {
                 "hash": content_hash(rows),
                 "max_length": str(max_length),
-                "dtype": str(dtype),
                 "target": target,
             }
             identity |= {"layers": ",".join(map(str, layers))} if layers else {}
@@ -102,7 +101,7 @@ def extract(
             with _try_lock(file) as locked:
                 if not locked or _is_complete(file, identity):
                     continue
-                model = model or _load_target(target_dir, dtype).to(device)
+                model = model or _load_target(target_dir, compute_dtype(device)).to(device)
                 tensors = _run_target(model, [row.ids[:max_length] for row in rows], batch_tokens, layers)
                 prompt_lengths = [min(len(row.prompt_ids), max_length) for row in rows]
                 tensors["prompt_lengths"] = torch.tensor(prompt_lengths, dtype=torch.int32)

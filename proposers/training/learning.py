@@ -32,6 +32,7 @@ from .comparison import MIN_ANSWERS, HeldOut, compare, is_better, measure
 from .eagle import EagleOptions, EagleTask, load_trained
 from .features import FeatureSet, end_ids_of, join, read_target_config, target_head
 from .new_drafter import UNTRAINED_KEY
+from .precision import compute_dtype
 from .recorded import answers_of, read_facts, read_shard, shard_answer_tokens, shard_files
 from .trainer import RunSettings, train
 
@@ -151,6 +152,11 @@ class Learner:
             ValueError: it is not an EAGLE-1/2 or HASS head of the target with one layer of the target's shape.
         """
         info = validate_checkpoint(folder, self.config["hidden_size"], self.config["vocab_size"], "eagle")
+        if info.is_parallel:
+            raise ValueError(
+                f"{folder} is a parallel head, which `specplug learn` does not train: use `specplug train parallel "
+                "--data RECORDED`, or give an EAGLE head"
+            )
         for key in ("intermediate_size", "num_attention_heads"):
             if info.config.get(key, self.config[key]) != self.config[key]:
                 raise ValueError(
@@ -266,10 +272,11 @@ class Learner:
     def _decide(self, plan: Plan, material: Material, facts: dict, current: tuple, trained: tuple) -> Outcome:
         """Measure both heads and publish the trained one if it is better."""
         _, embedding, lm_head = target_head(self.target)
+        dtype = compute_dtype(lm_head.device)
 
         def taus(data: FeatureSet) -> tuple[HeldOut, HeldOut]:
             return tuple(
-                measure(head, data, embedding, lm_head[ids].bfloat16(), ids) for head, ids in (current, trained)
+                measure(head, data, embedding, lm_head[ids].to(dtype), ids) for head, ids in (current, trained)
             )
 
         before, after = taus(material.held_out)

@@ -20,6 +20,7 @@ import torch
 from vllm_specplug.utils.files import replacing
 
 from .features import FeatureSet
+from .precision import compute_dtype
 
 POOL_BATCHES = 32  # sequences are sorted by length within pools of about so many batches
 SCHEDULES = ("cosine", "linear")
@@ -40,8 +41,12 @@ class Batch:
         return Batch(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
-def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype = torch.bfloat16) -> Batch:
-    """Gather `sequences`, right-padded; rows whose label is beyond the sequence are padding."""
+def make_batch(data: FeatureSet, sequences: list[int], dtype: torch.dtype | None = None) -> Batch:
+    """Gather `sequences`, right-padded; rows whose label is beyond the sequence are padding.
+
+    dtype: of the batch's features; None: `compute_dtype` of a CPU.
+    """
+    dtype = dtype or compute_dtype("cpu")
     rows = max(int(data.lengths[i]) for i in sequences) - 2
     shape = (len(sequences), rows)
     next_ids = torch.zeros(shape, dtype=torch.long)

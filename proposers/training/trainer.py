@@ -19,6 +19,7 @@ from .features import FeatureSet, check_features, target_head
 from .log import TrainingLog, plot_log
 from .loop import SCHEDULES, Batch, interruptible, learning_rate, load_state, make_batch, plan, save_state
 from .options import check_ranges, option
+from .precision import compute_dtype
 from .team import Team
 
 STATE_NAME = "training_state.pt"
@@ -82,7 +83,10 @@ class Task(ABC):
         self.device = device or torch.device("cpu")
         self.target_dir, self.draft_ids, self.options, self.init_from = target_dir, draft_ids, options, init_from
         self.target_config, self.embedding, lm_head = target_head(target_dir)
-        self.draft_head = lm_head[draft_ids].to(self.device)  # [draft_vocab, h], the target's rows of `draft_ids`
+        # [draft_vocab, h], the target's rows of `draft_ids`; float32 where products of bfloat16 are slow:
+        self.draft_head = lm_head[draft_ids].to(
+            self.device, torch.promote_types(lm_head.dtype, compute_dtype(self.device))
+        )
         self.in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool, device=self.device)  # [vocab]
         self.in_draft[draft_ids.to(self.device)] = True
         self.head = self.new_head()
@@ -225,7 +229,7 @@ class _Run:
         for index in range(team.rank, len(group), team.size):
             # The seed belongs to the micro-batch, so that its noise is the same whichever process works on it.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + step * self.micro_batches + index)
-            batch = make_batch(self.data, group[index])
+            batch = make_batch(self.data, group[index], compute_dtype(team.device))
             losses = self.task.losses(batch.to(team.device), step, len(self.groups), generator)
             (sum(losses.values()) / len(group)).backward()
             self.meter.add(losses, int((batch.label_ids >= 0).sum()))

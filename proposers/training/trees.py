@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..eagle2.head import EagleHead, rotary_table
+from ..eagle2.parallel import ParallelHead
 from .features import FeatureSet
-from .loop import make_batch
+from .loop import Batch, make_batch
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class Drafted:
     parent: int  # pool index; -1: the root
     token: int
     ranks: tuple[int, ...]  # the rank of each node on the path among its siblings
+
+
+#: (level, tokens of the nodes to extend, their parents' rows in the features before, those features [parents, h]) ->
+#: features [nodes, h], from which the nodes' children are scored.
+Extend = Callable[[int, list[int], list[int], torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ def tree_tau(
 
     Each fed node gets `beam` children. `policy` replaces EAGLE-2's choice of the nodes to feed and to keep.
     """
-    decoder = _TreeDecoder(head, embedding, lm_head, ids, depth, beam, policy or eagle2_policy(nodes, beam))
+    kind = _ParallelTreeDecoder if isinstance(head, ParallelHead) else _TreeDecoder
+    decoder = kind(head, embedding, lm_head, ids, depth, beam, policy or eagle2_policy(nodes, beam))
     return [decoder.decode(data, i) for i in range(len(data))]
 
 
@@ -81,17 +88,12 @@ class _TreeDecoder:
     def decode(self, data: FeatureSet, i: int) -> tuple[int, int]:
         """(tokens, cycles) of answer `i`."""
         batch = make_batch(data, [i], dtype=self.lm_head.dtype)
-        layer = self.head.layers[0]
+        grow = self._reader(batch)
         rows = batch.next_ids.shape[1]
-        cos, sin = rotary_table(self.head.config, torch.arange(rows + self.depth))
-        x = self._inputs(batch.next_ids, batch.features)
-        query, key, value = layer.self_attn.project(x, cos[:rows], sin[:rows])
-        output = layer.finish(x, scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))[0]
         start = int(data.prompt_lengths[i]) - 1
         tokens = cycles = 0
         while start < rows:
-            context = (key[:, :, : start + 1], value[:, :, : start + 1])
-            tree = self._grow(context, output[start], (cos[start + 1 :], sin[start + 1 :]))
+            tree = grow(start)
             accepted, node = 0, -1
             while start + accepted < rows:
                 truth = int(batch.label_ids[0, start + accepted])
@@ -104,20 +106,30 @@ class _TreeDecoder:
             start += accepted + 1
         return tokens, cycles
 
+    def _reader(self, batch: Batch) -> Callable[[int], dict[int, tuple[int, int]]]:
+        """Read the answer of a batch of one; the returned function drafts the tree whose root is a given row."""
+        layer = self.head.layers[0]
+        rows = batch.next_ids.shape[1]
+        cos, sin = rotary_table(self.head.config, torch.arange(rows + self.depth))
+        x = self._inputs(batch.next_ids, batch.features)
+        query, key, value = layer.self_attn.project(x, cos[:rows], sin[:rows])
+        output = layer.finish(x, scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))[0]
+
+        def grow(start: int) -> dict[int, tuple[int, int]]:
+            context = (key[:, :, : start + 1], value[:, :, : start + 1])
+            return self._grow(output[start], _Levels(self, context, (cos[start + 1 :], sin[start + 1 :])))
+
+        return grow
+
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         return self.head.combine(self.embedding[token_ids].to(self.lm_head.dtype), features)
 
-    def _grow(self, context: tuple, feature: torch.Tensor, rotary: tuple) -> dict[int, tuple[int, int]]:
+    def _grow(self, feature: torch.Tensor, extend: Extend) -> dict[int, tuple[int, int]]:
         """Draft a tree: {pool index: (parent's pool index, token)} of the kept nodes; -1 is the root.
 
-        context: keys and values [1, G, rows, D] of the rows before the tree. feature: [h], the root's. rotary: cos and
-        sin [levels or more, D] of the positions behind the root.
+        feature: [h], the root's output.
         """
-        layer = self.head.layers[0]
         pool: list[Drafted] = []
-        keys, values = context
-        context_rows = keys.shape[2]
-        paths: list[list[int]] = [[]]  # for each fed node, the key rows of its path from the root
         fed, features = [-1], feature[None]
         for level in range(self.depth):
             first = len(pool)
@@ -127,17 +139,7 @@ class _TreeDecoder:
                 break
             rows = [fed.index(pool[node].parent) for node in chosen]
             fed = chosen
-            x = self._inputs([pool[node].token for node in fed], features[rows])[None]
-            query, key, value = layer.self_attn.project(x, *(table[level : level + 1] for table in rotary))
-            offset = keys.shape[2]
-            keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-            paths = [paths[row] + [offset + i] for i, row in enumerate(rows)]
-            mask = torch.zeros(len(fed), keys.shape[2], dtype=torch.bool)
-            mask[:, :context_rows] = True
-            for i, path in enumerate(paths):
-                mask[i, path] = True
-            attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask[None, None], enable_gqa=True)
-            features = layer.finish(x, attended)[0]
+            features = extend(level, [pool[node].token for node in fed], rows, features)
         return {n: (pool[n].parent, pool[n].token) for n in sorted(self.policy.keep(pool))}
 
     def _add_children(self, pool: list[Drafted], fed: list[int], features: torch.Tensor) -> None:
@@ -148,3 +150,52 @@ class _TreeDecoder:
             children = zip(best[row].tolist(), self.ids[draft[row]].tolist(), strict=True)
             for rank, (log_prob, token) in enumerate(children):
                 pool.append(Drafted(value + log_prob, log_prob, parent, token, (*ranks, rank)))
+
+
+class _Levels:
+    """The forwards of an EAGLE head over the nodes of a tree, one level after the other.
+
+    context: keys and values [1, G, rows, D] of the rows before the tree. rotary: cos and sin [levels or more, D] of the
+    positions behind the root.
+    """
+
+    def __init__(self, decoder: _TreeDecoder, context: tuple, rotary: tuple):
+        self.decoder, self.rotary = decoder, rotary
+        self.keys, self.values = context
+        self.context_rows = self.keys.shape[2]
+        self.paths: list[list[int]] = [[]]  # for each fed node, the key rows of its path from the root
+
+    def __call__(self, level: int, tokens: list[int], rows: list[int], features: torch.Tensor) -> torch.Tensor:
+        layer = self.decoder.head.layers[0]
+        x = self.decoder._inputs(tokens, features[rows])[None]
+        query, key, value = layer.self_attn.project(x, *(table[level : level + 1] for table in self.rotary))
+        offset = self.keys.shape[2]
+        self.keys, self.values = torch.cat([self.keys, key], dim=2), torch.cat([self.values, value], dim=2)
+        self.paths = [self.paths[row] + [offset + i] for i, row in enumerate(rows)]
+        mask = torch.zeros(len(tokens), self.keys.shape[2], dtype=torch.bool)
+        mask[:, : self.context_rows] = True
+        for i, path in enumerate(self.paths):
+            mask[i, path] = True
+        attended = scaled_dot_product_attention(
+            query, self.keys, self.values, attn_mask=mask[None, None], enable_gqa=True
+        )
+        return layer.finish(x, attended)[0]
+
+
+class _ParallelTreeDecoder(_TreeDecoder):
+    """As `_TreeDecoder` for a head whose levels come from one forward."""
+
+    def _reader(self, batch: Batch) -> Callable[[int], dict[int, tuple[int, int]]]:
+        # Rows behind the answer, which mask rows of the last drafts stand at; no other row reads them.
+        embeddings = pad(self.embedding[batch.next_ids].to(self.lm_head.dtype), (0, 0, 0, self.depth))
+        features = pad(batch.features, (0, 0, 0, self.depth))
+        levels = torch.cat(self.head.parallel(embeddings, features, self.depth))  # [depth, rows, h]
+
+        def grow(start: int) -> dict[int, tuple[int, int]]:
+            def extend(level: int, tokens: list[int], _rows: list[int], _features: torch.Tensor) -> torch.Tensor:
+                outputs = levels[level + 1, start + level + 1].expand(len(tokens), -1)
+                return self.head.follows(outputs, self.embedding[tokens].to(self.lm_head.dtype))
+
+            return self._grow(levels[0, start], extend)
+
+        return grow

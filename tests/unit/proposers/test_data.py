@@ -13,6 +13,7 @@ from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.training import answers as answer_files
 from vllm_specplug.proposers.training import features, generate
 from vllm_specplug.proposers.training.answers import Conversation, read_answers, read_conversations
+from vllm_specplug.proposers.training.precision import compute_dtype
 from vllm_specplug.tools import cli
 
 TEMPLATE = (
@@ -230,7 +231,7 @@ def test_from_prompts_to_features_and_into_training(target, engine, tmp_path, ca
     answered = len(engine.prompts)
     assert data(target, out, prompts, "--eagle3") == 0 and len(engine.prompts) == answered  # nothing is left to answer
     flags = ["--data", str(out), "--epochs", "1", "--draft-vocab-size", str(DRAFT)]
-    for method in ("eagle", "eagle3"):  # the features of three layers serve both
+    for method in ("eagle", "parallel", "eagle3"):  # the features of three layers serve all
         assert cli.main(["train", method, "--target", target, "--out", str(tmp_path / method), *flags]) == 0
         assert (tmp_path / method / "model.safetensors").exists()
     assert not (tmp_path / "eagle" / "features").exists()
@@ -248,12 +249,13 @@ def test_layer_features_are_the_inputs_of_the_layers(target, tmp_path):
         target, [answer_files.Answer("a", ids[:2], ids[2:])], tmp_path, layers=(0, 3, 6), progress=False
     )
     loaded = features.load_features([file], layers=True)
-    model = AutoModel.from_pretrained(target, dtype=torch.bfloat16)
+    model = AutoModel.from_pretrained(target, dtype=compute_dtype("cpu"))
     with torch.inference_mode():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         low, middle, high = loaded.layer_features.split(16, dim=1)
-        assert torch.equal(low, states[0][0]) and torch.equal(middle, states[3][0])
-        torch.testing.assert_close(model.norm(high), states[6][0])  # before the final norm, as vLLM returns it
+        assert torch.equal(low, states[0][0].bfloat16()) and torch.equal(middle, states[3][0].bfloat16())
+        # The last one is taken before the final norm, as vLLM returns it.
+        torch.testing.assert_close(model.bfloat16().norm(high), states[6][0].bfloat16())
     assert layer_ids({"num_hidden_layers": 30}) == (2, 15, 27)
 
 

@@ -20,6 +20,7 @@ from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.eagle import EagleOptions, load_trained
 from vllm_specplug.proposers.training.features import extract, load_features
 from vllm_specplug.proposers.training.learning import Learner, adapted_vocabulary
+from vllm_specplug.proposers.training.log import read_log
 from vllm_specplug.proposers.training.recorded import shard_files
 from vllm_specplug.tools import cli
 from vllm_specplug.utils.published import current_folder, read_current
@@ -169,10 +170,9 @@ def test_a_killed_learner_goes_on_with_its_round(target, ring, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for number in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, stdout=subprocess.PIPE)
-        log, end = head / "learning/training_log.jsonl", time.monotonic() + 240
-        before = log.stat().st_mtime_ns if log.exists() else 0
-        while not (log.exists() and log.stat().st_mtime_ns > before) and time.monotonic() < end:
-            assert process.poll() is None
+        rows, end = len(read_log(head / "learning")), time.monotonic() + 240
+        while len(read_log(head / "learning")) <= rows:  # the log is there before the first step
+            assert process.poll() is None and time.monotonic() < end
             time.sleep(0.05)
         process.send_signal(number)
         output = process.communicate(timeout=120)[0].decode()
@@ -198,6 +198,12 @@ def test_a_learner_without_a_drafter_or_answers_says_what_to_do(target, ring, tm
     assert "--model" in capsys.readouterr().err
     assert cli.main(command(target, str(tmp_path), tmp_path / "head", "--once")) == 2
     assert "record" in capsys.readouterr().err
+
+
+def test_a_parallel_head_does_not_learn(target, ring, tmp_path, capsys):
+    folder = tiny.write_parallel_drafter(tmp_path / "parallel")
+    assert cli.main(command(target, ring, tmp_path / "head", "--once", "--model", str(folder))) == 2
+    assert "a parallel head, which `specplug learn` does not train" in capsys.readouterr().err
 
 
 def test_the_vocabulary_takes_in_what_the_answers_have():

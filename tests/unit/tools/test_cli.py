@@ -477,6 +477,8 @@ def test_method_variants_and_overrides():
         parse_methods("plain", ["plain"])
     with pytest.raises(ValueError, match="not one of"):
         parse_methods("plain", ["ngram={}"])
+    with pytest.raises(ValueError, match="unknown key 'node_budget'"):  # found before an engine starts
+        parse_methods("plain,eagle2:wide", ['eagle2:wide={"node_budget": "measured"}'])
 
 
 def test_full_vocabulary_copy_drops_only_the_draft_vocabulary(tmp_path):

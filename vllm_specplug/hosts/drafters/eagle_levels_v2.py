@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.config import Eagle2Options
+from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention.paged import LevelMetadata
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
-from vllm_specplug.hosts.drafters.eagle_levels import LevelScratch, run_level
+from vllm_specplug.hosts.drafters.eagle_levels import LevelScratch, chain_mask, run_level
 from vllm_specplug.kernels.triton_growth import start_levels
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
@@ -17,20 +17,21 @@ class LevelRows:
 
     Args:
         scratch: key/value of the levels.
-        options: depth and width of the trees.
+        width: rows of a request in a forward.
+        num_levels: forwards of the drafter behind its first one.
         max_num_reqs: the largest batch.
         device: of all tensors.
 
     Attributes:
-        num_levels: forwards of the drafter behind its first one.
         query_start, query_lens, tree_start: int32 ``[max_num_reqs]``; see ``TreeRows``.
         tree_lens: int32 ``[max_num_reqs]`` for each level.
         rows: int64 ``[max_num_reqs * width]`` for each level; its rows in the scratch.
     """
 
-    def __init__(self, scratch: LevelScratch, options: Eagle2Options, max_num_reqs: int, device: torch.device):
-        self.scratch, self.width, self.num_levels = scratch, options.draft_top_k, options.draft_depth - 1
+    def __init__(self, scratch: LevelScratch, width: int, num_levels: int, max_num_reqs: int, device: torch.device):
+        self.scratch, self.width, self.num_levels = scratch, width, num_levels
         self.size = max_num_reqs * scratch.capacity
+        self.max_position = scratch.vllm_config.model_config.max_model_len - 1
         requests = torch.arange(max_num_reqs, dtype=torch.int32, device=device)
         self.query_start, self.tree_start = requests * self.width, requests * scratch.capacity
         self.query_lens = torch.full_like(requests, self.width)
@@ -38,6 +39,18 @@ class LevelRows:
         self.tree_lens = [torch.full_like(requests, (level + 1) * self.width) for level in levels]
         first, columns = self.tree_start.long().unsqueeze(1), torch.arange(self.width, device=device)
         self.rows = [(first + level * self.width + columns).flatten() for level in levels]
+
+
+class ChainRows(LevelRows):
+    """As ``LevelRows`` for one forward over chains of ``width`` rows.
+
+    Attributes:
+        bits: int64, see ``DeviceTreeRows``: a row sees itself and the rows before it.
+    """
+
+    def __init__(self, scratch: LevelScratch, width: int, max_num_reqs: int, device: torch.device):
+        super().__init__(scratch, width, 1, max_num_reqs, device)
+        self.bits = ancestor_bits(chain_mask(max_num_reqs, width, device))
 
 
 class DeviceLevels:
@@ -62,13 +75,21 @@ class DeviceLevels:
         max_context_len: int,
     ):
         self._model, self._rows, self._block_table, self._max_context_len = model, rows, block_table, max_context_len
-        max_position = rows.scratch.vllm_config.model_config.max_model_len - 1
-        self._context_lens, self._positions = start_levels(slots, positions, rows.num_levels, rows.width, max_position)
+        self._context_lens, self._positions = self._start(slots, positions)
+
+    def _start(self, slots: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._rows
+        return start_levels(slots, positions, rows.num_levels, rows.width, rows.max_position)
 
     def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, bits: torch.Tensor) -> DraftFeatures:
         """Run the drafter over the nodes of one level, see ``proposers.eagle2.drafting.grow_tree``; mask in words."""
+        return self._run(level, token_ids, features, bits, self._positions[level])
+
+    def _run(
+        self, level: int, token_ids: torch.Tensor, features: torch.Tensor, bits: torch.Tensor, positions: torch.Tensor
+    ) -> DraftFeatures:
         metadata = None if self._block_table is None else self._metadata(level, *token_ids.shape, bits)
-        return run_level(self._model, self._rows.scratch, token_ids, features, self._positions[level], metadata)
+        return run_level(self._model, self._rows.scratch, token_ids, features, positions, metadata)
 
     def _metadata(self, level: int, num_reqs: int, width: int, bits: torch.Tensor) -> LevelMetadata:
         rows = self._rows
@@ -86,3 +107,19 @@ class DeviceLevels:
             uniform=True,
         )
         return LevelMetadata(self._block_table[:num_reqs], tree)
+
+
+class DeviceChain(DeviceLevels):
+    """The forward over the mask rows of a parallel head; arguments as of ``DeviceLevels``, with ``ChainRows``."""
+
+    def _start(self, slots: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._rows
+        context_lens, steps = start_levels(slots, positions, rows.width, 1, rows.max_position)
+        return context_lens, steps.T.flatten()  # [num_reqs * width]: a request's rows stand one behind the other
+
+    def chain(self, token_id: int, feature: torch.Tensor, length: int) -> torch.Tensor:
+        """Run the drafter over equal rows, see ``eagle_levels.EagleLevels.chain``; ``length`` is the rows' width."""
+        num_reqs = len(self._context_lens)
+        token_ids = torch.full((num_reqs, length), token_id, device=feature.device)
+        features = feature.expand(num_reqs, length, -1)
+        return self._run(0, token_ids, features, self._rows.bits[:num_reqs], self._positions).score

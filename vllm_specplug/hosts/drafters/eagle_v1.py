@@ -24,6 +24,7 @@ from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
+from vllm_specplug.hosts.drafters.eagle_parallel import ParallelLevels
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -212,6 +213,8 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             self.runner.level_metadata,
             self._level_positions if self.uses_mrope else None,
         )
+        if (mask_rows := getattr(self.model, "mask_rows", None)) is not None:
+            levels = ParallelLevels(levels, mask_rows, self.model.embed_input_ids, self.options.draft_depth - 1)
         if self._vocabulary is not None:
             batch = self.runner.input_batch
             self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_specplug.proposers.training.answers import Conversation
 from vllm_specplug.proposers.training.generate import Generate, answer_conversations, load_tokenizer, resume_at
+from vllm_specplug.proposers.training.precision import compute_dtype
 
 
 def start_engine(
@@ -26,7 +27,7 @@ def start_engine(
 
     llm = LLM(
         str(target),
-        dtype="bfloat16",
+        dtype=str(compute_dtype(current_platform.device_type)).removeprefix("torch."),
         max_model_len=max_prompt_tokens + max_tokens,
         max_num_seqs=96 if current_platform.is_cpu() else 1024,
         enable_prefix_caching=False,

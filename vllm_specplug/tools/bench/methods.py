@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.config import resolve_drafter
+from vllm_specplug.config import is_our_method, parse_options, resolve_drafter
 
 _DRAFTER = "smollm2-135m-instruct"
 _STOCK_EAGLE = "eagle-chain"
@@ -58,7 +58,8 @@ def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:
     """Parse ``a,b:variant`` and ``NAME=JSON`` overrides to methods; a null value removes a key.
 
     Raises:
-        ValueError: a method is unknown and has no override, an override is malformed, or the plain baseline is missing.
+        ValueError: a method is unknown and has no override, an override is malformed, the options of one of our methods
+            are not valid, or the plain baseline is missing.
     """
     labels = [name.strip() for name in names.split(",") if name.strip()]
     changes: dict[str, dict] = {}
@@ -83,7 +84,10 @@ def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:
             )
         base = METHODS.get(name, {"method": name})
         config = None if base is None else {k: v for k, v in (base | changes.get(label, {})).items() if v is not None}
-        methods.append(Method(label, config))
+        method = Method(label, config)
+        if config is not None and not method.stock and is_our_method(config.get("method")):
+            parse_options(config)  # now, not when its engine starts, which is minutes later
+        methods.append(method)
     return methods
 
 
