@@ -60,7 +60,7 @@ class TreeOptions:
             FlashAttention over the context, merged with a masked kernel over the tree; ``xformers``: the same with
             xformers' partial attention.
         linear_rows: most rows of a step whose unquantised linear layers our operator computes (V1 runner on a CPU); 0:
-            vLLM computes all; None: ``ALL_ROWS`` on a CPU without AVX-512, else 0.  With a number up to 2 GiB of
+            vLLM computes all; None: ``ALL_ROWS`` on a CPU with AVX2 or more, else 0.  With a number up to 2 GiB of
             weights are kept in memory twice, unless vLLM packs none.
         trace_trees: file that receives the first trees as JSON lines.
         on_failure: what happens if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it

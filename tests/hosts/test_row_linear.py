@@ -97,12 +97,12 @@ def test_the_type_in_which_weights_are_kept():
         torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ computed.T)
 
 
-@pytest.mark.parametrize("lacks", [False, True])
-def test_by_default_only_without_avx512(engine, monkeypatch, lacks):
-    monkeypatch.setattr(speculative_config, "lacks_avx512", lambda: lacks)
-    llm = engine("reduced", max_num_seqs=2 + lacks)  # engines are kept by their options
+@pytest.mark.parametrize("has", [False, True])
+def test_by_default_on_x86(engine, monkeypatch, has):
+    monkeypatch.setattr(speculative_config, "has_avx2", lambda: has)
+    llm = engine("reduced", max_num_seqs=2 + has)  # engines are kept by their options
     layers = [*layers_of(llm), runner_of(llm).drafter._scorer.head]
-    assert all(computed_by_us(layer) == lacks for layer in layers)
+    assert all(computed_by_us(layer) == has for layer in layers)
 
 
 def test_weights_that_are_kept_twice_are_bounded(engine, prompts, monkeypatch):

@@ -3,7 +3,7 @@
 // row_linear.py documents the arguments.
 //
 // Weights can be stored in 16 bits beside float32 rows.  All sums are float32, over the inputs in their order: a row's
-// result does not depend on the other rows.
+// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <optional>
 #include <type_traits>
+#include <vector>
 
 #include "vectors.h"
 
@@ -24,57 +25,67 @@ namespace {
 
 // A block of outputs is two vectors wide.  The sums of a tile take 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
-constexpr int kUnit = 4; // blocks that a thread takes at once
 // Rows are computed in chunks, whose inputs stay in the second cache where they are short; inputs in panels, whose
 // weights do.
 constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048;
+
+// Whether bfloat16 weights are stored in pairs of inputs for bfloat16 rows.
+inline bool in_pairs(c10::ScalarType rows, int64_t size) {
+#ifdef __AVX512BF16__
+  return rows == at::kBFloat16 && size % 2 == 0;
+#else
+  return false;
+#endif
+}
 
 // The type in memory: bfloat16 is read as its bits.
 template <typename T>
 using Stored = std::conditional_t<std::is_same_v<T, c10::BFloat16>, uint16_t, T>;
 
-// Where an output of a block is stored: with bfloat16, a 32-bit word has one output of each vector.
+// Where an output of a block is stored: with single bfloat16, a 32-bit word has one output of each vector.
 template <typename T>
 constexpr int place(int output) {
   return std::is_same_v<T, c10::BFloat16> ? output % kLanes * 2 + output / kLanes : output;
 }
-inline void widen_block(const uint16_t* p, Vec (&weights)[2]) {
+inline void load_block(const uint16_t* p, Vec (&weights)[2]) {
   const VecUint words = load<VecUint>(p);
   weights[0] = (Vec)(words << 16);
   weights[1] = (Vec)(words & splat(0xffff0000u));
 }
-template <typename T>
-inline void widen_block(const T* p, Vec (&weights)[2]) {
+template <typename T, typename V>
+inline void load_block(const T* p, V (&weights)[2]) {
   weights[0] = widen(p);
   weights[1] = widen(p + kLanes);
 }
 
 // Adds x @ w.T of `count` of `size` inputs to sums[ROWS][BLOCKS * kBlock], and fetches `step` bytes of `ahead` per input.
-template <int ROWS, int BLOCKS, typename T>
-void multiply_tile(const float* x, const T* w, int64_t size, int64_t count, const char* ahead, int64_t step,
-                   float* sums) {
+// X is float, or uint32_t: pairs of bfloat16 in `x` and `w`; `size` and `count` are pairs then.
+template <int ROWS, int BLOCKS, typename X, typename T>
+void multiply_tile(const X* x, const T* w, int64_t size, int64_t count, const char* ahead, int64_t step, float* sums) {
+  using Lanes = std::conditional_t<std::is_same_v<X, float>, Vec, VecUint>;
   Vec totals[ROWS][BLOCKS][2];
   std::memcpy(totals, sums, sizeof(totals));
   for (int64_t k = 0; k < count; ++k) {
-    if (ahead) __builtin_prefetch(ahead + k * step);
-    Vec weights[BLOCKS][2];
+    if (ahead)
+      for (int64_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + k * step + at, 0, 2);
+    Lanes weights[BLOCKS][2];
 #pragma GCC unroll 8
-    for (int b = 0; b < BLOCKS; ++b) widen_block(w + (b * size + k) * kBlock, weights[b]);
+    for (int b = 0; b < BLOCKS; ++b) load_block(w + (b * size + k) * kBlock, weights[b]);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
-      const Vec value = splat(x[m * size + k]);
+      const Lanes value = splat(x[m * size + k]);
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; ++b) {
-        totals[m][b][0] += value * weights[b][0];
-        totals[m][b][1] += value * weights[b][1];
+        totals[m][b][0] = accumulate(totals[m][b][0], value, weights[b][0]);
+        totals[m][b][1] = accumulate(totals[m][b][1], value, weights[b][1]);
       }
     }
   }
   std::memcpy(sums, totals, sizeof(totals));
 }
 
-template <int ROWS, int BLOCKS, typename T>
-void multiply_rows(int64_t rows, const float* x, const T* w, int64_t size, int64_t count, const char* ahead,
+template <int ROWS, int BLOCKS, typename X, typename T>
+void multiply_rows(int64_t rows, const X* x, const T* w, int64_t size, int64_t count, const char* ahead,
                    int64_t step, float* sums) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS) return multiply_tile<ROWS, BLOCKS>(x, w, size, count, ahead, step, sums);
@@ -83,11 +94,11 @@ void multiply_rows(int64_t rows, const float* x, const T* w, int64_t size, int64
 }
 
 // A product: `weight` is [blocks][size][kBlock], `out` [rows][outputs]; `bias` may be null.
-template <typename T, typename O>
+template <typename X, typename T, typename O>
 struct Product {
-  const float* x;
+  const X* x;
   int64_t rows, size;
-  const Stored<T>* weight;
+  const T* weight;
   const Stored<O>* bias;
   int64_t outputs;
   O* out;
@@ -99,7 +110,7 @@ struct Product {
     constexpr int64_t width = BLOCKS * kBlock;
     alignas(64) float sums[(MOST_ROWS < kTileRows ? MOST_ROWS : kMostChunk) * width];
     std::fill_n(sums, count * width, 0.0f);
-    const Stored<T>* w = weight + block * kBlock * size;
+    const T* w = weight + block * kBlock * size;
     const int64_t tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t share = width * size * sizeof(T) / tiles, step = (share + size - 1) / size;
     const char* ahead = is_last || count == 1 ? nullptr : reinterpret_cast<const char*>(w + width * size);
@@ -126,47 +137,49 @@ struct Product {
 
   // Fewer rows take more blocks at once, so that enough sums are independent of each other.
   void multiply_chunk(int64_t first, int64_t count, int64_t block, int64_t stop) const {
-    const int64_t together = count == 1 ? kUnit : count == 2 ? 2 : 1;
-    for (; block + together <= stop; block += together) {
+    int64_t together = count == 1 ? 4 : count <= 3 ? 2 : 1;
+    for (; block < stop; block += together) {
+      while (block + together > stop) together /= 2;
       const bool is_last = block + 2 * together > stop;
-      if (count == 1)
-        multiply_blocks<1, kUnit>(first, count, block, is_last);
-      else if (count == 2)
-        multiply_blocks<2, 2>(first, count, block, is_last);
+      if (together == 4)
+        multiply_blocks<1, 4>(first, count, block, is_last);
+      else if (together == 2)
+        multiply_blocks<3, 2>(first, count, block, is_last);
       else
         multiply_blocks<kTileRows, 1>(first, count, block, is_last);
     }
-    for (; block < stop; ++block) multiply_blocks<kTileRows, 1>(first, count, block, true);
   }
 
   void multiply() const {
-    const int64_t blocks = (outputs + kBlock - 1) / kBlock;
     const int64_t fitting = kChunkBytes / (4 * std::max<int64_t>(size, 1));
     const int64_t chunk = std::clamp(fitting / kTileRows * kTileRows, kLeastChunk, kMostChunk);
-    at::parallel_for(0, (blocks + kUnit - 1) / kUnit, 1, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, (outputs + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
       for (int64_t first = 0; first < rows; first += chunk)
-        multiply_chunk(first, std::min(chunk, rows - first), begin * kUnit, std::min(end * kUnit, blocks));
+        multiply_chunk(first, std::min(chunk, rows - first), begin, end);
     });
   }
 };
 
 template <typename T, typename O>
 void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor& output) {
-  at::Tensor wide;
   const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
-  const float* inputs;
+  const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
+  const int64_t rows = x.size(0), size = x.size(1), outputs = output.size(1);
+  const auto multiply_as = [&]<typename X, typename W>(const X* inputs, const W* weights, int64_t count) {
+    auto* out = static_cast<O*>(output.mutable_data_ptr());
+    Product<X, W, O>{inputs, rows, count, weights, added, outputs, out}.multiply();
+  };
+  const void* stored = weight.const_data_ptr();
   if constexpr (std::is_same_v<O, float>) {
-    inputs = values;
+    multiply_as(values, static_cast<const Stored<T>*>(stored), size);
+  } else if (in_pairs(x.scalar_type(), size)) {
+    multiply_as(reinterpret_cast<const uint32_t*>(values), static_cast<const uint32_t*>(stored), size / 2);
   } else {
-    wide = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+    const at::Tensor wide = at::empty(x.sizes(), x.options().dtype(at::kFloat));
     float* to = wide.mutable_data_ptr<float>();
     for (int64_t i = 0; i < x.numel(); ++i) to[i] = to_float(values[i]);
-    inputs = to;
+    multiply_as(to, static_cast<const Stored<T>*>(stored), size);
   }
-  const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
-  Product<T, O>{inputs, x.size(0), x.size(1), static_cast<const Stored<T>*>(weight.const_data_ptr()), added,
-                output.size(1), static_cast<O*>(output.mutable_data_ptr())}
-      .multiply();
 }
 
 at::Tensor make_output(const at::Tensor& x, int64_t outputs) {
@@ -209,31 +222,42 @@ at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::op
   return make_output(x, outputs);
 }
 
-template <typename T>
-void pack(const at::Tensor& weight, at::Tensor& packed) {
+// PAIRED: the weights of two inputs lie side by side.
+template <typename T, bool PAIRED = false>
+void pack(const at::Tensor& weight, const at::Tensor& packed) {
+  constexpr int64_t side = PAIRED ? 2 : 1;
   const int64_t outputs = weight.size(0), size = weight.size(1);
   const T* from = weight.const_data_ptr<T>();
   T* to = packed.mutable_data_ptr<T>();
   at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
       for (int n = 0; n < kBlock; ++n) {
-        const int64_t output = block * kBlock + n;
+        const int64_t output = block * kBlock + n, at = PAIRED ? n : place<T>(n);
         for (int64_t k = 0; k < size; ++k)
-          to[(block * size + k) * kBlock + place<T>(n)] = output < outputs ? from[output * size + k] : T(0.0f);
+          to[((block * size + k - k % side) * kBlock) + at * side + k % side] =
+              output < outputs ? from[output * size + k] : T(0.0f);
       }
   });
 }
 
-at::Tensor row_linear_pack(const at::Tensor& weight) {
+std::vector<int64_t> row_linear_shape(const at::Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2, "row_linear: weights must be a matrix");
+  return {(weight.size(0) + kBlock - 1) / kBlock, weight.size(1), kBlock};
+}
+
+void row_linear_pack(const at::Tensor& weight, at::Tensor packed, at::ScalarType rows) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "row_linear: weights must be a contiguous matrix");
-  at::Tensor packed = at::empty({(weight.size(0) + kBlock - 1) / kBlock, weight.size(1), kBlock}, weight.options());
+  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == weight.scalar_type() &&
+                  packed.sizes() == at::IntArrayRef(row_linear_shape(weight)),
+              "row_linear: `packed` must be contiguous, of the weights' type and of the shape that row_linear_shape tells");
   switch (weight.scalar_type()) {
     case at::kFloat: pack<float>(weight, packed); break;
-    case at::kBFloat16: pack<c10::BFloat16>(weight, packed); break;
+    case at::kBFloat16:
+      in_pairs(rows, weight.size(1)) ? pack<c10::BFloat16, true>(weight, packed) : pack<c10::BFloat16>(weight, packed);
+      break;
     case at::kHalf: pack<Half>(weight, packed); break;
     default: TORCH_CHECK(false, "row_linear: weights must be float32, bfloat16 or float16");
   }
-  return packed;
 }
 
 } // namespace
@@ -242,6 +266,7 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def("row_linear(Tensor x, Tensor weight, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
   m.impl("row_linear", c10::DispatchKey::CPU, &row_linear);
   m.impl("row_linear", c10::DispatchKey::Meta, &row_linear_meta);
-  m.def("row_linear_pack(Tensor weight) -> Tensor");
+  m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
+  m.def("row_linear_pack(Tensor weight, Tensor(a!) packed, ScalarType rows) -> ()");
   m.impl("row_linear_pack", c10::DispatchKey::CPU, &row_linear_pack);
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.kernels.huge_pages import empty_in_huge_pages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,8 +27,9 @@ def make_row_linear(
     """
     if (ops := operators()) is None:
         return None
-    packed, outputs = ops.row_linear_pack.default(weight.detach().to(dtype or weight.dtype)), weight.shape[0]
-    linear = ops.row_linear.default
+    kept, outputs, linear = weight.detach().to(dtype or weight.dtype), weight.shape[0], ops.row_linear.default
+    packed = empty_in_huge_pages(torch.Size(ops.row_linear_shape.default(kept)), kept.dtype)
+    ops.row_linear_pack.default(kept, packed, weight.dtype)
     return lambda x, _, bias: linear(x, packed, bias, outputs, handle, max_rows)
 
 

@@ -95,6 +95,11 @@ def _cpu_features() -> list[str]:
     return [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16") if flag in flags]
 
 
+def has_avx2() -> bool:
+    """Whether this is an x86 CPU with vectors of 256 bits or more."""
+    return "avx2" in _cpu_flags()
+
+
 def lacks_avx512() -> bool:
     """Whether this is an x86 CPU without AVX-512 and without instructions for bfloat16.
 

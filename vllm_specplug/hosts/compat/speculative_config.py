@@ -41,7 +41,7 @@ from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
-from vllm_specplug.utils.environment import lacks_avx512
+from vllm_specplug.utils.environment import has_avx2
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 
@@ -137,7 +137,7 @@ def build(
     _check_runner_options(options, on_cpu, v2, target_parallel_config)
     _check_connector(options, engine_args.kv_transfer_config)
     if options.linear_rows is None:
-        gains = on_cpu and not v2 and lacks_avx512()
+        gains = on_cpu and not v2 and has_avx2()
         options = replace(options, linear_rows=ALL_ROWS if gains else 0)
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
