@@ -26,7 +26,7 @@ from vllm_specplug.utils.tables import format_table
 #: Outputs and inputs of the products: query/key/value, attention output, gate/up, down.
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 64, 128, 256, 512)
-LAYERS, PASSES = 16, 9
+LAYERS, PASSES = 30, 5
 
 
 def layer_milliseconds(dtype: torch.dtype) -> dict[str, dict[int, float]]:

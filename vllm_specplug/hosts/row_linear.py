@@ -13,7 +13,7 @@ from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ALL_ROWS
-from vllm_specplug.kernels.row_linear import DTYPES, exact_dtype, make_row_linear
+from vllm_specplug.kernels.row_linear import DTYPES, exact_dtype, make_row_linear, uses_tiles
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -74,12 +74,14 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
 
 
 def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
-    """Whether vLLM has other kernels for this weight than oneDNN's: on CPUs with AMX, on Zen with zentorch."""
+    """Whether vLLM has kernels for this weight that may be faster than ours: with AMX, or on Zen with zentorch."""
     if not hasattr(torch.ops._C, "onednn_mm"):
         return True
     if weight.is_meta or weight.ndim != 2 or weight.dtype not in DTYPES or not weight.is_contiguous():
         return True
     is_zen: Any = getattr(current_platform, "is_zen_cpu", lambda: False)
+    if weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return not uses_tiles(weight)
     return is_zen() or utils.check_cpu_sgl_kernel(*weight.shape, weight.dtype)
 
 

@@ -3,7 +3,8 @@
 // row_linear.py documents the arguments.
 //
 // Weights can be stored in 16 bits beside float32 rows.  All sums are float32, over the inputs in their order: a row's
-// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once.
+// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once, those with AMX
+// 32 (tiles.h).
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -26,13 +28,22 @@ namespace {
 // A block of outputs is two vectors wide.  The sums of a tile take 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
 // Rows are computed in chunks, whose inputs stay in the second cache where they are short; inputs in panels, whose
-// weights do.
-constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048;
+// weights do.  A chunk of tiles leaves room for the weights.
+constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048, kTiledBytes = 1 << 20;
 
-// Whether bfloat16 weights are stored in pairs of inputs for bfloat16 rows.
+// Whether products of bfloat16 weights are computed in tiles.
+inline bool in_tiles(c10::ScalarType rows, int64_t size) {
+#ifdef SPECPLUG_TILES
+  return (rows == at::kBFloat16 || rows == at::kFloat) && size > 0 && size % kStepInputs == 0 && has_tiles();
+#else
+  return false;
+#endif
+}
+
+// Whether bfloat16 weights are stored in pairs of inputs.
 inline bool in_pairs(c10::ScalarType rows, int64_t size) {
 #ifdef __AVX512BF16__
-  return rows == at::kBFloat16 && size % 2 == 0;
+  return (rows == at::kBFloat16 && size % 2 == 0) || in_tiles(rows, size);
 #else
   return false;
 #endif
@@ -160,6 +171,76 @@ struct Product {
   }
 };
 
+#ifdef SPECPLUG_TILES
+
+// Adds the bias to 32 sums and writes the first `count`.
+template <typename O>
+void write_block(const float* sums, const Stored<O>* bias, int64_t count, O* out) {
+  for (int64_t n = 0; n < count; n += 16) {
+    const __mmask16 written = count - n < 16 ? (1 << (count - n)) - 1 : 0xffff;
+    __m512 values = _mm512_load_ps(sums + n);
+    if constexpr (std::is_same_v<O, float>) {
+      if (bias) values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(written, bias + n));
+      _mm512_mask_storeu_ps(out + n, written, values);
+    } else {
+      if (bias) {
+        const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(written, bias + n));
+        values = _mm512_add_ps(values, _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)));
+      }
+      _mm256_mask_storeu_epi16(out + n, written, (__m256i)_mm512_cvtneps_pbh(values));
+    }
+  }
+}
+
+// As ``Product``, in tiles; ``weight`` is [blocks][size / 2][32][2].
+template <typename O>
+struct TileProduct {
+  int64_t size;
+  const uint16_t* weight;
+  const Stored<O>* bias;
+  int64_t outputs;
+
+  // Two tiles of rows at a time.  Each pass over the weights of a block fetches its share of the next one.
+  void multiply_block(const TiledRows<O>& x, int64_t rows, int64_t block, bool is_last, O* out) const {
+    constexpr int kLines = kStepBytes / 64;
+    alignas(64) float sums[2 * kTile * kBlock];
+    const uint16_t* weights = weight + block * kBlock * size;
+    const int passes = (x.row_tiles + 1) / 2, lines = (kLines + passes - 1) / passes;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int64_t first = 2 * pass, done = first * kTile;
+      const bool fetches = !is_last && pass * lines < kLines;
+      const char* ahead = fetches ? reinterpret_cast<const char*>(weights + kBlock * size) + pass * lines * 64 : nullptr;
+      if (first + 1 < x.row_tiles)
+        multiply_tiles<2>(x, first, weights, ahead, lines, sums);
+      else
+        multiply_tiles<1>(x, first, weights, ahead, lines, sums);
+      const int64_t output = block * kBlock, count = std::min<int64_t>(kBlock, outputs - output);
+      for (int64_t row = 0; row < std::min<int64_t>(2 * kTile, rows - done); ++row)
+        write_block<O>(sums + row * kBlock, bias ? bias + output : nullptr, count, out + (done + row) * outputs + output);
+    }
+  }
+
+  void multiply(const O* x, int64_t rows, O* out) const {
+    constexpr int64_t kTileBytes = TiledRows<O>::kPlanes * kTileNumbers * 2;
+    const int64_t fitting = kTiledBytes / (size / kStepInputs * kTileBytes);
+    const int64_t chunk = std::max<int64_t>(fitting / 2, 1) * 2 * kTile;
+    for (int64_t first = 0; first < rows; first += chunk) {
+      const int64_t count = std::min(chunk, rows - first);
+      const TiledRows<O> tiled(x + first * size, count, size);
+      at::parallel_for(0, tiled.row_tiles, 4, [&](int64_t begin, int64_t end) {
+        for (int64_t tile = begin; tile < end; ++tile) tiled.fill(tile);
+      });
+      at::parallel_for(0, (outputs + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
+        const TilesInUse tiles(tiled.height);
+        for (int64_t block = begin; block < end; ++block)
+          multiply_block(tiled, count, block, block + 1 == end, out + first * outputs);
+      });
+    }
+  }
+};
+
+#endif
+
 template <typename T, typename O>
 void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor& output) {
   const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
@@ -170,6 +251,14 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional
     Product<X, W, O>{inputs, rows, count, weights, added, outputs, out}.multiply();
   };
   const void* stored = weight.const_data_ptr();
+#ifdef SPECPLUG_TILES
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    if (in_tiles(x.scalar_type(), size)) {
+      const TileProduct<O> product{size, static_cast<const uint16_t*>(stored), added, outputs};
+      return product.multiply(x.const_data_ptr<O>(), rows, output.mutable_data_ptr<O>());
+    }
+  }
+#endif
   if constexpr (std::is_same_v<O, float>) {
     multiply_as(values, static_cast<const Stored<T>*>(stored), size);
   } else if (in_pairs(x.scalar_type(), size)) {
@@ -260,6 +349,10 @@ void row_linear_pack(const at::Tensor& weight, at::Tensor packed, at::ScalarType
   }
 }
 
+bool row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows) {
+  return weight.dim() == 2 && weight.scalar_type() == at::kBFloat16 && in_tiles(rows, weight.size(1));
+}
+
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
@@ -267,6 +360,7 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.impl("row_linear", c10::DispatchKey::CPU, &row_linear);
   m.impl("row_linear", c10::DispatchKey::Meta, &row_linear_meta);
   m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
+  m.def("row_linear_in_tiles(Tensor weight, ScalarType rows) -> bool", &row_linear_in_tiles);
   m.def("row_linear_pack(Tensor weight, Tensor(a!) packed, ScalarType rows) -> ()");
   m.impl("row_linear_pack", c10::DispatchKey::CPU, &row_linear_pack);
 }

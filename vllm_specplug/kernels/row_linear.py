@@ -23,7 +23,8 @@ def make_row_linear(
         handle: int64 ``[]``; address of vLLM's packed copy of the weight (``_custom_ops.create_onednn_mm``), which
             computes more than ``max_rows`` rows.  None: the operator does.
 
-    The sums are float32, in another order than vLLM's.  ``x`` has the weight's type.
+    The sums are float32, in another order than vLLM's.  ``x`` has the weight's type.  On a CPU with AMX, products of
+    weights kept in bfloat16 use it (``uses_tiles``).
     """
     if (ops := operators()) is None:
         return None
@@ -31,6 +32,11 @@ def make_row_linear(
     packed = empty_in_huge_pages(torch.Size(ops.row_linear_shape.default(kept)), kept.dtype)
     ops.row_linear_pack.default(kept, packed, weight.dtype)
     return lambda x, _, bias: linear(x, packed, bias, outputs, handle, max_rows)
+
+
+def uses_tiles(weight: torch.Tensor) -> bool:
+    """Whether AMX computes the products of this bfloat16 weight ``[outputs, inputs]``: ``inputs`` is a multiple of 32."""
+    return (ops := operators()) is not None and ops.row_linear_in_tiles.default(weight, weight.dtype)
 
 
 def exact_dtype(weight: torch.Tensor) -> torch.dtype:

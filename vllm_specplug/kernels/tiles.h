@@ -1,0 +1,157 @@
+// Products of bfloat16 weights in the tiles of AMX: 16 rows by 16 outputs, over 32 inputs at once.
+//
+// float32 rows are split into three bfloat16 of 8 bits each, whose sum is the row: its products with a bfloat16 weight
+// are exact, and all sums are float32.  (AMX takes numbers below 2^-126 for 0.)
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define SPECPLUG_TILES
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+#ifdef SPECPLUG_TILES
+
+// A tile has 16 rows of 64 bytes.  A step of a product takes 32 inputs; its weights, of a block of 32 outputs, lie in
+// memory one step behind the other: 16 pairs of inputs, each of 32 outputs.
+constexpr int kTile = 16, kStepInputs = 32, kTileNumbers = kTile * kStepInputs, kStepBytes = 2 * kTileNumbers * 2;
+
+// Asks Linux, once, to let this process use tiles.
+inline bool has_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_granted;
+}
+
+// The tiles of a thread, for as long as this lives.  A product of fewer than 16 rows takes less time: `height` is the
+// number of rows of the tiles 0, 1 (sums) and 4 (rows).
+struct TilesInUse {
+  explicit TilesInUse(int64_t height) {
+    const auto rows = static_cast<uint8_t>(height);
+    const struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16];
+    } config{.rows = {rows, rows, kTile, kTile, rows, kTile, kTile, kTile}};
+    _tile_loadconfig(&config);
+  }
+  ~TilesInUse() { _tile_release(); }
+};
+
+// Splits 16 numbers: the upper 8 bits of the fraction, the next 8, the last 8.
+inline void split(__m512 x, __m512i (&parts)[3]) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  for (auto& part : parts) {
+    part = _mm512_and_si512(_mm512_castps_si512(x), upper);
+    x = _mm512_sub_ps(x, _mm512_castsi512_ps(part));
+  }
+}
+
+// Rows as tiles: [row tiles][steps][planes][16][32].
+template <typename O>
+class TiledRows {
+ public:
+  static constexpr int kPlanes = std::is_same_v<O, float> ? 3 : 1;
+
+  TiledRows(const O* x, int64_t rows, int64_t size)
+      : steps(size / kStepInputs),
+        row_tiles((rows + kTile - 1) / kTile),
+        height(row_tiles == 1 ? rows : kTile),
+        x_(x),
+        rows_(rows),
+        size_(size) {
+    thread_local std::vector<uint16_t> memory; // kept: new pages of each call would cost more than the copy
+    const size_t needed = row_tiles * steps * kPlanes * kTileNumbers + kTileNumbers;
+    if (memory.size() < needed) memory.resize(needed);
+    tiles_ = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  }
+
+  // Copies a tile of rows; to be called for each one.  Rows beyond the last one keep old numbers, which no row reads.
+  void fill(int64_t row_tile) const {
+    const int64_t first = row_tile * kTile, count = std::min<int64_t>(kTile, rows_ - first);
+    for (int64_t row = 0; row < count; ++row)
+      for (int64_t step = 0; step < steps; ++step)
+        copy(x_ + (first + row) * size_ + step * kStepInputs, tile(row_tile, step) + row * kStepInputs);
+  }
+
+  uint16_t* tile(int64_t row_tile, int64_t step) const {
+    return tiles_ + (row_tile * steps + step) * kPlanes * kTileNumbers;
+  }
+
+  // `height`: rows of a tile.
+  const int64_t steps, row_tiles, height;
+
+ private:
+  static void copy(const O* from, uint16_t* to) {
+    if constexpr (kPlanes == 1) {
+      _mm512_store_si512(to, _mm512_loadu_si512(from));
+    } else {
+      __m512i lower[3], upper[3];
+      split(_mm512_loadu_ps(from), lower);
+      split(_mm512_loadu_ps(from + kTile), upper);
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        __m256i* half = reinterpret_cast<__m256i*>(to + plane * kTileNumbers);
+        _mm256_store_si256(half, _mm512_cvtepi32_epi16(_mm512_srli_epi32(lower[plane], 16)));
+        _mm256_store_si256(half + 1, _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper[plane], 16)));
+      }
+    }
+  }
+
+  const O* x_;
+  int64_t rows_, size_;
+  uint16_t* tiles_;
+};
+
+// Computes ROW_TILES (1 or 2) tiles of rows, from `first` on, of a block into sums[ROW_TILES * 16][32].  In each step
+// `lines` cache lines of `ahead` are fetched.
+template <int ROW_TILES, typename O>
+void multiply_tiles(const TiledRows<O>& x, int64_t first, const uint16_t* weights, const char* ahead, int lines,
+                    float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (ROW_TILES == 2) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t step = 0; step < x.steps; ++step) {
+    for (int line = 0; ahead && line < lines; ++line) __builtin_prefetch(ahead + step * kStepBytes + line * 64, 0, 2);
+    const uint16_t* block = weights + step * (kStepBytes / 2);
+    _tile_loadd(6, block, 2 * 64);
+    _tile_loadd(7, block + 32, 2 * 64);
+#pragma GCC unroll 3
+    for (int plane = 0; plane < TiledRows<O>::kPlanes; ++plane) {
+      _tile_loadd(4, x.tile(first, step) + plane * kTileNumbers, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (ROW_TILES == 2) {
+        _tile_loadd(5, x.tile(first + 1, step) + plane * kTileNumbers, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+  _tile_stored(0, sums, 2 * 64);
+  _tile_stored(1, sums + kTile, 2 * 64);
+  if constexpr (ROW_TILES == 2) {
+    _tile_stored(2, sums + kTile * 32, 2 * 64);
+    _tile_stored(3, sums + kTile * 32 + kTile, 2 * 64);
+  }
+}
+
+#else
+
+inline bool has_tiles() { return false; }
+
+#endif
+
+} // namespace
