@@ -20,6 +20,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "codes.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -192,28 +193,36 @@ void write_block(const float* sums, const Stored<O>* bias, int64_t count, O* out
   }
 }
 
-// As ``Product``, in tiles; ``weight`` is [blocks][size / 2][32][2].
+// As ``Product``, in tiles; ``weight`` is [blocks][size / 2][32][2], or expanded to it with `codes`.
 template <typename O>
 struct TileProduct {
   int64_t size;
-  const uint16_t* weight;
+  const void* weight;
+  const std::optional<Codes>& codes;
   const Stored<O>* bias;
   int64_t outputs;
 
   // Two tiles of rows at a time.  Each pass over the weights of a block fetches its share of the next one.
-  void multiply_block(const TiledRows<O>& x, int64_t rows, int64_t block, bool is_last, O* out) const {
-    constexpr int kLines = kStepBytes / 64;
+  void multiply_block(const TiledRows<O>& x, int64_t rows, int64_t block, bool is_last, uint16_t* expanded, O* out) const {
+    const int step_bytes = codes ? kCodedStepBytes : kStepBytes;
+    const auto* stored = static_cast<const char*>(weight) + block * x.steps * step_bytes;
+    const void* next = is_last ? nullptr : stored + x.steps * step_bytes;
+    const int passes = (x.row_tiles + 1) / 2;
     alignas(64) float sums[2 * kTile * kBlock];
-    const uint16_t* weights = weight + block * kBlock * size;
-    const int passes = (x.row_tiles + 1) / 2, lines = (kLines + passes - 1) / passes;
     for (int pass = 0; pass < passes; ++pass) {
       const int64_t first = 2 * pass, done = first * kTile;
-      const bool fetches = !is_last && pass * lines < kLines;
-      const char* ahead = fetches ? reinterpret_cast<const char*>(weights + kBlock * size) + pass * lines * 64 : nullptr;
-      if (first + 1 < x.row_tiles)
-        multiply_tiles<2>(x, first, weights, ahead, lines, sums);
+      const Ahead ahead(next, step_bytes, pass, passes);
+      const auto multiply_pass = [&](const auto& weights) {
+        if (first + 1 < x.row_tiles)
+          multiply_tiles<2>(x, first, weights, sums);
+        else
+          multiply_tiles<1>(x, first, weights, sums);
+      };
+      if (codes && pass == 0)
+        multiply_pass(CodedBlock(reinterpret_cast<const uint8_t*>(stored), x.steps, *codes, block, ahead, expanded,
+                                 passes > 1));
       else
-        multiply_tiles<1>(x, first, weights, ahead, lines, sums);
+        multiply_pass(PlainBlock{codes ? expanded : reinterpret_cast<const uint16_t*>(stored), ahead});
       const int64_t output = block * kBlock, count = std::min<int64_t>(kBlock, outputs - output);
       for (int64_t row = 0; row < std::min<int64_t>(2 * kTile, rows - done); ++row)
         write_block<O>(sums + row * kBlock, bias ? bias + output : nullptr, count, out + (done + row) * outputs + output);
@@ -221,6 +230,7 @@ struct TileProduct {
   }
 
   void multiply(const O* x, int64_t rows, O* out) const {
+    constexpr int64_t kSlotNumbers = CodedBlock::kSlots * kStepBytes / 2;
     constexpr int64_t kTileBytes = TiledRows<O>::kPlanes * kTileNumbers * 2;
     const int64_t fitting = kTiledBytes / (size / kStepInputs * kTileBytes);
     const int64_t chunk = std::max<int64_t>(fitting / 2, 1) * 2 * kTile;
@@ -231,9 +241,11 @@ struct TileProduct {
         for (int64_t tile = begin; tile < end; ++tile) tiled.fill(tile);
       });
       at::parallel_for(0, (outputs + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
+        thread_local KeptMemory expanded;
         const TilesInUse tiles(tiled.height);
+        uint16_t* memory = codes ? expanded.at_least(std::max(kBlock * size, kSlotNumbers)) : nullptr;
         for (int64_t block = begin; block < end; ++block)
-          multiply_block(tiled, count, block, block + 1 == end, out + first * outputs);
+          multiply_block(tiled, count, block, block + 1 == end, memory, out + first * outputs);
       });
     }
   }
@@ -242,7 +254,8 @@ struct TileProduct {
 #endif
 
 template <typename T, typename O>
-void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor& output) {
+void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
+              const std::optional<at::Tensor>& bias, at::Tensor& output) {
   const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
   const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
   const int64_t rows = x.size(0), size = x.size(1), outputs = output.size(1);
@@ -254,7 +267,9 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional
 #ifdef SPECPLUG_TILES
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     if (in_tiles(x.scalar_type(), size)) {
-      const TileProduct<O> product{size, static_cast<const uint16_t*>(stored), added, outputs};
+      std::optional<Codes> read;
+      if (codes) read.emplace(codes->const_data_ptr<int32_t>(), weight.size(0));
+      const TileProduct<O> product{size, stored, read, added, outputs};
       return product.multiply(x.const_data_ptr<O>(), rows, output.mutable_data_ptr<O>());
     }
   }
@@ -277,10 +292,11 @@ at::Tensor make_output(const at::Tensor& x, int64_t outputs) {
   return at::empty_symint(sizes, x.options());
 }
 
-at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                      int64_t outputs, const std::optional<at::Tensor>& handle, int64_t max_rows) {
+at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
+                      const std::optional<at::Tensor>& bias, int64_t outputs, const std::optional<at::Tensor>& handle,
+                      int64_t max_rows) {
   const int64_t size = weight.size(1);
-  const auto stored = weight.scalar_type(), dtype = x.scalar_type();
+  const auto stored = codes ? at::kBFloat16 : weight.scalar_type(), dtype = x.scalar_type();
   TORCH_CHECK(x.size(-1) == size && (dtype == stored || dtype == at::kFloat), "row_linear: x must be [..., ", size,
               "] of the weights' type or float32");
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->scalar_type() == dtype && bias->numel() == outputs),
@@ -293,21 +309,21 @@ at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::
     c10::Stack stack{flat_output, flat, bias, *handle};
     product.callBoxed(stack);
   } else if (dtype == at::kBFloat16) {
-    multiply<c10::BFloat16, c10::BFloat16>(flat, weight, bias, flat_output);
+    multiply<c10::BFloat16, c10::BFloat16>(flat, weight, codes, bias, flat_output);
   } else if (dtype == at::kHalf) {
-    multiply<Half, Half>(flat, weight, bias, flat_output);
+    multiply<Half, Half>(flat, weight, codes, bias, flat_output);
   } else if (stored == at::kBFloat16) {
-    multiply<c10::BFloat16, float>(flat, weight, bias, flat_output);
+    multiply<c10::BFloat16, float>(flat, weight, codes, bias, flat_output);
   } else if (stored == at::kHalf) {
-    multiply<Half, float>(flat, weight, bias, flat_output);
+    multiply<Half, float>(flat, weight, codes, bias, flat_output);
   } else {
-    multiply<float, float>(flat, weight, bias, flat_output);
+    multiply<float, float>(flat, weight, codes, bias, flat_output);
   }
   return output;
 }
 
-at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&, int64_t outputs,
-                           const std::optional<at::Tensor>&, int64_t) {
+at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
+                           const std::optional<at::Tensor>&, int64_t outputs, const std::optional<at::Tensor>&, int64_t) {
   return make_output(x, outputs);
 }
 
@@ -353,13 +369,43 @@ bool row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows) {
   return weight.dim() == 2 && weight.scalar_type() == at::kBFloat16 && in_tiles(rows, weight.size(1));
 }
 
+// Returns int32 numbers that tell how to keep a weight in 12 bits (`Codes`); none: it is kept as it is.
+at::Tensor row_linear_codes(const at::Tensor& weight, at::ScalarType rows) {
+  std::vector<int32_t> numbers;
+#ifdef SPECPLUG_TILES
+  if (row_linear_in_tiles(weight, rows) && weight.is_contiguous())
+    numbers = make_codes(static_cast<const uint16_t*>(weight.const_data_ptr()), weight.size(0), weight.size(1));
+#endif
+  at::Tensor codes = at::empty({static_cast<int64_t>(numbers.size())}, weight.options().dtype(at::kInt));
+  std::copy(numbers.begin(), numbers.end(), codes.mutable_data_ptr<int32_t>());
+  return codes;
+}
+
+// Writes uint8 [blocks][size][48].
+void row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at::Tensor& codes) {
+#ifdef SPECPLUG_TILES
+  const int64_t outputs = weight.size(0), size = weight.size(1), blocks = (outputs + kBlock - 1) / kBlock;
+  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == at::kByte && packed.numel() == blocks * size * 48,
+              "row_linear: `packed` must be contiguous, uint8 [blocks, inputs, 48]");
+  const Codes read(codes.const_data_ptr<int32_t>(), blocks);
+  const auto* from = static_cast<const uint16_t*>(weight.const_data_ptr());
+  auto* to = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      code_block(from, outputs, size, read, block, to + block * size * 48);
+  });
+#endif
+}
+
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("row_linear(Tensor x, Tensor weight, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
+  m.def("row_linear(Tensor x, Tensor weight, Tensor? codes, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
   m.impl("row_linear", c10::DispatchKey::CPU, &row_linear);
   m.impl("row_linear", c10::DispatchKey::Meta, &row_linear_meta);
   m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
+  m.def("row_linear_codes(Tensor weight, ScalarType rows) -> Tensor", &row_linear_codes);
+  m.def("row_linear_pack_coded(Tensor weight, Tensor(a!) packed, Tensor codes) -> ()", &row_linear_pack_coded);
   m.def("row_linear_in_tiles(Tensor weight, ScalarType rows) -> bool", &row_linear_in_tiles);
   m.def("row_linear_pack(Tensor weight, Tensor(a!) packed, ScalarType rows) -> ()");
   m.impl("row_linear_pack", c10::DispatchKey::CPU, &row_linear_pack);

@@ -9,6 +9,8 @@ import torch
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.huge_pages import empty_in_huge_pages
 
+#: Bytes of an input's 32 weights in 12 bits.
+_CODED_BLOCK = 48
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,18 +26,27 @@ def make_row_linear(
             computes more than ``max_rows`` rows.  None: the operator does.
 
     The sums are float32, in another order than vLLM's.  ``x`` has the weight's type.  On a CPU with AMX, products of
-    weights kept in bfloat16 use it (``uses_tiles``).
+    weights kept in bfloat16 use it (``uses_tiles``), and most matrices are kept in 12 bits a weight, without loss.
     """
     if (ops := operators()) is None:
         return None
     kept, outputs, linear = weight.detach().to(dtype or weight.dtype), weight.shape[0], ops.row_linear.default
-    packed = empty_in_huge_pages(torch.Size(ops.row_linear_shape.default(kept)), kept.dtype)
+    shape = torch.Size(ops.row_linear_shape.default(kept))
+    codes = ops.row_linear_codes.default(kept, weight.dtype)
+    if len(codes):
+        packed = empty_in_huge_pages(torch.Size((*shape[:2], _CODED_BLOCK)), torch.uint8)
+        ops.row_linear_pack_coded.default(kept, packed, codes)
+        return lambda x, _, bias: linear(x, packed, codes, bias, outputs, handle, max_rows)
+    packed = empty_in_huge_pages(shape, kept.dtype)
     ops.row_linear_pack.default(kept, packed, weight.dtype)
-    return lambda x, _, bias: linear(x, packed, bias, outputs, handle, max_rows)
+    return lambda x, _, bias: linear(x, packed, None, bias, outputs, handle, max_rows)
 
 
 def uses_tiles(weight: torch.Tensor) -> bool:
-    """Whether AMX computes the products of this bfloat16 weight ``[outputs, inputs]``: ``inputs`` is a multiple of 32."""
+    """Whether AMX computes the products of this bfloat16 weight ``[outputs, inputs]``.
+
+    It does if the CPU has it, Linux allows it, and ``inputs`` is a multiple of 32.
+    """
     return (ops := operators()) is not None and ops.row_linear_in_tiles.default(weight, weight.dtype)
 
 

@@ -57,6 +57,19 @@ inline void split(__m512 x, __m512i (&parts)[3]) {
   }
 }
 
+// Memory that is kept from call to call: new pages would cost more than what is written to them.
+class KeptMemory {
+ public:
+  // Aligned to a cache line.
+  uint16_t* at_least(size_t count) {
+    if (numbers_.size() < count + 32) numbers_.resize(count + 32);
+    return reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(numbers_.data()) + 63) / 64 * 64);
+  }
+
+ private:
+  std::vector<uint16_t> numbers_;
+};
+
 // Rows as tiles: [row tiles][steps][planes][16][32].
 template <typename O>
 class TiledRows {
@@ -70,10 +83,8 @@ class TiledRows {
         x_(x),
         rows_(rows),
         size_(size) {
-    thread_local std::vector<uint16_t> memory; // kept: new pages of each call would cost more than the copy
-    const size_t needed = row_tiles * steps * kPlanes * kTileNumbers + kTileNumbers;
-    if (memory.size() < needed) memory.resize(needed);
-    tiles_ = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    thread_local KeptMemory memory;
+    tiles_ = memory.at_least(row_tiles * steps * kPlanes * kTileNumbers);
   }
 
   // Copies a tile of rows; to be called for each one.  Rows beyond the last one keep old numbers, which no row reads.
@@ -112,11 +123,37 @@ class TiledRows {
   uint16_t* tiles_;
 };
 
-// Computes ROW_TILES (1 or 2) tiles of rows, from `first` on, of a block into sums[ROW_TILES * 16][32].  In each step
-// `lines` cache lines of `ahead` are fetched.
-template <int ROW_TILES, typename O>
-void multiply_tiles(const TiledRows<O>& x, int64_t first, const uint16_t* weights, const char* ahead, int lines,
-                    float* sums) {
+// What is read next, to be fetched in several parts while it is waited for.
+struct Ahead {
+  // `at` may be null; a step reads `step_bytes` of it.
+  Ahead(const void* at, int step_bytes, int part, int parts) : step_bytes_(step_bytes) {
+    const int lines = step_bytes / 64, share = (lines + parts - 1) / parts;
+    at_ = static_cast<const char*>(at) + part * share * 64;
+    lines_ = at ? std::clamp(lines - part * share, 0, share) : 0;
+  }
+  void fetch(int64_t step) const {
+    for (int line = 0; line < lines_; ++line) __builtin_prefetch(at_ + step * step_bytes_ + line * 64, 0, 2);
+  }
+
+ private:
+  const char* at_;
+  int step_bytes_, lines_;
+};
+
+// A block as it lies in memory; see `multiply_tiles`.
+struct PlainBlock {
+  const uint16_t* weights;
+  Ahead ahead;
+  const uint16_t* step(int64_t step) const {
+    ahead.fetch(step);
+    return weights + step * (kStepBytes / 2);
+  }
+};
+
+// Computes ROW_TILES (1 or 2) tiles of rows, from `first` on, of a block into sums[ROW_TILES * 16][32].  `weights.step`
+// returns the weights of each step in turn.
+template <int ROW_TILES, typename O, typename Weights>
+void multiply_tiles(const TiledRows<O>& x, int64_t first, Weights weights, float* sums) {
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (ROW_TILES == 2) {
@@ -124,8 +161,7 @@ void multiply_tiles(const TiledRows<O>& x, int64_t first, const uint16_t* weight
     _tile_zero(3);
   }
   for (int64_t step = 0; step < x.steps; ++step) {
-    for (int line = 0; ahead && line < lines; ++line) __builtin_prefetch(ahead + step * kStepBytes + line * 64, 0, 2);
-    const uint16_t* block = weights + step * (kStepBytes / 2);
+    const uint16_t* block = weights.step(step);
     _tile_loadd(6, block, 2 * 64);
     _tile_loadd(7, block + 32, 2 * 64);
 #pragma GCC unroll 3

@@ -67,6 +67,27 @@ def test_float32_weights_in_16_bits(kept):
             assert torch.equal(make_row_linear(rounded)(x, None, bias), found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [1, 31, 100])
+def test_each_weight_is_kept(dtype, outputs):
+    """With AMX in 12 bits, unless their exponents are too many; those that are not frequent stand in a list."""
+    generator = torch.Generator().manual_seed(outputs)
+    usual = torch.randn(outputs, 576, generator=generator).bfloat16()
+    rare, wide = usual.clone(), usual * 2.0 ** torch.randint(-60, 60, usual.shape, generator=generator)
+    rare[0, :3], rare[-1, -1] = torch.tensor([1e-30, 0.0, -3e20]), 1e30
+    single = torch.full_like(usual, -0.75)
+    ops = operators()
+    coded = [len(ops.row_linear_codes.default(weight, dtype)) for weight in (usual, rare, single, wide.bfloat16())]
+    if uses_tiles(usual):
+        assert min(coded[:3]) > 0 and coded[3] == 0 and (coded[1] > coded[0] or outputs == 1)
+    else:
+        assert coded == [0, 0, 0, 0]
+    for weight in (usual, rare, single, wide.bfloat16()):
+        linear = make_row_linear(weight.to(dtype), torch.bfloat16)
+        found = torch.cat([linear(rows, None, None) for rows in torch.eye(576, dtype=dtype).split([1, 7, 20, 48, 500])])
+        assert torch.equal(found.T, weight.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_row_is_its_own(dtype):
     """A row's result does not depend on how many rows there are, nor on their values."""
