@@ -9,6 +9,7 @@ from vllm import SamplingParams
 from tests.hosts.conftest import SEEDED, TREE, acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts import row_linear
 from vllm_specplug.hosts.compat import speculative_config
+from vllm_specplug.kernels.row_linear import CODED, uses_tiles
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 #: Rows of one tree; two trees are computed by vLLM's product.
@@ -66,14 +67,14 @@ def test_bfloat16(engine, prompts):
 def test_control_with_other_weights(engine, prompts):
     llm = engine("eagle", ROWS, max_num_seqs=1)
     expected = token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False))
-    weights = kept_weights(layers_of(llm)[1])
+    weights = kept_weights(layers_of(llm)[1]).view(torch.uint8)
     with torch.inference_mode():
-        weights.mul_(-1.0)
+        weights.bitwise_xor_(0x80)  # of signs, and more
     try:
         assert token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) != expected
     finally:
         with torch.inference_mode():
-            weights.mul_(-1.0)
+            weights.bitwise_xor_(0x80)
         llm.reset_prefix_cache()
 
 
@@ -83,7 +84,7 @@ def test_the_type_in_which_weights_are_kept():
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     rounded = weight.bfloat16().float()
     for given, dtype, kept, computed in (
-        (rounded, None, torch.bfloat16, rounded),
+        (rounded, None, CODED if uses_tiles(weight.bfloat16()) else torch.bfloat16, rounded),
         (weight, None, torch.float32, weight),
         (weight, torch.bfloat16, torch.bfloat16, rounded),
         (rounded, torch.float32, torch.float32, rounded),

@@ -48,18 +48,19 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
         if _has_kernels_of_its_own(weight):
             honest(layer, remove_weight)
             return
-        kept = dtype or exact_dtype(weight)
         packed, num_bytes, linear = None, 0, None
         if max_rows == ALL_ROWS:
-            linear = make_row_linear(weight, kept)
-        elif not is_bounded or kept_twice + weight.numel() * kept.itemsize <= MOST_KEPT_TWICE:
-            packed, num_bytes = _pack(weight), weight.numel() * kept.itemsize
-            linear = make_row_linear(weight, kept, packed and packed.handler_tensor, int(max_rows))
+            linear = make_row_linear(weight, dtype)
+        else:
+            num_bytes = weight.numel() * exact_dtype(weight).itemsize
+            if not is_bounded or kept_twice + num_bytes <= MOST_KEPT_TWICE:
+                packed = _pack(weight)
+                linear = make_row_linear(weight, dtype, packed and packed.handler_tensor, int(max_rows))
         if linear is None:
             honest(layer, remove_weight)
             return
         layer.cpu_linear, layer.packed_weight = linear, packed  # the memory lives as long as the latter
-        layer.linear_rows, layer.linear_dtype = max_rows, kept
+        layer.linear_rows, layer.linear_dtype = max_rows, linear.dtype
         if remove_weight:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
         kept_twice += num_bytes if packed else 0

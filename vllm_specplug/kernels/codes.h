@@ -15,8 +15,8 @@ namespace {
 // A group: the signs and fractions of two pairs of inputs (64 weights each), then their codes.
 constexpr int kPairWeights = 64, kGroupBytes = 3 * 64, kGroups = kStepInputs / 4, kCodedStepBytes = kGroups * kGroupBytes;
 constexpr int kCodes = 16;
-// Most weights in the list, as a share of all.
-constexpr int64_t kListShare = 256;
+// Most weights in the list.
+constexpr int64_t longest_list(int64_t weights) { return weights / 256 + 64; }
 
 // What expands the weights of a matrix: int32 of the exponents, of where each block's list begins (and ends), and of the
 // lists: a weight's place in its expanded block and its bits, in the order of places.
@@ -104,7 +104,7 @@ void for_each_weight(const uint16_t* weight, int64_t outputs, int64_t size, int6
 
 constexpr int exponent_of(uint16_t bits) { return bits >> 7 & 0xff; }
 
-// Returns the numbers of `Codes`; nothing if too many weights would stand in the lists.
+// Returns the numbers of `Codes`, as many for all matrices of a shape; none if too many weights would stand in the lists.
 inline std::vector<int32_t> make_codes(const uint16_t* weight, int64_t outputs, int64_t size) {
   std::array<int64_t, 256> counts{};
   for (int64_t i = 0; i < outputs * size; ++i) ++counts[exponent_of(weight[i])];
@@ -120,9 +120,10 @@ inline std::vector<int32_t> make_codes(const uint16_t* weight, int64_t outputs, 
     for_each_weight(weight, outputs, size, block, [&](int64_t place, uint16_t bits) {
       if (!is_coded[exponent_of(bits)]) list.insert(list.end(), {static_cast<int32_t>(place), bits});
     });
-    if (static_cast<int64_t>(list.size() / 2) > outputs * size / kListShare + kPairWeights) return {};
+    if (static_cast<int64_t>(list.size() / 2) > longest_list(outputs * size)) return {};
   }
   numbers.push_back(static_cast<int32_t>(list.size() / 2));
+  list.resize(2 * longest_list(outputs * size));
   numbers.insert(numbers.end(), list.begin(), list.end());
   return numbers;
 }

@@ -9,8 +9,8 @@ import torch
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.huge_pages import empty_in_huge_pages
 
-#: Bytes of an input's 32 weights in 12 bits.
-_CODED_BLOCK = 48
+#: bfloat16 in 12 bits, without loss, where ``uses_tiles`` holds; its bytes for an input's 32 weights.
+CODED, _CODED_BLOCK = torch.uint8, 48
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,25 +21,40 @@ def make_row_linear(
 
     Args:
         weight: ``[outputs, inputs]``, contiguous, one of ``DTYPES``.  It is copied: ``linear`` ignores its ``weight``.
-        dtype: in which the copy is kept; the weights are rounded to it.  Another type than the weights' is for float32.
+        dtype: in which the copy is kept, the attribute ``dtype`` of what is returned.  The weights are rounded to it.
+            Another type than the weights' is for float32, and ``CODED``.  None: the smallest that changes no weight.
         handle: int64 ``[]``; address of vLLM's packed copy of the weight (``_custom_ops.create_onednn_mm``), which
             computes more than ``max_rows`` rows.  None: the operator does.
 
     The sums are float32, in another order than vLLM's.  ``x`` has the weight's type.  On a CPU with AMX, products of
-    weights kept in bfloat16 use it (``uses_tiles``), and most matrices are kept in 12 bits a weight, without loss.
+    weights kept in bfloat16 use it (``uses_tiles``).
+
+    Raises:
+        ValueError: the weight cannot be kept as ``CODED``.
     """
     if (ops := operators()) is None:
         return None
-    kept, outputs, linear = weight.detach().to(dtype or weight.dtype), weight.shape[0], ops.row_linear.default
-    shape = torch.Size(ops.row_linear_shape.default(kept))
-    codes = ops.row_linear_codes.default(kept, weight.dtype)
-    if len(codes):
-        packed = empty_in_huge_pages(torch.Size((*shape[:2], _CODED_BLOCK)), torch.uint8)
+    given = weight.detach()
+    kept, outputs, linear = given.to(_stored(dtype) or exact_dtype(given)), weight.shape[0], ops.row_linear.default
+    shape, codes = torch.Size(ops.row_linear_shape.default(kept)), None
+    if dtype in (None, CODED) and len(found := ops.row_linear_codes.default(kept, weight.dtype)):
+        packed, codes = empty_in_huge_pages(torch.Size((*shape[:2], _CODED_BLOCK)), CODED), found
         ops.row_linear_pack_coded.default(kept, packed, codes)
-        return lambda x, _, bias: linear(x, packed, codes, bias, outputs, handle, max_rows)
-    packed = empty_in_huge_pages(shape, kept.dtype)
-    ops.row_linear_pack.default(kept, packed, weight.dtype)
-    return lambda x, _, bias: linear(x, packed, None, bias, outputs, handle, max_rows)
+    elif dtype == CODED:
+        raise ValueError("these weights need more than 12 bits: too many of them have a rare exponent.")
+    else:
+        packed = empty_in_huge_pages(shape, kept.dtype)
+        ops.row_linear_pack.default(kept, packed, weight.dtype)
+
+    def row_linear(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(x, packed, codes, bias, outputs, handle, max_rows)
+
+    row_linear.dtype = packed.dtype
+    return row_linear
+
+
+def _stored(dtype: torch.dtype | None) -> torch.dtype | None:
+    return torch.bfloat16 if dtype == CODED else dtype
 
 
 def uses_tiles(weight: torch.Tensor) -> bool:
@@ -51,7 +66,7 @@ def uses_tiles(weight: torch.Tensor) -> bool:
 
 
 def exact_dtype(weight: torch.Tensor) -> torch.dtype:
-    """Return the smallest type that holds each weight exactly: checkpoints in 16 bits are often served in float32."""
+    """Return the smallest of ``DTYPES`` that holds each weight: checkpoints in 16 bits are often served in float32."""
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             if torch.equal(weight.to(dtype).to(torch.float32), weight):

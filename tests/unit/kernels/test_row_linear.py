@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.row_linear import DTYPES, exact_dtype, make_row_linear, uses_tiles
+from vllm_specplug.kernels.row_linear import CODED, DTYPES, exact_dtype, make_row_linear, uses_tiles
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
 #: Of a sum of 600 products of numbers around 1, and of the rounding of the result.
@@ -57,14 +57,14 @@ def test_float32_weights_in_16_bits(kept):
         x, weight, bias = inputs_of(rows, 100, 576, torch.float32)
         rounded = weight.to(kept).float()
         assert exact_dtype(rounded) == kept and exact_dtype(weight) == torch.float32
-        found = make_row_linear(rounded, kept)(x, None, bias)
+        found, whole = (make_row_linear(rounded, dtype)(x, None, bias) for dtype in (kept, torch.float32))
         assert torch.equal(make_row_linear(weight, kept)(x, None, bias), found)
         if kept == torch.bfloat16 and uses_tiles(rounded.to(kept)):  # sums in another order
             expected = torch.nn.functional.linear(x.double(), rounded.double(), bias.double())
-            error, usual = ((each - expected).abs().max() for each in (found, make_row_linear(rounded)(x, None, bias)))
+            error, usual = ((each - expected).abs().max() for each in (found, whole))
             assert error <= 2 * usual
         else:
-            assert torch.equal(make_row_linear(rounded)(x, None, bias), found)
+            assert torch.equal(whole, found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,16 +76,17 @@ def test_each_weight_is_kept(dtype, outputs):
     rare, wide = usual.clone(), usual * 2.0 ** torch.randint(-60, 60, usual.shape, generator=generator)
     rare[0, :3], rare[-1, -1] = torch.tensor([1e-30, 0.0, -3e20]), 1e30
     single = torch.full_like(usual, -0.75)
-    ops = operators()
-    coded = [len(ops.row_linear_codes.default(weight, dtype)) for weight in (usual, rare, single, wide.bfloat16())]
-    if uses_tiles(usual):
-        assert min(coded[:3]) > 0 and coded[3] == 0 and (coded[1] > coded[0] or outputs == 1)
-    else:
-        assert coded == [0, 0, 0, 0]
-    for weight in (usual, rare, single, wide.bfloat16()):
-        linear = make_row_linear(weight.to(dtype), torch.bfloat16)
-        found = torch.cat([linear(rows, None, None) for rows in torch.eye(576, dtype=dtype).split([1, 7, 20, 48, 500])])
-        assert torch.equal(found.T, weight.to(dtype))
+    for weight, fits in ((usual, True), (rare, True), (single, True), (wide.bfloat16(), False)):
+        linears = [make_row_linear(weight.to(dtype), kept) for kept in (None, torch.bfloat16)]
+        if is_coded := fits and uses_tiles(usual):
+            linears.append(make_row_linear(weight.to(dtype), CODED))
+        else:
+            with pytest.raises(ValueError, match="12 bits"):
+                make_row_linear(weight.to(dtype), CODED)
+        assert linears[0].dtype == (CODED if is_coded else torch.bfloat16)
+        for linear in linears:
+            rows = torch.eye(576, dtype=dtype).split([1, 7, 20, 48, 500])
+            assert torch.equal(torch.cat([linear(each, None, None) for each in rows]).T, weight.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

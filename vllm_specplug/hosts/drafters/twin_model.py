@@ -67,8 +67,11 @@ class TwinModel:
             method = getattr(twin, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
                 rows, dtype = getattr(module, "linear_rows", 0), getattr(module, "linear_dtype", None)
-                with row_linear_layers(rows, is_bounded=False, dtype=dtype):
-                    method.process_weights_after_loading(twin)
+                try:
+                    with row_linear_layers(rows, is_bounded=False, dtype=dtype):
+                        method.process_weights_after_loading(twin)
+                except ValueError as error:
+                    raise CheckpointError(f"{type(module).__name__}: {error} Restart the server.") from None
             if len(list(_tensors_of(module))) != len(list(_tensors_of(twin))):
                 raise CheckpointError(f"weights of {type(module).__name__} cannot be exchanged: restart the server.")
 
