@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
