@@ -224,7 +224,7 @@ def test_broken_mapping_is_found(engine, prompts, mixed, expected, monkeypatch):
 
 
 @needs_vnni
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM's attention rounds bfloat16 more often")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX texts in bfloat16 differ more often")
 def test_on_quantised_weights_with_a_quantised_drafter(engine, checkpoints, prompts, mixed, tmp_path_factory):
     """vLLM's LoRA takes no W8A8 layers on a CPU."""
     root = tmp_path_factory.mktemp("quantised")

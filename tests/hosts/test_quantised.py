@@ -29,7 +29,7 @@ from vllm_specplug.hosts.drafters.target_parts import TargetHead
 #: Seen on vLLM 0.32.0.
 pytestmark = pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported(),
-    reason="with AMX vLLM's 8-bit products refuse float32, and its attention rounds bfloat16 more often",
+    reason="with AMX vLLM's 8-bit products refuse float32, and texts in bfloat16 differ more often",
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)

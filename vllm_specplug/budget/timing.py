@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 def knots_up_to(limit: int) -> list[int]:
     """Return the counts to measure: all small ones, then about three per doubling, then ``limit``.
 
-    Products are computed in tiles of some rows, so a row that begins a tile costs more than the others (four rows and
-    five, in benchmarks/results/matrix_rows.json: 1.68 and 2.07 ms).
+    Products are computed in tiles of some rows, so a row that begins a tile costs more than the others.
     """
     knots = [*range(1, 10), 12, 13, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256]
     return [knot for knot in knots if knot < limit] + [max(limit, 1)]
