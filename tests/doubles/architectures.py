@@ -191,7 +191,7 @@ REFUSED = {
                 "kv_lora_rank": 32,
                 "q_lora_rank": None,
                 "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 16,
+                "qk_nope_head_dim": 32,  # with AMX, vLLM packs these in steps of 32
                 "v_head_dim": 32,
                 "num_key_value_heads": HEADS,
                 "n_routed_experts": 4,

@@ -73,7 +73,7 @@ REFUSED = {
             "q_lora_rank": None,
             "kv_lora_rank": 32,
             "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
+            "qk_nope_head_dim": 32,  # with AMX, vLLM packs these in steps of 32
             "v_head_dim": 32,
             "n_routed_experts": 4,
             "moe_intermediate_size": 32,
