@@ -1,144 +1,143 @@
-// bfloat16 weights in 12 bits, without loss.  The exponents of a matrix's weights are close to each other: a weight has 8
-// bits for its sign and fraction, and 4 for one of the 16 most frequent exponents.  Weights with another exponent stand in
-// a list.
+// bfloat16 weights in 12 bits, without loss.  The exponents of a matrix's weights are close to each other: a weight has its
+// sign, its fraction, and 4 bits for one of 16 exponents.  Weights with another exponent stand in a list.
 #pragma once
 
-#include "tiles.h"
+#include "blocks.h"
 
-#ifdef SPECPLUG_TILES
+#ifdef SPECPLUG_PAIRS
+
+#include <ATen/Parallel.h>
 
 #include <array>
 #include <numeric>
 
 namespace {
 
-// A group: the signs and fractions of two pairs of inputs (64 weights each), then their codes.
-constexpr int kPairWeights = 64, kGroupBytes = 3 * 64, kGroups = kStepInputs / 4, kCodedStepBytes = kGroups * kGroupBytes;
-constexpr int kCodes = 16;
+constexpr int kCodes = 16, kCodedPairBytes = kPairWeights * 12 / 8;
+constexpr int kFractionBits = 7, kExponentMask = 0xff;
 // Most weights in the list.
 constexpr int64_t longest_list(int64_t weights) { return weights / 256 + 64; }
+constexpr int exponent_of(uint16_t bits) { return bits >> kFractionBits & kExponentMask; }
 
-// What expands the weights of a matrix: int32 of the exponents, of where each block's list begins (and ends), and of the
-// lists: a weight's place in its expanded block and its bits, in the order of places.
+// What expands the weights of a matrix: int32 of the lowest exponent, of where each block's list begins (and ends), and of
+// the lists: a weight's place in its expanded block and its bits, in the order of places.
 struct Codes {
-  explicit Codes(const int32_t* numbers, int64_t blocks) : exponents(numbers), starts(numbers + kCodes), list(starts + blocks + 1) {}
-  const int32_t *exponents, *starts, *list;
+  Codes(const int32_t* numbers, int64_t blocks) : lowest(numbers[0]), starts(numbers + 1), list(starts + blocks + 1) {}
+  int32_t lowest;
+  const int32_t *starts, *list;
 };
 
-// The byte of a weight (0 to 63 of its pair of inputs) in a vector whose lower and upper halves of 16 bytes are expanded
-// to two vectors.
-constexpr int coded_place(int weight) { return weight % 32 / 8 * 16 + weight / 32 * 8 + weight % 8; }
+// Six bytes hold four weights: the lower 8 bits of each one, then a nibble for each one.  Its three lower bits are the
+// upper ones of the code; its highest bit is the sign of the weight before it, in a circle.  So the upper byte of a
+// weight, apart from its exponent's upper bits, lies in 8 bits that follow each other.
+constexpr int kSignShift = 7;
 
-// A block that is expanded to the layout of tiles.h, some steps before they are multiplied: so the CPU does both at once.
-class CodedBlock {
+// Where an expanded byte is read: the byte of the first 32 weights of a pair of inputs, of the second ones, and the first
+// bit in its eight bytes.
+struct ExpandedBytes {
+  alignas(64) uint8_t first[64]{}, second[64]{}, bit[64]{};
+};
+constexpr ExpandedBytes kExpandedBytes = [] {
+  ExpandedBytes bytes;
+  for (int i = 0; i < 64; ++i) {
+    const int byte = i % 8, weight = byte / 2;
+    bytes.first[i] = i / 8 * 6 + (byte < 6 ? byte : byte - 2); // the nibbles twice, for the circle
+    bytes.second[i] = bytes.first[i] + 16; // its 48 bytes are read with the 16 before them
+    bytes.bit[i] = byte % 2 ? 32 + 4 * weight : 8 * weight;
+  }
+  return bytes;
+}();
+
+// Expands the weights of a pair of inputs, two vectors of 32.
+class Expander {
  public:
-  // `memory` has room for all steps if `is_whole`, else for `kSlots`, which are used in turn.
-  CodedBlock(const uint8_t* coded, int64_t steps, const Codes& codes, int64_t block, const Ahead& ahead, uint16_t* memory,
-             bool is_whole)
-      : coded_(coded),
-        memory_(memory),
-        list_(codes.list + 2 * codes.starts[block]),
-        list_end_(codes.list + 2 * codes.starts[block + 1]),
-        steps_(steps),
-        mask_(is_whole ? ~int64_t{0} : kSlots - 1),
-        ahead_(ahead) {
-    alignas(16) uint8_t upper[kCodes], lower[kCodes];
-    for (int i = 0; i < kCodes; ++i) {
-      upper[i] = codes.exponents[i] >> 1;
-      lower[i] = (codes.exponents[i] & 1) << 7;
-    }
-    uppers_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(upper)));
-    lowers_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(lower)));
-    for (int64_t step = 0; step < std::min(kLead, steps); ++step) expand(step);
+  explicit Expander(const Codes& codes)
+      : first_(_mm512_load_si512(kExpandedBytes.first)),
+        second_(_mm512_load_si512(kExpandedBytes.second)),
+        bit_(_mm512_load_si512(kExpandedBytes.bit)),
+        lowest_(_mm512_set1_epi16(codes.lowest << kFractionBits)) {}
+  void expand(const uint8_t* coded, __m512i& first, __m512i& second) const {
+    first = widened(_mm512_permutexvar_epi8(first_, _mm512_loadu_si512(coded)));
+    second = widened(_mm512_permutexvar_epi8(second_, _mm512_loadu_si512(coded + 32)));
   }
-
-  const uint16_t* step(int64_t step) {
-    if (step + kLead < steps_) expand(step + kLead);
-    return slot(step);
-  }
-
-  // Steps that are expanded before the one that is multiplied; a power of two that is larger.
-  static constexpr int64_t kLead = 2, kSlots = 4;
 
  private:
-  uint16_t* slot(int64_t step) const { return memory_ + (step & mask_) * (kStepBytes / 2); }
-
-  void expand(int64_t step) {
-    ahead_.fetch(step);
-    const __m512i nibble = _mm512_set1_epi8(0x0f), sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    constexpr int kOnlyIn = 0xea, kOnlyOut = 0xae; // (a & mask) | b; (a & ~mask) | b, as tables of ternarylogic(mask, a, b)
-    const uint8_t* coded = coded_ + step * kCodedStepBytes;
-    uint16_t *const to = slot(step), *out = to;
-    for (int group = 0; group < kGroups; ++group, coded += kGroupBytes) {
-      for (int pair = 0; pair < 2; ++pair, out += kPairWeights) {
-        const __m512i values = _mm512_load_si512(coded + pair * 64);
-        const __m256i packed = _mm256_load_si256(reinterpret_cast<const __m256i*>(coded + 128) + pair);
-        const __m512i words = _mm512_cvtepu8_epi16(packed);
-        const __m512i code = _mm512_and_si512(_mm512_or_si512(words, _mm512_slli_epi16(words, 4)), nibble);
-        const __m512i high = _mm512_ternarylogic_epi32(sign, values, _mm512_shuffle_epi8(uppers_, code), kOnlyIn);
-        const __m512i low = _mm512_ternarylogic_epi32(sign, values, _mm512_shuffle_epi8(lowers_, code), kOnlyOut);
-        _mm512_store_si512(out, _mm512_unpacklo_epi8(low, high));
-        _mm512_store_si512(out + 32, _mm512_unpackhi_epi8(low, high));
-      }
-    }
-    for (; list_ < list_end_ && list_[0] < (step + 1) * (kStepBytes / 2); list_ += 2)
-      to[list_[0] - step * (kStepBytes / 2)] = static_cast<uint16_t>(list_[1]);
+  __m512i widened(__m512i sixes) const {
+    const __m512i words = _mm512_multishift_epi64_epi8(bit_, sixes);
+    return _mm512_add_epi16(_mm512_and_si512(words, _mm512_set1_epi16(static_cast<int16_t>(0x87ff))), lowest_);
   }
 
-  const uint8_t* coded_;
-  uint16_t* memory_;
-  const int32_t *list_, *list_end_;
-  int64_t steps_, mask_;
-  Ahead ahead_;
-  __m512i uppers_, lowers_;
+  __m512i first_, second_, bit_, lowest_;
+};
+
+// The weights of a block's list from `place` on, in the order of places.
+struct ListedWeights {
+  ListedWeights(const Codes& codes, int64_t block, int64_t place = 0)
+      : next(codes.list + 2 * codes.starts[block]), end(codes.list + 2 * codes.starts[block + 1]) {
+    while (next < end && next[0] < place) next += 2;
+  }
+  // Writes those of the next `count` weights, which begin at `place` of the block, to `expanded`.
+  void write(int64_t place, int64_t count, uint16_t* expanded) {
+    for (; next < end && next[0] < place + count; next += 2) expanded[next[0] - place] = static_cast<uint16_t>(next[1]);
+  }
+  const int32_t *next, *end;
 };
 
 // Calls `visit(place in the expanded block, bits)` for all weights of a block of [outputs][size], in order of places.
 template <typename Visit>
 void for_each_weight(const uint16_t* weight, int64_t outputs, int64_t size, int64_t block, const Visit& visit) {
-  const uint16_t* first = weight + block * 32 * size;
+  const uint16_t* first = weight + block * kBlockOutputs * size;
   for (int64_t k = 0; k < size; k += 2)
-    for (int64_t n = 0; n < std::min<int64_t>(32, outputs - block * 32); ++n)
+    for (int64_t n = 0; n < std::min<int64_t>(kBlockOutputs, outputs - block * kBlockOutputs); ++n)
       for (int64_t side = 0; side < 2; ++side) visit(k / 2 * kPairWeights + n * 2 + side, first[n * size + k + side]);
 }
 
-constexpr int exponent_of(uint16_t bits) { return bits >> 7 & 0xff; }
+// Returns the lowest of the 16 exponents, neighbours, that most weights have.
+inline int32_t lowest_exponent(const uint16_t* weight, int64_t count) {
+  std::array<int64_t, 257> below{}; // the weights with lower exponents
+  for (int64_t i = 0; i < count; ++i) ++below[exponent_of(weight[i]) + 1];
+  std::partial_sum(below.begin(), below.end(), below.begin());
+  int32_t best = 0;
+  for (int lowest = 1; lowest + kCodes <= 256; ++lowest)
+    if (below[lowest + kCodes] - below[lowest] > below[best + kCodes] - below[best]) best = lowest;
+  return best;
+}
 
 // Returns the numbers of `Codes`, as many for all matrices of a shape; none if too many weights would stand in the lists.
 inline std::vector<int32_t> make_codes(const uint16_t* weight, int64_t outputs, int64_t size) {
-  std::array<int64_t, 256> counts{};
-  for (int64_t i = 0; i < outputs * size; ++i) ++counts[exponent_of(weight[i])];
-  std::array<int32_t, 256> order;
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return counts[a] > counts[b]; });
-  std::array<bool, 256> is_coded{};
-  for (int i = 0; i < kCodes; ++i) is_coded[order[i]] = true;
-  const int64_t blocks = (outputs + 31) / 32;
-  std::vector<int32_t> numbers(order.begin(), order.begin() + kCodes), list;
-  for (int64_t block = 0; block < blocks; ++block) {
+  const int32_t lowest = lowest_exponent(weight, outputs * size);
+  const int64_t blocks = (outputs + kBlockOutputs - 1) / kBlockOutputs;
+  std::vector<std::vector<int32_t>> lists(blocks);
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for_each_weight(weight, outputs, size, block, [&](int64_t place, uint16_t bits) {
+        const int code = exponent_of(bits) - lowest;
+        if (code < 0 || code >= kCodes) lists[block].insert(lists[block].end(), {static_cast<int32_t>(place), bits});
+      });
+  });
+  std::vector<int32_t> numbers{lowest}, list;
+  for (const auto& of_block : lists) {
     numbers.push_back(static_cast<int32_t>(list.size() / 2));
-    for_each_weight(weight, outputs, size, block, [&](int64_t place, uint16_t bits) {
-      if (!is_coded[exponent_of(bits)]) list.insert(list.end(), {static_cast<int32_t>(place), bits});
-    });
-    if (static_cast<int64_t>(list.size() / 2) > longest_list(outputs * size)) return {};
+    list.insert(list.end(), of_block.begin(), of_block.end());
   }
   numbers.push_back(static_cast<int32_t>(list.size() / 2));
+  if (static_cast<int64_t>(list.size() / 2) > longest_list(outputs * size)) return {};
   list.resize(2 * longest_list(outputs * size));
   numbers.insert(numbers.end(), list.begin(), list.end());
   return numbers;
 }
 
-// Writes a block in 12 bits.
+// Writes a block in 12 bits; a listed weight gets any code.
 inline void code_block(const uint16_t* weight, int64_t outputs, int64_t size, const Codes& codes, int64_t block,
                        uint8_t* coded) {
-  std::array<uint8_t, 256> code{};
-  for (int i = kCodes - 1; i >= 0; --i) code[codes.exponents[i]] = i;
-  std::fill_n(coded, size / kStepInputs * kCodedStepBytes, 0);
+  std::fill_n(coded, size / 2 * kCodedPairBytes, 0);
   for_each_weight(weight, outputs, size, block, [&](int64_t place, uint16_t bits) {
-    const int64_t pair = place / kPairWeights, at = coded_place(place % kPairWeights);
-    uint8_t* group = coded + pair / 2 * kGroupBytes;
-    group[pair % 2 * 64 + at] = static_cast<uint8_t>(bits >> 8 & 0x80) | static_cast<uint8_t>(bits & 0x7f);
-    group[128 + pair % 2 * 32 + at / 2] |= code[exponent_of(bits)] << at % 2 * 4;
+    uint8_t *six = coded + place / 4 * 6, *nibbles = six + 4;
+    const int number = place % 4, code = (exponent_of(bits) - codes.lowest) & (kCodes - 1);
+    const int upper = 4 * number, sign = (upper + kSignShift) % 16;
+    six[number] = static_cast<uint8_t>((bits & 0x7f) | (code & 1) << kFractionBits);
+    nibbles[upper / 8] |= code >> 1 << upper % 8;
+    nibbles[sign / 8] |= bits >> 15 << sign % 8;
   });
 }
 

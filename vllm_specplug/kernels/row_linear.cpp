@@ -20,7 +20,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "codes.h"
+#include "pairs.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -43,7 +43,7 @@ inline bool in_tiles(c10::ScalarType rows, int64_t size) {
 
 // Whether bfloat16 weights are stored in pairs of inputs.
 inline bool in_pairs(c10::ScalarType rows, int64_t size) {
-#ifdef __AVX512BF16__
+#ifdef SPECPLUG_PAIRS
   return (rows == at::kBFloat16 && size % 2 == 0) || in_tiles(rows, size);
 #else
   return false;
@@ -64,28 +64,26 @@ inline void load_block(const uint16_t* p, Vec (&weights)[2]) {
   weights[0] = (Vec)(words << 16);
   weights[1] = (Vec)(words & splat(0xffff0000u));
 }
-template <typename T, typename V>
-inline void load_block(const T* p, V (&weights)[2]) {
+template <typename T>
+inline void load_block(const T* p, Vec (&weights)[2]) {
   weights[0] = widen(p);
   weights[1] = widen(p + kLanes);
 }
 
 // Adds x @ w.T of `count` of `size` inputs to sums[ROWS][BLOCKS * kBlock], and fetches `step` bytes of `ahead` per input.
-// X is float, or uint32_t: pairs of bfloat16 in `x` and `w`; `size` and `count` are pairs then.
-template <int ROWS, int BLOCKS, typename X, typename T>
-void multiply_tile(const X* x, const T* w, int64_t size, int64_t count, const char* ahead, int64_t step, float* sums) {
-  using Lanes = std::conditional_t<std::is_same_v<X, float>, Vec, VecUint>;
+template <int ROWS, int BLOCKS, typename T>
+void multiply_tile(const float* x, const T* w, int64_t size, int64_t count, const char* ahead, int64_t step, float* sums) {
   Vec totals[ROWS][BLOCKS][2];
   std::memcpy(totals, sums, sizeof(totals));
   for (int64_t k = 0; k < count; ++k) {
     if (ahead)
       for (int64_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + k * step + at, 0, 2);
-    Lanes weights[BLOCKS][2];
+    Vec weights[BLOCKS][2];
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; ++b) load_block(w + (b * size + k) * kBlock, weights[b]);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
-      const Lanes value = splat(x[m * size + k]);
+      const Vec value = splat(x[m * size + k]);
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; ++b) {
         totals[m][b][0] = accumulate(totals[m][b][0], value, weights[b][0]);
@@ -96,8 +94,8 @@ void multiply_tile(const X* x, const T* w, int64_t size, int64_t count, const ch
   std::memcpy(sums, totals, sizeof(totals));
 }
 
-template <int ROWS, int BLOCKS, typename X, typename T>
-void multiply_rows(int64_t rows, const X* x, const T* w, int64_t size, int64_t count, const char* ahead,
+template <int ROWS, int BLOCKS, typename T>
+void multiply_rows(int64_t rows, const float* x, const T* w, int64_t size, int64_t count, const char* ahead,
                    int64_t step, float* sums) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS) return multiply_tile<ROWS, BLOCKS>(x, w, size, count, ahead, step, sums);
@@ -106,9 +104,9 @@ void multiply_rows(int64_t rows, const X* x, const T* w, int64_t size, int64_t c
 }
 
 // A product: `weight` is [blocks][size][kBlock], `out` [rows][outputs]; `bias` may be null.
-template <typename X, typename T, typename O>
+template <typename T, typename O>
 struct Product {
-  const X* x;
+  const float* x;
   int64_t rows, size;
   const T* weight;
   const Stored<O>* bias;
@@ -173,25 +171,6 @@ struct Product {
 };
 
 #ifdef SPECPLUG_TILES
-
-// Adds the bias to 32 sums and writes the first `count`.
-template <typename O>
-void write_block(const float* sums, const Stored<O>* bias, int64_t count, O* out) {
-  for (int64_t n = 0; n < count; n += 16) {
-    const __mmask16 written = count - n < 16 ? (1 << (count - n)) - 1 : 0xffff;
-    __m512 values = _mm512_load_ps(sums + n);
-    if constexpr (std::is_same_v<O, float>) {
-      if (bias) values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(written, bias + n));
-      _mm512_mask_storeu_ps(out + n, written, values);
-    } else {
-      if (bias) {
-        const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(written, bias + n));
-        values = _mm512_add_ps(values, _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)));
-      }
-      _mm256_mask_storeu_epi16(out + n, written, (__m256i)_mm512_cvtneps_pbh(values));
-    }
-  }
-}
 
 // As ``Product``, in tiles; ``weight`` is [blocks][size / 2][32][2], or expanded to it with `codes`.
 template <typename O>
@@ -258,31 +237,35 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional
               const std::optional<at::Tensor>& bias, at::Tensor& output) {
   const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
   const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
-  const int64_t rows = x.size(0), size = x.size(1), outputs = output.size(1);
-  const auto multiply_as = [&]<typename X, typename W>(const X* inputs, const W* weights, int64_t count) {
-    auto* out = static_cast<O*>(output.mutable_data_ptr());
-    Product<X, W, O>{inputs, rows, count, weights, added, outputs, out}.multiply();
-  };
+  const int64_t size = x.size(-1), outputs = output.size(-1), rows = outputs ? output.numel() / outputs : 0;
+  auto* out = static_cast<O*>(output.mutable_data_ptr());
   const void* stored = weight.const_data_ptr();
-#ifdef SPECPLUG_TILES
+#ifdef SPECPLUG_PAIRS
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    if (in_tiles(x.scalar_type(), size)) {
+    if (in_pairs(x.scalar_type(), size)) {
       std::optional<Codes> read;
       if (codes) read.emplace(codes->const_data_ptr<int32_t>(), weight.size(0));
-      const TileProduct<O> product{size, stored, read, added, outputs};
-      return product.multiply(x.const_data_ptr<O>(), rows, output.mutable_data_ptr<O>());
+#ifdef SPECPLUG_TILES
+      if (in_tiles(x.scalar_type(), size))
+        return TileProduct<O>{size, stored, read, added, outputs}.multiply(x.const_data_ptr<O>(), rows, out);
+#endif
+      if constexpr (std::is_same_v<O, c10::BFloat16>) {
+        const PairProduct product{size / 2, stored, read, added, outputs};
+        return product.multiply(reinterpret_cast<const uint32_t*>(values), rows, out);
+      }
     }
   }
 #endif
+  const auto multiply_floats = [&](const float* inputs) {
+    Product<Stored<T>, O>{inputs, rows, size, static_cast<const Stored<T>*>(stored), added, outputs, out}.multiply();
+  };
   if constexpr (std::is_same_v<O, float>) {
-    multiply_as(values, static_cast<const Stored<T>*>(stored), size);
-  } else if (in_pairs(x.scalar_type(), size)) {
-    multiply_as(reinterpret_cast<const uint32_t*>(values), static_cast<const uint32_t*>(stored), size / 2);
+    multiply_floats(values);
   } else {
-    const at::Tensor wide = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+    const at::Tensor wide = at::empty({x.numel()}, x.options().dtype(at::kFloat));
     float* to = wide.mutable_data_ptr<float>();
     for (int64_t i = 0; i < x.numel(); ++i) to[i] = to_float(values[i]);
-    multiply_as(to, static_cast<const Stored<T>*>(stored), size);
+    multiply_floats(to);
   }
 }
 
@@ -302,22 +285,21 @@ at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->scalar_type() == dtype && bias->numel() == outputs),
               "row_linear: the bias must be contiguous, one number of x's type per output");
   at::Tensor output = make_output(x, outputs);
-  const at::Tensor flat = x.reshape({-1, size}).contiguous();
-  at::Tensor flat_output = output.view({-1, outputs});
-  if (handle && flat.size(0) > max_rows) {
+  const at::Tensor contiguous = x.contiguous();
+  if (handle && x.numel() > max_rows * size) {
     static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", ""); // vLLM's
-    c10::Stack stack{flat_output, flat, bias, *handle};
+    c10::Stack stack{output.view({-1, outputs}), contiguous.view({-1, size}), bias, *handle};
     product.callBoxed(stack);
   } else if (dtype == at::kBFloat16) {
-    multiply<c10::BFloat16, c10::BFloat16>(flat, weight, codes, bias, flat_output);
+    multiply<c10::BFloat16, c10::BFloat16>(contiguous, weight, codes, bias, output);
   } else if (dtype == at::kHalf) {
-    multiply<Half, Half>(flat, weight, codes, bias, flat_output);
+    multiply<Half, Half>(contiguous, weight, codes, bias, output);
   } else if (stored == at::kBFloat16) {
-    multiply<c10::BFloat16, float>(flat, weight, codes, bias, flat_output);
+    multiply<c10::BFloat16, float>(contiguous, weight, codes, bias, output);
   } else if (stored == at::kHalf) {
-    multiply<Half, float>(flat, weight, codes, bias, flat_output);
+    multiply<Half, float>(contiguous, weight, codes, bias, output);
   } else {
-    multiply<float, float>(flat, weight, codes, bias, flat_output);
+    multiply<float, float>(contiguous, weight, codes, bias, output);
   }
   return output;
 }
@@ -372,8 +354,8 @@ bool row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows) {
 // Returns int32 numbers that tell how to keep a weight in 12 bits (`Codes`); none: it is kept as it is.
 at::Tensor row_linear_codes(const at::Tensor& weight, at::ScalarType rows) {
   std::vector<int32_t> numbers;
-#ifdef SPECPLUG_TILES
-  if (row_linear_in_tiles(weight, rows) && weight.is_contiguous())
+#ifdef SPECPLUG_PAIRS
+  if (weight.scalar_type() == at::kBFloat16 && in_pairs(rows, weight.size(1)) && weight.is_contiguous())
     numbers = make_codes(static_cast<const uint16_t*>(weight.const_data_ptr()), weight.size(0), weight.size(1));
 #endif
   at::Tensor codes = at::empty({static_cast<int64_t>(numbers.size())}, weight.options().dtype(at::kInt));
@@ -383,16 +365,16 @@ at::Tensor row_linear_codes(const at::Tensor& weight, at::ScalarType rows) {
 
 // Writes uint8 [blocks][size][48].
 void row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at::Tensor& codes) {
-#ifdef SPECPLUG_TILES
+#ifdef SPECPLUG_PAIRS
   const int64_t outputs = weight.size(0), size = weight.size(1), blocks = (outputs + kBlock - 1) / kBlock;
-  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == at::kByte && packed.numel() == blocks * size * 48,
+  const int64_t block_bytes = size / 2 * kCodedPairBytes;
+  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == at::kByte && packed.numel() == blocks * block_bytes,
               "row_linear: `packed` must be contiguous, uint8 [blocks, inputs, 48]");
   const Codes read(codes.const_data_ptr<int32_t>(), blocks);
   const auto* from = static_cast<const uint16_t*>(weight.const_data_ptr());
   auto* to = packed.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block)
-      code_block(from, outputs, size, read, block, to + block * size * 48);
+    for (int64_t block = begin; block < end; ++block) code_block(from, outputs, size, read, block, to + block * block_bytes);
   });
 #endif
 }

@@ -9,7 +9,7 @@ import torch
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.huge_pages import empty_in_huge_pages
 
-#: bfloat16 in 12 bits, without loss, where ``uses_tiles`` holds; its bytes for an input's 32 weights.
+#: bfloat16 in 12 bits, without loss (kernels/codes.h); its bytes for an input's 32 weights.
 CODED, _CODED_BLOCK = torch.uint8, 48
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,7 +22,8 @@ def make_row_linear(
     Args:
         weight: ``[outputs, inputs]``, contiguous, one of ``DTYPES``.  It is copied: ``linear`` ignores its ``weight``.
         dtype: in which the copy is kept, the attribute ``dtype`` of what is returned.  The weights are rounded to it.
-            Another type than the weights' is for float32, and ``CODED``.  None: the smallest that changes no weight.
+            Another type than the weights' is for float32, and ``CODED``.  None: the smallest that changes no weight;
+            that is ``CODED`` if the CPU multiplies pairs of bfloat16 or tiles, and few exponents are rare.
         handle: int64 ``[]``; address of vLLM's packed copy of the weight (``_custom_ops.create_onednn_mm``), which
             computes more than ``max_rows`` rows.  None: the operator does.
 

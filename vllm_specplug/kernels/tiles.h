@@ -4,16 +4,10 @@
 // are exact, and all sums are float32.  (AMX takes numbers below 2^-126 for 0.)
 #pragma once
 
-#include <c10/util/BFloat16.h>
+#include "codes.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <type_traits>
-#include <vector>
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(SPECPLUG_PAIRS) && defined(__linux__)
 #define SPECPLUG_TILES
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -25,6 +19,7 @@ namespace {
 // A tile has 16 rows of 64 bytes.  A step of a product takes 32 inputs; its weights, of a block of 32 outputs, lie in
 // memory one step behind the other: 16 pairs of inputs, each of 32 outputs.
 constexpr int kTile = 16, kStepInputs = 32, kTileNumbers = kTile * kStepInputs, kStepBytes = 2 * kTileNumbers * 2;
+constexpr int kCodedStepBytes = kStepInputs / 2 * kCodedPairBytes;
 
 // Asks Linux, once, to let this process use tiles.
 inline bool has_tiles() {
@@ -56,19 +51,6 @@ inline void split(__m512 x, __m512i (&parts)[3]) {
     x = _mm512_sub_ps(x, _mm512_castsi512_ps(part));
   }
 }
-
-// Memory that is kept from call to call: new pages would cost more than what is written to them.
-class KeptMemory {
- public:
-  // Aligned to a cache line.
-  uint16_t* at_least(size_t count) {
-    if (numbers_.size() < count + 32) numbers_.resize(count + 32);
-    return reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(numbers_.data()) + 63) / 64 * 64);
-  }
-
- private:
-  std::vector<uint16_t> numbers_;
-};
 
 // Rows as tiles: [row tiles][steps][planes][16][32].
 template <typename O>
@@ -123,23 +105,6 @@ class TiledRows {
   uint16_t* tiles_;
 };
 
-// What is read next, to be fetched in several parts while it is waited for.
-struct Ahead {
-  // `at` may be null; a step reads `step_bytes` of it.
-  Ahead(const void* at, int step_bytes, int part, int parts) : step_bytes_(step_bytes) {
-    const int lines = step_bytes / 64, share = (lines + parts - 1) / parts;
-    at_ = static_cast<const char*>(at) + part * share * 64;
-    lines_ = at ? std::clamp(lines - part * share, 0, share) : 0;
-  }
-  void fetch(int64_t step) const {
-    for (int line = 0; line < lines_; ++line) __builtin_prefetch(at_ + step * step_bytes_ + line * 64, 0, 2);
-  }
-
- private:
-  const char* at_;
-  int step_bytes_, lines_;
-};
-
 // A block as it lies in memory; see `multiply_tiles`.
 struct PlainBlock {
   const uint16_t* weights;
@@ -148,6 +113,54 @@ struct PlainBlock {
     ahead.fetch(step);
     return weights + step * (kStepBytes / 2);
   }
+};
+
+// A block in 12 bits that is expanded some steps before they are multiplied: so the CPU does both at once.
+class CodedBlock {
+ public:
+  // `memory` has room for all steps if `is_whole`, else for `kSlots`, which are used in turn.
+  CodedBlock(const uint8_t* coded, int64_t steps, const Codes& codes, int64_t block, const Ahead& ahead, uint16_t* memory,
+             bool is_whole)
+      : coded_(coded),
+        memory_(memory),
+        steps_(steps),
+        mask_(is_whole ? ~int64_t{0} : kSlots - 1),
+        ahead_(ahead),
+        expander_(codes),
+        listed_(codes, block) {
+    for (int64_t step = 0; step < std::min(kLead, steps); ++step) expand(step);
+  }
+
+  const uint16_t* step(int64_t step) {
+    if (step + kLead < steps_) expand(step + kLead);
+    return slot(step);
+  }
+
+  // Steps that are expanded before the one that is multiplied; a power of two that is larger.
+  static constexpr int64_t kLead = 2, kSlots = 4;
+
+ private:
+  uint16_t* slot(int64_t step) const { return memory_ + (step & mask_) * (kStepBytes / 2); }
+
+  void expand(int64_t step) {
+    ahead_.fetch(step);
+    const uint8_t* coded = coded_ + step * kCodedStepBytes;
+    uint16_t* const to = slot(step);
+    for (int pair = 0; pair < kStepInputs / 2; ++pair) {
+      __m512i first, second;
+      expander_.expand(coded + pair * kCodedPairBytes, first, second);
+      _mm512_store_si512(to + pair * kPairWeights, first);
+      _mm512_store_si512(to + pair * kPairWeights + kPairWeights / 2, second);
+    }
+    listed_.write(step * (kStepBytes / 2), kStepBytes / 2, to);
+  }
+
+  const uint8_t* coded_;
+  uint16_t* memory_;
+  int64_t steps_, mask_;
+  Ahead ahead_;
+  Expander expander_;
+  ListedWeights listed_;
 };
 
 // Computes ROW_TILES (1 or 2) tiles of rows, from `first` on, of a block into sums[ROW_TILES * 16][32].  `weights.step`
