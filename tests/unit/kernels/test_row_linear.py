@@ -81,9 +81,16 @@ def test_each_weight_is_kept(dtype, outputs):
     usual = torch.randn(outputs, 576, generator=generator).bfloat16()
     can_code = uses_tiles(usual) or (dtype == torch.bfloat16 and {"avx512_bf16", "avx512vbmi"} <= FLAGS)
     rare, wide = usual.clone(), usual * 2.0 ** torch.randint(-60, 60, usual.shape, generator=generator)
-    rare[0, :3], rare[-1, -1] = torch.tensor([1e-30, 0.0, -3e20]), 1e30
+    rare[0, :3], rare[-1, -1] = torch.tensor([1e-30, 1e-37, -3e20]), 1e30
+    zeros = usual.where(torch.rand(usual.shape, generator=generator) < 0.5, -0.0)
     single = torch.full_like(usual, -0.75)
-    for weight, fits in ((usual, True), (rare, True), (single, True), (wide.bfloat16(), False)):
+    for weight, fits in (
+        (usual, True),
+        (rare, True),
+        (zeros, True),
+        (single, True),
+        (wide.bfloat16(), False),
+    ):
         linears = [make_row_linear(weight.to(dtype), kept) for kept in (None, torch.bfloat16)]
         if is_coded := fits and can_code:
             linears.append(make_row_linear(weight.to(dtype), CODED))
