@@ -124,6 +124,10 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert list(results["methods"]["eagle2"]["categories"]) == ["maths", "<code>"]
     text = render(results, markdown=True)
     assert "1.00-2.00x" in text and "| concurrency | eagle2 speedup |" in text and "15%" in text
+    methods = results["methods"]
+    asked = {k: [b | {"questions": [f"q{i}"]} for i in range(5) for b in m["batches"]] for k, m in methods.items()}
+    wide = {**results, "methods": {k: m | {"batches": asked[k]} for k, m in methods.items()}}
+    assert "1.33x (1.33-1.33)" in render(wide) and "(" not in text.split("speedup")[1]
     other = {
         **results,
         "provenance": results["provenance"] | {"commit": None},  # an installed package has no commit

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.tools.bench.intervals import speedup_interval
 from vllm_specplug.tools.bench.methods import BASELINE, Method
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.utils.environment import provenance
@@ -115,8 +116,27 @@ def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+def _with_interval(report: dict[str, Any], label: str, category: str | None = None) -> str:
+    """Return a method's speedup of all questions or of a category, with its interval, if any."""
+    own, plain = (report["methods"][name] for name in (label, BASELINE))
+    figures = own["categories"][category] if category else own["overall"]
+    if label == BASELINE:
+        return f"{figures['speedup']:.2f}x"
+    first = own["batches"][0]["concurrency"]
+    chosen = [
+        pair
+        for pair in zip(own["batches"], plain["batches"], strict=True)
+        if pair[0]["concurrency"] == first and category in (None, pair[0]["category"])
+    ]
+    interval = speedup_interval(*zip(*chosen, strict=True)) if chosen else None
+    return f"{figures['speedup']:.2f}x" + (f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else "")
+
+
 def render(report: dict[str, Any], markdown: bool = False) -> str:
-    """Return the overall table, the speedups by category and concurrency, and the origin of the numbers."""
+    """Return the overall table, the speedups by category and concurrency, and the origin of the numbers.
+
+    Behind a speedup stands its 95% interval over the questions.
+    """
     methods = report["methods"]
     others = [name for name in methods if name != BASELINE]
     repeated = any(len(m["overall"].get("speedup_by_repeat", ())) > 1 for m in methods.values())
@@ -128,7 +148,7 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
     for label, method in methods.items():
         o = method["overall"]
         row = [label, f"{o['tokens_per_s']:.1f}", f"{o['tokens_per_s_median']:.1f}"]
-        row += [f"{o['speedup']:.2f}x", f"{o['speedup_median']:.2f}x"]
+        row += [_with_interval(report, label), f"{o['speedup_median']:.2f}x"]
         if repeated:
             row.append(f"{min(o['speedup_by_repeat']):.2f}-{max(o['speedup_by_repeat']):.2f}x")
         row.append(_or_dash(o["tau"], "{:.2f}"))
@@ -139,8 +159,8 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
     if others:
         by_category = []
         for category, base in methods[BASELINE]["categories"].items():
-            cells = (methods[name]["categories"][category]["speedup"] for name in others)
-            by_category.append([category, str(base["questions"]), *(f"{c:.2f}x" for c in cells)])
+            cells = (_with_interval(report, name, category) for name in others)
+            by_category.append([category, str(base["questions"]), *cells])
         titles = [f"{name} speedup" for name in others]
         parts.append(format_table(["category", "questions", *titles], by_category, markdown))
         levels = list(methods[BASELINE].get("concurrency", {}))
@@ -153,12 +173,12 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
 
 
 def render_short(report: dict[str, Any]) -> str:
-    """Return the overall figures in five columns and their origin, in Markdown."""
+    """Return the overall figures in five columns and their origin, in Markdown; intervals as in ``render``."""
     rows = [
         [
             label,
             f"{o['tokens_per_s']:.1f}",
-            f"{o['speedup']:.2f}x",
+            _with_interval(report, label),
             _or_dash(o["tau"], "{:.2f}"),
             f"{o['agree']}/{o['questions']}",
         ]
