@@ -39,16 +39,12 @@ struct Ahead {
     at_ = static_cast<const char*>(at) + part * share * 64;
     lines_ = at ? std::clamp(lines - part * share, 0, share) : 0;
   }
-  // SOME: at most two lines.
-  template <bool SOME = false>
+  // MOST: a bound of the lines of a step; two are fetched without a loop.
+  template <int MOST = 64>
   void fetch(int64_t step) const {
-    const char* at = at_ + step * step_bytes_;
-    if constexpr (SOME) {
-      if (lines_ > 0) __builtin_prefetch(at, 0, 2);
-      if (lines_ > 1) __builtin_prefetch(at + 64, 0, 2);
-    } else {
-      for (int line = 0; line < lines_; ++line) __builtin_prefetch(at + line * 64, 0, 2);
-    }
+#pragma GCC unroll 2
+    for (int line = 0; line < MOST && line < lines_; ++line)
+      __builtin_prefetch(at_ + step * step_bytes_ + line * 64, 0, 2);
   }
 
  private:

@@ -23,7 +23,7 @@ struct PlainPairs {
   const uint16_t* weights;
   Ahead ahead;
   [[gnu::always_inline]] void pair(int64_t k, VecUint (&found)[2]) const {
-    ahead.fetch<true>(k);
+    ahead.fetch<kPairBytes / 64>(k);
     found[0] = load<VecUint>(weights + k * kPairWeights);
     found[1] = load<VecUint>(weights + k * kPairWeights + kPairWeights / 2);
   }
@@ -35,11 +35,16 @@ template <bool KEEP>
 class CodedPairs {
  public:
   CodedPairs(const uint8_t* coded, const Codes& codes, int64_t block, int64_t first, uint16_t* expanded, const Ahead& ahead)
-      : coded_(coded), expander_(codes), listed_(codes, block, first * kPairWeights), first_(first), expanded_(expanded), ahead_(ahead) {
+      : coded_(coded),
+        expander_(codes),
+        listed_(codes, block, first * kPairWeights),
+        first_(first),
+        expanded_(expanded),
+        ahead_(ahead) {
     find_next();
   }
   [[gnu::always_inline]] void pair(int64_t k, VecUint (&found)[2]) {
-    ahead_.fetch<true>(k);
+    ahead_.fetch<kPairBytes / 64>(k);
     __m512i lower, upper;
     expander_.expand(coded_ + k * kCodedPairBytes, lower, upper);
     uint16_t* const to = expanded_ + (KEEP ? k * kPairWeights : 0);
@@ -122,7 +127,7 @@ class PairTiles {
   const uint32_t* transposed_;
 };
 
-// `weight` is [blocks][pairs][32][2], or expanded to it with `codes`; `bias` may be null.
+// A product: `weight` is [blocks][pairs][32][2], or expanded to it with `codes`; `bias` may be null.
 struct PairProduct {
   int64_t pairs;
   const void* weight;

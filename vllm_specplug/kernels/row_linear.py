@@ -23,7 +23,7 @@ def make_row_linear(
         weight: ``[outputs, inputs]``, contiguous, one of ``DTYPES``.  It is copied: ``linear`` ignores its ``weight``.
         dtype: in which the copy is kept, the attribute ``dtype`` of what is returned.  The weights are rounded to it.
             Another type than the weights' is for float32, and ``CODED``.  None: the smallest that changes no weight;
-            that is ``CODED`` if the CPU multiplies pairs of bfloat16 or tiles, and few exponents are rare.
+            that is ``CODED`` if the CPU multiplies pairs of bfloat16 or tiles, and few weights have a rare exponent.
         handle: int64 ``[]``; address of vLLM's packed copy of the weight (``_custom_ops.create_onednn_mm``), which
             computes more than ``max_rows`` rows.  None: the operator does.
 

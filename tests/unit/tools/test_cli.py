@@ -19,7 +19,7 @@ from vllm_specplug.config import parse_options
 from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
 from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions
-from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report
+from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report, render
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.tools.demo_prompts import PROMPTS
 from vllm_specplug.utils import environment, proof_files, smollm2
@@ -559,6 +559,15 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     copy.write_text(page)
     assert cli.main(["bench", *options, "--into", str(copy)]) == 0
     assert copy.read_text() == page
+
+
+@pytest.mark.parametrize("name", ["epyc_spec_bench", "epyc_code_maths"])
+def test_the_tables_with_intervals_are_those_of_the_files(name):
+    root = Path(__file__).parents[3]
+    report = json.loads((root / "benchmarks" / "results" / f"{name}.json").read_text())
+    overall, categories, _ = render(report, markdown=True).split("\n\n")
+    page = (root / "docs" / "measurements.md").read_text()
+    assert overall in page and categories in page
 
 
 def test_the_trace_is_the_file():

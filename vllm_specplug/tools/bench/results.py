@@ -128,7 +128,7 @@ def _with_interval(report: dict[str, Any], label: str, category: str | None = No
         for pair in zip(own["batches"], plain["batches"], strict=True)
         if pair[0]["concurrency"] == first and category in (None, pair[0]["category"])
     ]
-    interval = speedup_interval(*zip(*chosen, strict=True)) if chosen else None
+    interval = speedup_interval(*zip(*chosen, strict=True))
     return f"{figures['speedup']:.2f}x" + (f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else "")
 
 
@@ -162,7 +162,7 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
             cells = (_with_interval(report, name, category) for name in others)
             by_category.append([category, str(base["questions"]), *cells])
         titles = [f"{name} speedup" for name in others]
-        parts.append(format_table(["category", "questions", *titles], by_category, markdown))
+        parts.append(format_table(["category", "answers", *titles], by_category, markdown))
         levels = list(methods[BASELINE].get("concurrency", {}))
         if len(levels) > 1:
             body = [[c, *(f"{methods[name]['concurrency'][c]['speedup']:.2f}x" for name in others)] for c in levels]
