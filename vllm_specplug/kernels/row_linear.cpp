@@ -3,8 +3,8 @@
 // row_linear.py documents the arguments.
 //
 // Weights can be stored in 16 bits beside float32 rows.  All sums are float32, over the inputs in their order: a row's
-// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once, those with AMX
-// 32 (tiles.h).
+// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once (pairs.h), those
+// with AMX 32 (tiles.h).
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -29,8 +29,8 @@ namespace {
 // A block of outputs is two vectors wide.  The sums of a tile take 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
 // Rows are computed in chunks, whose inputs stay in the second cache where they are short; inputs in panels, whose
-// weights do.  A chunk of tiles leaves room for the weights.
-constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048, kTiledBytes = 1 << 20;
+// weights do.
+constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048;
 
 // Whether products of bfloat16 weights are computed in tiles.
 inline bool in_tiles(c10::ScalarType rows, int64_t size) {
@@ -169,68 +169,6 @@ struct Product {
     });
   }
 };
-
-#ifdef SPECPLUG_TILES
-
-// As ``Product``, in tiles; ``weight`` is [blocks][size / 2][32][2], or expanded to it with `codes`.
-template <typename O>
-struct TileProduct {
-  int64_t size;
-  const void* weight;
-  const std::optional<Codes>& codes;
-  const Stored<O>* bias;
-  int64_t outputs;
-
-  // Two tiles of rows at a time.  Each pass over the weights of a block fetches its share of the next one.
-  void multiply_block(const TiledRows<O>& x, int64_t rows, int64_t block, bool is_last, uint16_t* expanded, O* out) const {
-    const int step_bytes = codes ? kCodedStepBytes : kStepBytes;
-    const auto* stored = static_cast<const char*>(weight) + block * x.steps * step_bytes;
-    const void* next = is_last ? nullptr : stored + x.steps * step_bytes;
-    const int passes = (x.row_tiles + 1) / 2;
-    alignas(64) float sums[2 * kTile * kBlock];
-    for (int pass = 0; pass < passes; ++pass) {
-      const int64_t first = 2 * pass, done = first * kTile;
-      const Ahead ahead(next, step_bytes, pass, passes);
-      const auto multiply_pass = [&](const auto& weights) {
-        if (first + 1 < x.row_tiles)
-          multiply_tiles<2>(x, first, weights, sums);
-        else
-          multiply_tiles<1>(x, first, weights, sums);
-      };
-      if (codes && pass == 0)
-        multiply_pass(CodedBlock(reinterpret_cast<const uint8_t*>(stored), x.steps, *codes, block, ahead, expanded,
-                                 passes > 1));
-      else
-        multiply_pass(PlainBlock{codes ? expanded : reinterpret_cast<const uint16_t*>(stored), ahead});
-      const int64_t output = block * kBlock, count = std::min<int64_t>(kBlock, outputs - output);
-      for (int64_t row = 0; row < std::min<int64_t>(2 * kTile, rows - done); ++row)
-        write_block<O>(sums + row * kBlock, bias ? bias + output : nullptr, count, out + (done + row) * outputs + output);
-    }
-  }
-
-  void multiply(const O* x, int64_t rows, O* out) const {
-    constexpr int64_t kSlotNumbers = CodedBlock::kSlots * kStepBytes / 2;
-    constexpr int64_t kTileBytes = TiledRows<O>::kPlanes * kTileNumbers * 2;
-    const int64_t fitting = kTiledBytes / (size / kStepInputs * kTileBytes);
-    const int64_t chunk = std::max<int64_t>(fitting / 2, 1) * 2 * kTile;
-    for (int64_t first = 0; first < rows; first += chunk) {
-      const int64_t count = std::min(chunk, rows - first);
-      const TiledRows<O> tiled(x + first * size, count, size);
-      at::parallel_for(0, tiled.row_tiles, 4, [&](int64_t begin, int64_t end) {
-        for (int64_t tile = begin; tile < end; ++tile) tiled.fill(tile);
-      });
-      at::parallel_for(0, (outputs + kBlock - 1) / kBlock, 1, [&](int64_t begin, int64_t end) {
-        thread_local KeptMemory expanded;
-        const TilesInUse tiles(tiled.height);
-        uint16_t* memory = codes ? expanded.at_least(std::max(kBlock * size, kSlotNumbers)) : nullptr;
-        for (int64_t block = begin; block < end; ++block)
-          multiply_block(tiled, count, block, block + 1 == end, memory, out + first * outputs);
-      });
-    }
-  }
-};
-
-#endif
 
 template <typename T, typename O>
 void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,

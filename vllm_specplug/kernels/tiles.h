@@ -4,6 +4,10 @@
 // are exact, and all sums are float32.  (AMX takes numbers below 2^-126 for 0.)
 #pragma once
 
+#include <ATen/Parallel.h>
+
+#include <optional>
+
 #include "codes.h"
 
 #if defined(__AMX_BF16__) && defined(SPECPLUG_PAIRS) && defined(__linux__)
@@ -196,6 +200,67 @@ void multiply_tiles(const TiledRows<O>& x, int64_t first, Weights weights, float
     _tile_stored(3, sums + kTile * 32 + kTile, 2 * 64);
   }
 }
+
+// A chunk of rows, which leaves room for the weights in the second cache.
+constexpr int64_t kTiledBytes = 1 << 20;
+
+// A product: `weight` is [blocks][size / 2][32][2], or expanded to it with `codes`; `bias` may be null.
+template <typename O>
+struct TileProduct {
+  int64_t size;
+  const void* weight;
+  const std::optional<Codes>& codes;
+  const std::conditional_t<std::is_same_v<O, float>, float, uint16_t>* bias;
+  int64_t outputs;
+
+  // Two tiles of rows at a time.  Each pass over the weights of a block fetches its share of the next one.
+  void multiply_block(const TiledRows<O>& x, int64_t rows, int64_t block, bool is_last, uint16_t* expanded, O* out) const {
+    const int step_bytes = codes ? kCodedStepBytes : kStepBytes;
+    const auto* stored = static_cast<const char*>(weight) + block * x.steps * step_bytes;
+    const void* next = is_last ? nullptr : stored + x.steps * step_bytes;
+    const int passes = (x.row_tiles + 1) / 2;
+    alignas(64) float sums[2 * kTile * kBlockOutputs];
+    for (int pass = 0; pass < passes; ++pass) {
+      const int64_t first = 2 * pass, done = first * kTile;
+      const Ahead ahead(next, step_bytes, pass, passes);
+      const auto multiply_pass = [&](const auto& weights) {
+        if (first + 1 < x.row_tiles)
+          multiply_tiles<2>(x, first, weights, sums);
+        else
+          multiply_tiles<1>(x, first, weights, sums);
+      };
+      if (codes && pass == 0)
+        multiply_pass(CodedBlock(reinterpret_cast<const uint8_t*>(stored), x.steps, *codes, block, ahead, expanded,
+                                 passes > 1));
+      else
+        multiply_pass(PlainBlock{codes ? expanded : reinterpret_cast<const uint16_t*>(stored), ahead});
+      const int64_t output = block * kBlockOutputs, count = std::min<int64_t>(kBlockOutputs, outputs - output);
+      for (int64_t row = 0; row < std::min<int64_t>(2 * kTile, rows - done); ++row)
+        write_block<O>(sums + row * kBlockOutputs, bias ? bias + output : nullptr, count, out + (done + row) * outputs + output);
+    }
+  }
+
+  void multiply(const O* x, int64_t rows, O* out) const {
+    constexpr int64_t kSlotNumbers = CodedBlock::kSlots * kStepBytes / 2;
+    constexpr int64_t kTileBytes = TiledRows<O>::kPlanes * kTileNumbers * 2;
+    const int64_t fitting = kTiledBytes / (size / kStepInputs * kTileBytes);
+    const int64_t chunk = std::max<int64_t>(fitting / 2, 1) * 2 * kTile;
+    for (int64_t first = 0; first < rows; first += chunk) {
+      const int64_t count = std::min(chunk, rows - first);
+      const TiledRows<O> tiled(x + first * size, count, size);
+      at::parallel_for(0, tiled.row_tiles, 4, [&](int64_t begin, int64_t end) {
+        for (int64_t tile = begin; tile < end; ++tile) tiled.fill(tile);
+      });
+      at::parallel_for(0, (outputs + kBlockOutputs - 1) / kBlockOutputs, 1, [&](int64_t begin, int64_t end) {
+        thread_local KeptMemory expanded;
+        const TilesInUse tiles(tiled.height);
+        uint16_t* memory = codes ? expanded.at_least(std::max(kBlockOutputs * size, kSlotNumbers)) : nullptr;
+        for (int64_t block = begin; block < end; ++block)
+          multiply_block(tiled, count, block, block + 1 == end, memory, out + first * outputs);
+      });
+    }
+  }
+};
 
 #else
 
