@@ -128,10 +128,10 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
     from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 
     found: dict[tuple[int, ...], list[int]] = {}
-    honest = TreeEagleProposer.propose
+    honest = TreeEagleProposer._grow
 
-    def propose(self, **kwargs):
-        draft = honest(self, **kwargs)
+    def grow(self, *args):
+        draft = honest(self, *args)
         batch = self.runner.input_batch
         for place in range(batch.num_reqs):
             if not self.runner.discard_request_mask.np[place]:
@@ -139,7 +139,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
                 found[context] = draft.tree.token_ids[place, : draft.tree.num_rows[place]].tolist()
         return draft
 
-    monkeypatch.setattr(TreeEagleProposer, "propose", propose)
+    monkeypatch.setattr(TreeEagleProposer, "_grow", grow)
     return found
 
 

@@ -261,6 +261,7 @@ def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, 
     monkeypatch.setattr(TreeCPUModelRunner, "_stage", fail)
     monkeypatch.setattr(TreeCPUModelRunner, "_walker", fail)
     monkeypatch.setattr(runner_of(llm).drafter.model, "forward", fail)
+    monkeypatch.setattr(runner_of(llm).drafter.operator, "first", fail)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
 
 

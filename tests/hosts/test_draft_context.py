@@ -1,4 +1,4 @@
-"""Prompts are read by a drafter as key/value only; what it drafts is what it drafts after whole forwards."""
+"""A drafter reads prompts as key/value only, or runs in operators of its own: it drafts what vLLM's forwards draft."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 from tests.doubles import tiny
 
-from .conftest import make_prompts, runner_of, token_ids
+from .conftest import TREE, make_prompts, runner_of, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -19,18 +19,19 @@ def prompts():
     return make_prompts(5, seed=3, longest=60) + make_prompts(1, seed=4, longest=180)
 
 
-def drafted(llm, prompts, monkeypatch, context):
+def drafted(llm, prompts, monkeypatch, context, operator=None):
     """Answers, the draft of every round, and how many rows were written."""
     drafter, drafts, written = runner_of(llm).drafter, [], []
-    honest = type(drafter).propose
+    honest = type(drafter)._grow
 
-    def recorded(self, **kwargs):
-        drafts.append(honest(self, **kwargs))
+    def recorded(self, *args):
+        drafts.append(honest(self, *args))
         return drafts[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(drafter), "propose", recorded)
+        patch.setattr(type(drafter), "_grow", recorded)
         patch.setattr(drafter, "context", context)
+        patch.setattr(drafter, "operator", operator)
         if context is not None:
             write = context.write
             patch.setattr(context, "write", lambda ids, *rest: written.append(len(ids)) or write(ids, *rest))
@@ -50,6 +51,34 @@ def test_drafts_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafte
     for ours, theirs in zip(drafts, whole, strict=True):
         torch.testing.assert_close(ours.log_values, theirs.log_values, rtol=1e-3, atol=1e-4)
         assert torch.equal(ours.tree.token_ids, theirs.tree.token_ids)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "reduced"])
+def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafter):
+    """Prompts in parts, several requests at once; the prefix cache is off, so that both read the same rows."""
+    llm = engine(drafter, enable_prefix_caching=False, max_num_batched_tokens=64)
+    operator = runner_of(llm).drafter.operator
+    assert operator is not None
+    calls, first = [], operator.first
+    monkeypatch.setattr(operator, "first", lambda *args: calls.append(args) or first(*args))
+    answers, drafts, _ = drafted(llm, prompts, monkeypatch, None, operator)
+    assert len(calls) == len(drafts)
+    expected, whole, _ = drafted(llm, prompts, monkeypatch, None)
+    assert answers == expected and len(calls) == len(drafts) == len(whole)
+    for ours, theirs in zip(drafts, whole, strict=True):
+        torch.testing.assert_close(ours.log_values, theirs.log_values, rtol=1e-3, atol=1e-4)
+        assert torch.equal(ours.tree.token_ids, theirs.tree.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("eagle3", {}),
+        ("eagle", {"linear_rows": 0}),
+    ],
+)
+def test_vllm_runs_what_the_operator_cannot(engine, drafter, options):
+    assert runner_of(engine(drafter, {**TREE, **options})).drafter.operator is None
 
 
 def test_what_is_not_written_is_missed(engine, prompts, monkeypatch):

@@ -60,7 +60,7 @@ def test_only_the_drafter_is_rounded(engine):
     layer = "model.layers.0"
     names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
     assert rounded(runner.drafter.model) == {f"{layer}.{name}" for name in names}
-    assert runner.drafter._scorer.head._quantised is not None
+    assert runner.drafter._scorer.head.quantised is not None
     assert not rounded(runner.model)
 
 
@@ -106,22 +106,27 @@ def config_of(checkpoints, drafter="eagle", dtype="bfloat16", **options):
 
 
 @pytest.mark.parametrize(
-    ("has_vnni", "dtype", "asked", "rounded"),
+    ("has_vnni", "in_12_bits", "dtype", "asked", "rounded"),
     [
-        (True, "bfloat16", {}, True),
-        (True, "float32", {}, False),
-        (True, "float32", {"draft_int8": True}, True),
-        (True, "bfloat16", {"draft_int8": False}, False),
-        (False, "bfloat16", {}, False),
+        (True, False, "bfloat16", {}, True),
+        (True, True, "bfloat16", {}, False),
+        (True, True, "bfloat16", {"linear_rows": 0}, True),
+        (True, True, "bfloat16", {"draft_int8": True}, True),
+        (True, False, "float32", {}, False),
+        (True, False, "float32", {"draft_int8": True}, True),
+        (True, False, "bfloat16", {"draft_int8": False}, False),
+        (False, False, "bfloat16", {}, False),
     ],
 )
-def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, dtype, asked, rounded):
+def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, in_12_bits, dtype, asked, rounded):
     monkeypatch.setattr(speculative_config, "can_quantise", lambda: has_vnni)
+    monkeypatch.setattr(speculative_config, "multiplies_pairs", lambda: in_12_bits)
     assert config_of(checkpoints, dtype=dtype, **asked).specplug.draft_int8 is rounded
 
 
 def test_a_source_is_rounded_too(checkpoints, monkeypatch):
     monkeypatch.setattr(speculative_config, "can_quantise", lambda: True)
+    monkeypatch.setattr(speculative_config, "multiplies_pairs", lambda: False)
     sources = [{"method": "eagle2", "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
     settings = {**ENGINE, "dtype": "bfloat16", "model": str(checkpoints["target"])}
     union = {"method": "union", "sources": sources}

@@ -23,6 +23,7 @@ def probed(engine):
         runner: ["_model_forward", "propose_draft_token_ids", "execute_model"],
         runner.model: ["compute_logits"],
         runner.drafter.model: ["forward"],
+        runner.drafter.operator: ["first", "forward"],
         runner.drafter: ["_score"],
         engine: ["step"],
     }

@@ -25,5 +25,9 @@ class AttentionTraits:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
 
+    @property
+    def adds_nothing(self) -> bool:
+        return not (self.window or self.soft_cap) and self.sinks is None and self.alibi_slopes is None
+
 
 NO_TRAITS = AttentionTraits()

@@ -20,6 +20,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "operators.h"
 #include "pairs.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -213,7 +214,9 @@ at::Tensor make_output(const at::Tensor& x, int64_t outputs) {
   return at::empty_symint(sizes, x.options());
 }
 
-at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
+} // namespace
+
+at::Tensor specplug::row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                       const std::optional<at::Tensor>& bias, int64_t outputs, const std::optional<at::Tensor>& handle,
                       int64_t max_rows) {
   const int64_t size = weight.size(1);
@@ -241,6 +244,8 @@ at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::
   }
   return output;
 }
+
+namespace {
 
 at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
                            const std::optional<at::Tensor>&, int64_t outputs, const std::optional<at::Tensor>&, int64_t) {
@@ -321,7 +326,7 @@ void row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def("row_linear(Tensor x, Tensor weight, Tensor? codes, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
-  m.impl("row_linear", c10::DispatchKey::CPU, &row_linear);
+  m.impl("row_linear", c10::DispatchKey::CPU, &specplug::row_linear);
   m.impl("row_linear", c10::DispatchKey::Meta, &row_linear_meta);
   m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
   m.def("row_linear_codes(Tensor weight, ScalarType rows) -> Tensor", &row_linear_codes);

@@ -51,6 +51,7 @@ def make_row_linear(
         return linear(x, packed, codes, bias, outputs, handle, max_rows)
 
     row_linear.dtype = packed.dtype
+    row_linear.operands = (packed, codes, outputs) if handle is None else None  # for other operators
     return row_linear
 
 

@@ -24,6 +24,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace {
@@ -618,7 +619,9 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   }
 }
 
-void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+} // namespace
+
+void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
                     const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
@@ -673,6 +676,8 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
     run_as(uint16_t{});
 }
 
+namespace {
+
 // Writes rows[i] of one layer's keys and values, each [num_rows][num_kv_heads][head_size], to slot slots[i].
 template <typename T>
 void write_layer(const T* keys, const T* values, const at::Tensor& kv_cache, bool amx, const int64_t* rows,
@@ -712,7 +717,9 @@ void write_layers(const at::Tensor& kept, at::TensorList kv_caches, bool amx, co
   });
 }
 
-void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
+} // namespace
+
+void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
                 const at::Tensor& slots) {
   const auto dtype = kept.scalar_type();
   TORCH_CHECK(kept.dim() == 5 && kept.is_contiguous() && kept.size(0) == (int64_t)kv_caches.size() && kept.size(1) == 2,
@@ -740,7 +747,6 @@ void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, cons
     write_layers<uint16_t>(kept, kv_caches, amx, rows, slots);
 }
 
-} // namespace
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def(
@@ -748,8 +754,8 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
       "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
       "Tensor? sinks, Tensor? slopes) -> ()");
-  m.impl("tree_attention", c10::DispatchKey::CPU, &tree_attention);
+  m.impl("tree_attention", c10::DispatchKey::CPU, &specplug::tree_attention);
   m.def(
       "write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
-  m.impl("write_rows", c10::DispatchKey::CPU, &write_rows);
+  m.impl("write_rows", c10::DispatchKey::CPU, &specplug::write_rows);
 }

@@ -100,6 +100,11 @@ def has_avx2() -> bool:
     return "avx2" in _cpu_flags()
 
 
+def multiplies_pairs() -> bool:
+    """Whether this CPU can have bfloat16 weights in 12 bits (kernels/pairs.h)."""
+    return _cpu_flags() >= {"avx512_bf16", "avx512vbmi"}
+
+
 def lacks_avx512() -> bool:
     """Whether this is an x86 CPU without AVX-512 and without instructions for bfloat16.
 

@@ -41,7 +41,7 @@ from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
-from vllm_specplug.utils.environment import has_avx2
+from vllm_specplug.utils.environment import has_avx2, multiplies_pairs
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 
@@ -144,7 +144,10 @@ def build(
     if drafter is not None:
         _check_record(drafter)
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
-        resolved = _resolve_int8(drafter.options, supports_int8, target_model_config.dtype)
+        by_default = target_model_config.dtype == torch.bfloat16 and not (
+            options.linear_rows == ALL_ROWS and multiplies_pairs()
+        )
+        resolved = _resolve_int8(drafter.options, supports_int8, by_default)
         options = with_drafter(options, resolved)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
     if vllm_method == "custom_class":
@@ -289,8 +292,8 @@ def _published(options: TreeOptions, drafter: DrafterConfig | None) -> tuple[str
     return str(Path(given).expanduser().absolute()), folder
 
 
-def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) -> TreeOptions:
-    """Decide ``draft_int8``: as asked, by default where it is supported and the weights are bfloat16."""
+def _resolve_int8(options: TreeOptions, is_supported: bool, by_default: bool) -> TreeOptions:
+    """Decide ``draft_int8``: as asked, else whether it is supported and the default."""
     if not hasattr(options, "draft_int8"):
         return options
     asked, possible = options.draft_int8, is_supported and can_quantise()
@@ -299,4 +302,4 @@ def _resolve_int8(options: TreeOptions, is_supported: bool, dtype: torch.dtype) 
             "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI) and an "
             "EAGLE-1/2, HASS or Medusa drafter: leave it out"
         )
-    return replace(options, draft_int8=possible and dtype == torch.bfloat16 if asked is None else asked)
+    return replace(options, draft_int8=possible and by_default if asked is None else asked)

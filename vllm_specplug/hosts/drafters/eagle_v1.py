@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -23,13 +24,14 @@ from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
+from vllm_specplug.hosts.drafters.draft_operator import DraftOperator
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.eagle_parallel import ParallelLevels
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
-from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow_tree
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
 
@@ -82,6 +84,14 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         if self.device.type == "cpu" and simple and ContextWriter.supports(self.model):
             self.context = ContextWriter(self.model)
 
+    @functools.cached_property
+    def operator(self) -> DraftOperator | None:
+        """Runs the head; None: vLLM does.  The weights are packed before first use."""
+        if self.context is None:
+            return None
+        max_position = self.vllm_config.model_config.max_model_len - 1
+        return DraftOperator.make(self.model, self.dtype, self._scratch.capacity, max_position)
+
     def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
         self._last_output = output
 
@@ -121,9 +131,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         if self.runner.use_aux_hidden_state_outputs:
             hidden_states = torch.cat(aux_hidden_states, dim=-1)
         batch, num_reqs = self.runner.input_batch, self.runner.input_batch.num_reqs
-        emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
-        query_start = self.runner.query_start_loc.np[: num_reqs + 1]
-        accepted = AcceptedRows.make(query_start, emitted, num_drafts, self.path_index)
+        accepted = self._accepted_rows(sampled_token_ids, num_drafts)
         kept = self.missed.admit(batch.req_ids, accepted.counts)
         if not kept.any():
             return
@@ -200,7 +208,6 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         first_pass = time.perf_counter() - begin
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
         assert self._first_pass is not None
-        num_read = len(kwargs["target_token_ids"])
         num_rows, rows, metadata = self._first_pass
         score, feed = self._last_output
         levels = EagleLevels(
@@ -215,6 +222,35 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         )
         if (mask_rows := getattr(self.model, "mask_rows", None)) is not None:
             levels = ParallelLevels(levels, mask_rows, self.model.embed_input_ids, self.options.draft_depth - 1)
+        root, num_read = DraftFeatures(score[rows], feed[rows]), len(kwargs["target_token_ids"])
+        return self._grow(kwargs["next_token_ids"].long(), root, levels.forward, first_pass, num_read)
+
+    def propose_by_operator(
+        self, hidden_states: torch.Tensor, sampled_token_ids: list[list[int]], num_drafts: np.ndarray
+    ) -> Draft:
+        """Draft one tree per request with ``operator``; arguments as of ``skip_draft``."""
+        begin = time.perf_counter()
+        batch, accepted = self.runner.input_batch, self._accepted_rows(sampled_token_ids, num_drafts)
+        num_reqs = len(accepted.counts)
+        starts = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
+        token_ids = batch.token_ids_cpu_tensor[:num_reqs]
+        rows = accepted.of(np.ones(num_reqs, dtype=bool))
+        counts = torch.from_numpy(accepted.counts.astype(np.int64))
+        block_table = batch.block_table[self.kv_cache_gid].get_device_tensor(num_reqs)
+        root = self.operator.first(token_ids, torch.from_numpy(starts), counts, hidden_states, rows, block_table)
+        first_pass = time.perf_counter() - begin
+        root_token_ids = torch.from_numpy(batch.token_ids_cpu[np.arange(num_reqs), starts + accepted.counts]).long()
+        return self._grow(root_token_ids, root, self.operator.forward, first_pass, len(rows))
+
+    def _accepted_rows(self, sampled_token_ids: list[list[int]], num_drafts: np.ndarray) -> AcceptedRows:
+        query_start = self.runner.query_start_loc.np[: self.runner.input_batch.num_reqs + 1]
+        emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
+        return AcceptedRows.make(query_start, emitted, num_drafts, self.path_index)
+
+    def _grow(
+        self, root_token_ids: torch.Tensor, root: DraftFeatures, forward: Forward, first_pass: float, num_read: int
+    ) -> Draft:
+        """Grow the trees behind the first forward, which read ``num_read`` rows in ``first_pass`` seconds."""
         if self._vocabulary is not None:
             batch = self.runner.input_batch
             self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
@@ -227,17 +263,17 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             return children
 
         draft = grow_tree(
-            kwargs["next_token_ids"].long(),
-            DraftFeatures(score[rows], feed[rows]),
+            root_token_ids,
+            root,
             score_level,
-            levels.forward,
+            forward,
             num_nodes=self.options.num_speculative_tokens,
             draft_depth=self.options.draft_depth,
             draft_top_k=self.options.draft_top_k,
             min_node_value=self.options.node_floor,
             may_grow=growth.may_grow,
         )
-        growth.report(first_pass, num_read, len(rows) * self.options.draft_top_k)
+        growth.report(first_pass, num_read, len(root_token_ids) * self.options.draft_top_k)
         if unread := self.missed.unread:
             read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])
             draft = prune(draft, read[:, None].expand_as(draft.log_values))
@@ -275,6 +311,12 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         }
 
     def run_forward(self, num_rows: int, is_first: bool) -> None:
+        if self.operator is not None:
+            block_table = torch.zeros(1, num_rows + 1, dtype=torch.int32)  # vLLM's null block
+            hidden = self.operator.run(num_rows, self.hidden_states, is_first, block_table)
+            if not is_first:
+                self._score(hidden, self.options.draft_top_k)
+            return
         if is_first and self.writes(num_rows, 1):
             rows = slice(num_rows)
             self.context.key_value(self.input_ids[rows], self.positions[rows], self.hidden_states[rows])
@@ -297,6 +339,11 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         sampling: DraftSampling | None = None,
         vocabulary: ContextVocabulary | None = None,
     ) -> Children:
+        if sampling is None and self._scorer.operator is not None:
+            if vocabulary is None:
+                return self._scorer.operator.children(hidden, top_k, self._scorer.draft_ids)
+            ids, others = vocabulary.ids, vocabulary.other_requests
+            return self._scorer.operator.children(hidden, top_k, ids, vocabulary.extra_rows, others)
         logits, draft_ids, extra = self._scorer.logits(hidden), self._scorer.draft_ids, None
         if vocabulary is not None:
             extra, draft_ids = vocabulary.extra_logits(hidden), vocabulary.ids

@@ -6,9 +6,14 @@ quantised once per output channel, inputs per row at each call; sums are exact.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.kernels.draft_layer import DraftLinear
 
 #: Compiled shapes that oneDNN caches per layer.
 _KEPT_SHAPES = 32
@@ -30,7 +35,7 @@ class Int8Linear:
     def __init__(self, weight: torch.Tensor):
         scales = (weight.float().abs().amax(dim=1, keepdim=True) / _LARGEST).clamp(min=1e-12)
         quantised = (weight.float() / scales).round().to(torch.int8)
-        self._num_outputs, self._dtype = weight.shape[0], weight.dtype
+        self.num_outputs, self._dtype = weight.shape[0], weight.dtype
         self._scales = scales  # the handler holds their address
         self._handler = ops.create_onednn_scaled_mm(quantised.t(), scales, weight.dtype, True, False, _KEPT_SHAPES)
 
@@ -46,7 +51,7 @@ class Int8Linear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[num_rows, num_inputs]`` -> ``[num_rows, num_outputs]``."""
         quantised, scales, _ = ops.onednn_scaled_int8_quant(x, None, None, True)
-        output = torch.empty((x.shape[0], self._num_outputs), dtype=self._dtype)
+        output = torch.empty((x.shape[0], self.num_outputs), dtype=self._dtype)
         return ops.onednn_scaled_mm(self._handler, quantised, output, scales, None, None, bias)
 
 
@@ -67,3 +72,17 @@ def quantise_layers(model: torch.nn.Module, besides: tuple[str, ...] = ()) -> No
         plain = isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
         if plain and name.rpartition(".")[2] not in besides:
             layer.quant_method = Int8LinearMethod()
+
+
+def draft_linear(layer: Any) -> DraftLinear | None:
+    """Return a vLLM layer, or a ``DraftHead``, for the operators; None if they cannot compute it."""
+    if operators() is None:
+        return None
+    bias, quantised = getattr(layer, "bias", None), getattr(layer, "quantised", None)
+    if quantised is not None:
+        return DraftLinear(quantised.handle, None, bias, quantised.num_outputs, in_int8=True)
+    operands = getattr(getattr(layer, "cpu_linear", None), "operands", None)
+    if operands is None:
+        return None
+    packed, codes, outputs = operands
+    return DraftLinear(packed, codes, bias, outputs)

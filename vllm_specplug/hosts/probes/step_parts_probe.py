@@ -51,6 +51,9 @@ class PartsClock:
             self._wrap(self.runner, "propose_draft_token_ids", "draft")
         if hasattr(drafter, "model") and hasattr(drafter.model, "forward"):
             self._wrap(drafter.model, "forward", "draft_forward")
+            if (operator := getattr(drafter, "operator", None)) is not None:
+                self._wrap(operator, "first")
+                self._wrap(operator, "forward")
             self._wrap(*((drafter, "_score") if hasattr(drafter, "_score") else (drafter.model, "compute_logits")))
         elif hasattr(drafter, "heads"):  # Medusa's
             self._wrap(drafter.heads, "_logits", "draft_forward")

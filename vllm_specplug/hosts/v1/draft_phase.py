@@ -74,11 +74,16 @@ class DraftPhase:
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        propose_by_model = functools.partial(
-            super().propose_draft_token_ids,
-            *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args),
-            **kwargs,
-        )
+        if getattr(self.drafter, "operator", None) is not None:
+            propose_by_model = functools.partial(
+                self._propose_by_operator, sampled_token_ids, hidden_states, *args, **kwargs
+            )
+        else:
+            propose_by_model = functools.partial(
+                super().propose_draft_token_ids,
+                *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args),
+                **kwargs,
+            )
         if isinstance(self.recorder, Recorder):
             self._record(sampled_token_ids, hidden_states, *args, **kwargs)
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
@@ -126,6 +131,18 @@ class DraftPhase:
     ) -> None:
         num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
         self.drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, num_drafts)
+
+    def _propose_by_operator(
+        self,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        *_: Any,
+    ) -> Draft:
+        num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
+        return self.drafter.propose_by_operator(hidden_states, sampled_token_ids, num_drafts)
 
     def _record(
         self,

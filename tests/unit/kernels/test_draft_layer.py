@@ -1,0 +1,163 @@
+"""An EAGLE head's draft phase in C++ operators, against the same layer in torch."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from vllm_specplug.core.draft_sampling import likeliest
+from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, LayerWeights
+from vllm_specplug.kernels.row_linear import make_row_linear
+from vllm_specplug.kernels.tree_attention import pack_pages
+
+pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
+HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, PAGE = 64, 4, 2, 16, 96, 50, 32
+MAX_POSITION = 90
+CAPACITY = 9
+
+
+def linear_of(weight, bias=None):
+    packed, codes, outputs = make_row_linear(weight).operands
+    return DraftLinear(packed, codes, bias, outputs)
+
+
+class Reference:
+    """The layer in torch, in float64, with all tokens' keys and values in one list for each request."""
+
+    def __init__(self, dtype, has_bias):
+        generator = torch.Generator().manual_seed(3)
+
+        def random(*shape):
+            return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(dtype)
+
+        self.embedding, self.norm = random(VOCAB, HIDDEN), random(HIDDEN)
+        width = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
+        shapes = {"fc": (HIDDEN, 2 * HIDDEN), "qkv": (width, HIDDEN), "o": (HIDDEN, HEADS * HEAD_SIZE)}
+        shapes |= {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
+        self.weights = {name: random(*shape) for name, shape in shapes.items()}
+        self.bias = {"fc": random(HIDDEN)} if has_bias else {}
+        angles = torch.arange(MAX_POSITION + 1)[:, None] / 100 ** (torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
+        self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+
+    def operator(self):
+        linear = {name: linear_of(weight, self.bias.get(name)) for name, weight in self.weights.items()}
+        sizes = (1e-5, HEAD_SIZE**-0.5, HEADS)
+        parts = (linear[name] for name in ("fc", "qkv", "o", "gate_up", "down"))
+        return DraftLayer(LayerWeights(self.embedding, self.cos_sin, self.norm, *sizes, *parts, MAX_POSITION), CAPACITY)
+
+    def linear(self, name, x):
+        bias = self.bias.get(name)
+        return F.linear(x, self.weights[name].double(), None if bias is None else bias.double())
+
+    def project(self, token_ids, positions, hidden):
+        """Residuals, queries, and keys and values ``[n, heads, HEAD_SIZE]``."""
+        residual = self.linear("fc", torch.cat((self.embedding[token_ids], hidden), dim=1).double())
+        projected = self.linear("qkv", residual).unflatten(1, (-1, HEAD_SIZE))
+        cos, sin = self.cos_sin.double()[positions, None].chunk(2, dim=-1)
+        rotated, value = projected[:, : HEADS + KV_HEADS], projected[:, HEADS + KV_HEADS :]
+        lower, upper = rotated.chunk(2, dim=-1)
+        rotated = torch.cat((lower * cos - upper * sin, upper * cos + lower * sin), dim=-1)
+        return residual, rotated[:, :HEADS], rotated[:, HEADS:], value
+
+    def finish(self, residual, query, key, value, visible):
+        key, value = (one.repeat_interleave(HEADS // KV_HEADS, dim=1) for one in (key, value))
+        scores = torch.einsum("nhd,mhd->hnm", query, key) * HEAD_SIZE**-0.5
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        residual = residual + self.linear("o", torch.einsum("hnm,mhd->nhd", weights, value).flatten(1))
+        normed = F.rms_norm(residual, (HIDDEN,), self.norm.double(), 1e-5)
+        gate, up = self.linear("gate_up", normed).chunk(2, dim=1)
+        return residual + self.linear("down", F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.06)])
+def test_a_draft_phase(dtype, tolerance, has_bias):
+    """Two requests: one whose context is in the pages, and a new one whose prompt takes two pages."""
+    reference = Reference(dtype, has_bias)
+    layer = reference.operator()
+    generator = torch.Generator().manual_seed(4)
+    starts, counts = torch.tensor([30, 0]), torch.tensor([4, 40])
+    token_ids = torch.randint(VOCAB, (3, 80), generator=generator, dtype=torch.int32)
+    hidden = torch.randn(60, HIDDEN, generator=generator).to(dtype)
+    rows = torch.randperm(60, generator=generator)[:44]
+    block_table = torch.tensor([[4, 1, 9], [5, 0, 9]], dtype=torch.int32)
+
+    # What the pages hold of the first request.
+    old = torch.randn(2, 30, KV_HEADS, HEAD_SIZE, generator=generator).to(dtype)
+    key, value = torch.zeros(2, 6, KV_HEADS, PAGE, HEAD_SIZE, dtype=dtype)
+    key[4, :, :30], value[4, :, :30] = old.transpose(1, 2)
+    kv_cache = pack_pages(key, value, "vec")
+
+    found = layer.first(token_ids, starts, counts, hidden, rows, kv_cache, False, block_table)
+    contexts, expected = [], []
+    for request, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        first, ids = (0, 4)[request], token_ids[request, start + 1 : start + count + 1].long()
+        residual, query, new_key, new_value = reference.project(
+            ids, torch.arange(start, start + count), hidden[rows[first : first + count]]
+        )
+        context = [torch.cat((old[side, :start].double(), new)) for side, new in enumerate((new_key, new_value))]
+        contexts.append(context)
+        visible = torch.ones(1, start + count, dtype=torch.bool)
+        expected.append(reference.finish(residual[-1:], query[-1:], *context, visible))
+    assert_close(found, torch.cat(expected), tolerance)
+
+    masks = [torch.eye(3, dtype=torch.bool), torch.tensor([[1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 1]])]
+    trees = [[], []]
+    for number, mask in enumerate(masks):
+        ids = torch.randint(VOCAB, (2, 3), generator=generator)
+        features = torch.randn(2, 3, HIDDEN, generator=generator).to(dtype)
+        found = layer.level(number, ids, features, mask.bool().expand(2, -1, -1))
+        for request in range(2):
+            position = min(int(starts[request] + counts[request]) + number, MAX_POSITION)
+            residual, query, *key_value = reference.project(ids[request], torch.full((3,), position), features[request])
+            trees[request].append(key_value)
+            context = contexts[request]
+            key, value = (torch.cat((context[side], *(one[side] for one in trees[request]))) for side in range(2))
+            visible = torch.cat((torch.ones(3, len(context[0])), mask), dim=1).bool()
+            assert_close(found[request], reference.finish(residual, query, key, value, visible), tolerance)
+
+
+def assert_close(found, expected, tolerance):
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_children(dtype):
+    """Of a head with further tokens, some of which only one of two requests drafts."""
+    generator = torch.Generator().manual_seed(5)
+    head, extra = (torch.randn(count, HIDDEN, generator=generator).to(dtype) for count in (40, 7))
+    hidden = torch.randn(6, HIDDEN, generator=generator).to(dtype)
+    ids, others = torch.randperm(1000, generator=generator)[:47], torch.zeros(2, 7, dtype=torch.bool)
+    others[0, 2:], others[1, :4] = True, True
+    found = linear_of(head).children(hidden, 5, ids, extra, others)
+    logits = torch.cat((hidden.float() @ head.float().T, hidden.float() @ extra.float().T), dim=1)
+    logits[:, 40:] = logits[:, 40:].masked_fill(others.repeat_interleave(3, dim=0), float("-inf"))
+    expected = likeliest(logits.to(dtype), 5, ids)
+    assert (found.token_ids == expected.token_ids).float().mean() > (0.99 if dtype == torch.float32 else 0.8)
+    torch.testing.assert_close(
+        found.log_probs, expected.log_probs, atol=0.2 if dtype == torch.bfloat16 else 0.02, rtol=0
+    )
+    alone = linear_of(head).children(hidden, 5, None)
+    assert (alone.token_ids == logits[:, :40].to(dtype).float().topk(5).indices).float().mean() > 0.8
+
+
+def test_rows_out_of_range():
+    layer = Reference(torch.float32, False).operator()
+    hidden, kv_cache = torch.zeros(4, HIDDEN), torch.zeros(2, KV_HEADS, PAGE, 2 * HEAD_SIZE)
+    token_ids, table = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+
+    def first(start=0, count=2, token=1, rows=None, hidden=hidden):
+        ids = torch.full_like(token_ids, token)
+        return layer.first(ids, torch.tensor([start]), torch.tensor([count]), hidden, rows, kv_cache, False, table)
+
+    with pytest.raises(RuntimeError, match="must follow `first`"):
+        layer.level(0, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, 1).bool())
+    assert first().shape == (1, HIDDEN)
+    for wrong in ({"start": 7}, {"count": 0}, {"token": VOCAB}, {"rows": torch.tensor([0, 4])}, {"count": 5}):
+        with pytest.raises(RuntimeError, match="draft_layer: "):
+            first(**wrong)
+    with pytest.raises(RuntimeError, match="must follow `first`"):
+        layer.level(4, torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, HIDDEN), torch.ones(1, 3, 15).bool())

@@ -1,0 +1,358 @@
+// The draft phase of an EAGLE head of one layer on a CPU: its first forward over the accepted rows, the forwards of the
+// levels, and the children of their rows.  draft_layer.py documents them; its reference is vLLM's model of the head.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+#include "operators.h"
+#include "vectors.h"
+
+namespace {
+
+template <typename T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline Half from_float<Half>(float x) {
+  return x;
+}
+template <>
+inline uint16_t from_float<uint16_t>(float x) {
+  return c10::BFloat16(x).x;
+}
+
+// Calls `visit(T{})` with the type in memory: bfloat16 is read as its bits.
+template <typename Visit>
+void with_type(at::ScalarType dtype, const Visit& visit) {
+  switch (dtype) {
+    case at::kFloat: return visit(float{});
+    case at::kBFloat16: return visit(uint16_t{});
+    case at::kHalf: return visit(Half{});
+    default: TORCH_CHECK(false, "draft_layer: tensors must be float32, bfloat16 or float16");
+  }
+}
+
+template <typename T>
+T* data(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+at::Tensor ints(int64_t count) { return at::empty({count}, at::TensorOptions(at::kInt)); }
+
+// A linear layer: by row_linear, or in 8 bits by vLLM's oneDNN kernels (`weight` is the handle then).
+struct DraftLinear : torch::CustomClassHolder {
+  DraftLinear(at::Tensor weight, std::optional<at::Tensor> codes, std::optional<at::Tensor> bias, int64_t outputs,
+              bool in_int8)
+      : weight_(std::move(weight)), codes_(std::move(codes)), bias_(std::move(bias)), outputs_(outputs), in_int8_(in_int8) {}
+
+  at::Tensor operator()(const at::Tensor& x) const {
+    if (!in_int8_) return specplug::row_linear(x, weight_, codes_, bias_, outputs_, std::nullopt, 0);
+    static const auto quantise = c10::Dispatcher::singleton().findSchemaOrThrow("_C::dynamic_scaled_int8_quant", "");
+    static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_scaled_mm", "");
+    const at::Tensor quantised = at::empty(x.sizes(), x.options().dtype(at::kChar));
+    const at::Tensor scales = at::empty({x.size(0), 1}, x.options().dtype(at::kFloat));
+    c10::Stack stack{quantised, x, scales, c10::IValue()};
+    quantise.callBoxed(stack);
+    const at::Tensor output = at::empty({x.size(0), outputs_}, x.options());
+    stack = {output, quantised, scales, c10::IValue(), c10::IValue(), bias_, weight_};
+    product.callBoxed(stack);
+    return output;
+  }
+
+  // The children of rows of hidden states, see draft_layer.py.
+  std::tuple<at::Tensor, at::Tensor> children(const at::Tensor& hidden, int64_t top_k,
+                                              const std::optional<at::Tensor>& draft_ids,
+                                              const std::optional<at::Tensor>& extra_rows,
+                                              const std::optional<at::Tensor>& other_requests) const {
+    const at::Tensor logits = (*this)(hidden);
+    std::optional<at::Tensor> extra;
+    if (extra_rows) with_type(hidden.scalar_type(), [&](auto type) { extra = extra_logits<decltype(type)>(hidden, *extra_rows, other_requests); });
+    return specplug::likeliest(logits, top_k, draft_ids, extra);
+  }
+
+ private:
+  template <typename T>
+  static at::Tensor extra_logits(const at::Tensor& hidden, const at::Tensor& rows,
+                                 const std::optional<at::Tensor>& other_requests) {
+    const int64_t size = hidden.size(1), count = rows.size(0), num_rows = hidden.size(0);
+    TORCH_CHECK(rows.is_contiguous() && hidden.is_contiguous() && rows.size(1) == size &&
+                    rows.scalar_type() == hidden.scalar_type() && size % kLanes == 0,
+                "draft_layer: extra rows must be contiguous, of the hidden states' type and size");
+    const at::Tensor logits = at::empty({num_rows, count}, hidden.options());
+    const int64_t width = other_requests ? num_rows / other_requests->size(0) : 1;
+    const bool* hides = other_requests ? other_requests->const_data_ptr<bool>() : nullptr;
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int64_t i = 0; i < count; ++i) {
+        Vec sum{};
+        for (int64_t k = 0; k < size; k += kLanes)
+          sum += widen(data<T>(hidden) + row * size + k) * widen(data<T>(rows) + i * size + k);
+        const bool is_hidden = hides && hides[row / width * count + i];
+        data<T>(logits)[row * count + i] = from_float<T>(is_hidden ? -INFINITY : sum_lanes(sum)[0]);
+      }
+    return logits;
+  }
+
+  at::Tensor weight_;
+  std::optional<at::Tensor> codes_, bias_;
+  int64_t outputs_;
+  bool in_int8_;
+};
+
+using Linear = c10::intrusive_ptr<DraftLinear>;
+
+// x [n][size] times the factor that makes its mean square 1, and times `weight`.
+template <typename T>
+at::Tensor normalised(const at::Tensor& x, const at::Tensor& weight, float epsilon) {
+  const at::Tensor result = at::empty(x.sizes(), x.options());
+  const int64_t size = x.size(1);
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    const T* from = data<T>(x) + row * size;
+    float squares = 0;
+    for (int64_t i = 0; i < size; ++i) squares += to_float(from[i]) * to_float(from[i]);
+    const float factor = 1 / std::sqrt(squares / size + epsilon);
+    for (int64_t i = 0; i < size; ++i)
+      data<T>(result)[row * size + i] =
+          from_float<T>(to_float(from_float<T>(to_float(from[i]) * factor)) * to_float(data<T>(weight)[i]));
+  }
+  return result;
+}
+
+template <typename T>
+void add(const at::Tensor& to, const at::Tensor& x) {
+  for (int64_t i = 0; i < to.numel(); ++i)
+    data<T>(to)[i] = from_float<T>(to_float(data<T>(to)[i]) + to_float(data<T>(x)[i]));
+}
+
+// silu(gate) * up of x [n][gate, up].
+template <typename T>
+at::Tensor gated(const at::Tensor& x) {
+  const int64_t size = x.size(1) / 2;
+  const at::Tensor result = at::empty({x.size(0), size}, x.options());
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    const T *gates = data<T>(x) + row * 2 * size, *ups = gates + size;
+    for (int64_t k = 0; k < size; k += kLanes) {
+      const Vec gate = widen(gates + k), zero{}, power = exp2(-max(gate, -gate) * kLog2E);
+      const Vec values = gate * select(gate >= zero, splat(1.0f), power) / (power + 1.0f) * widen(ups + k);
+      for (int lane = 0; lane < kLanes; ++lane) data<T>(result)[row * size + k + lane] = from_float<T>(values[lane]);
+    }
+  }
+  return result;
+}
+
+struct DraftLayer : torch::CustomClassHolder {
+  DraftLayer(at::Tensor embedding, at::Tensor cos_sin, at::Tensor norm, double epsilon, double scale, int64_t num_heads,
+             Linear fc, Linear qkv, Linear o, Linear gate_up, Linear down, int64_t max_position)
+      : embedding_(std::move(embedding)),
+        cos_sin_(std::move(cos_sin)),
+        norm_(std::move(norm)),
+        epsilon_(epsilon),
+        scale_(scale),
+        num_heads_(num_heads),
+        max_position_(max_position),
+        fc_(std::move(fc)),
+        qkv_(std::move(qkv)),
+        o_(std::move(o)),
+        gate_up_(std::move(gate_up)),
+        down_(std::move(down)) {}
+
+  at::Tensor first(const at::Tensor& token_ids, const at::Tensor& starts, const at::Tensor& counts,
+                   const at::Tensor& hidden_states, const std::optional<at::Tensor>& rows, const at::Tensor& kv_cache,
+                   bool amx, const at::Tensor& block_table) {
+    const int64_t num_reqs = counts.numel();
+    const int64_t *start = starts.const_data_ptr<int64_t>(), *count = counts.const_data_ptr<int64_t>();
+    TORCH_CHECK(token_ids.scalar_type() == at::kInt && token_ids.stride(1) == 1 && token_ids.size(0) >= num_reqs &&
+                    block_table.scalar_type() == at::kInt && block_table.size(0) >= num_reqs && starts.numel() == num_reqs,
+                "draft_layer: token_ids and block_table must be int32, a row for each request");
+    int64_t num_rows = 0;
+    for (int64_t r = 0; r < num_reqs; ++r) {
+      TORCH_CHECK(count[r] > 0 && start[r] >= 0 && start[r] + count[r] < token_ids.size(1) &&
+                      (start[r] + count[r] - 1) / kv_cache.size(2) < block_table.size(1),
+                  "draft_layer: request ", r, ": rows out of range");
+      num_rows += count[r];
+    }
+    TORCH_CHECK((rows ? rows->numel() : hidden_states.size(0)) >= num_rows, "draft_layer: too few hidden states");
+    const at::Tensor ids = at::empty({num_rows}, at::kLong), positions = at::empty({num_rows}, at::kLong);
+    const at::Tensor slots = at::empty({num_rows}, at::kLong), last = at::empty({num_reqs}, at::kLong);
+    block_table_ = block_table, kv_cache_ = kv_cache, amx_ = amx;
+    context_lens_ = ints(num_reqs);
+    positions_ = at::empty({num_reqs}, at::kLong);
+    int64_t row = 0;
+    for (int64_t r = 0; r < num_reqs; ++r) {
+      for (int64_t position = start[r]; position < start[r] + count[r]; ++position, ++row) {
+        data<int64_t>(ids)[row] = data<int32_t>(token_ids)[r * token_ids.stride(0) + position + 1];
+        data<int64_t>(positions)[row] = position;
+        const int64_t block = data<int32_t>(block_table)[r * block_table.stride(0) + position / kv_cache.size(2)];
+        data<int64_t>(slots)[row] = block * kv_cache.size(2) + position % kv_cache.size(2);
+      }
+      data<int64_t>(last)[r] = row - 1;
+      data<int64_t>(positions_)[r] = start[r] + count[r] - 1;
+      data<int32_t>(context_lens_)[r] = start[r] + count[r];
+    }
+    at::Tensor result;
+    with_type(embedding_.scalar_type(), [&](auto type) {
+      using T = decltype(type);
+      const at::Tensor inputs = joined<T>(ids, hidden_states, rows ? rows->const_data_ptr<int64_t>() : nullptr);
+      const at::Tensor residual = (*fc_)(inputs), projected = (*qkv_)(residual);
+      rotate<T>(projected, positions);
+      write<T>(projected, slots);
+      const at::Tensor query_start = ints(num_reqs), one = ints(num_reqs), none = ints(num_reqs);
+      for (int64_t r = 0; r < num_reqs; ++r) {
+        data<int32_t>(query_start)[r] = r;
+        data<int32_t>(one)[r] = 1;
+        data<int32_t>(none)[r] = 0;
+      }
+      const at::Tensor mask = at::empty({num_reqs, 1, 0}, at::kBool), chosen = projected.index_select(0, last);
+      const at::Tensor key = heads(chosen, 1);
+      const at::Tensor attended = at::empty({num_reqs, num_heads_, head_size()}, projected.options());
+      specplug::tree_attention(heads(chosen, 0), attended, kv_cache_, amx_, block_table_, context_lens_, query_start, one,
+                               key, key, none, none, mask, scale_, std::nullopt, 0, 0, std::nullopt, std::nullopt);
+      result = finish<T>(residual.index_select(0, last), attended);
+    });
+    return result;
+  }
+
+  at::Tensor level(int64_t number, const at::Tensor& token_ids, const at::Tensor& features, const at::Tensor& mask,
+                   int64_t capacity) {
+    const int64_t num_reqs = token_ids.size(0), width = token_ids.size(1), num_rows = num_reqs * width;
+    TORCH_CHECK(context_lens_.defined() && context_lens_.numel() == num_reqs && (number + 1) * width <= capacity &&
+                    token_ids.scalar_type() == at::kLong,
+                "draft_layer: a level must follow `first`, with its requests");
+    const int64_t num_kv_heads = kv_cache_.size(1);
+    if (!key_.defined() || key_.size(0) < num_reqs * capacity) {
+      key_ = at::empty({num_reqs * capacity, num_kv_heads, head_size()}, embedding_.options()).zero_();
+      value_ = key_.clone();
+    }
+    const at::Tensor positions = at::empty({num_rows}, at::kLong), tree_start = ints(num_reqs), tree_lens = ints(num_reqs);
+    const at::Tensor query_start = ints(num_reqs), query_lens = ints(num_reqs);
+    for (int64_t r = 0; r < num_reqs; ++r) {
+      data<int32_t>(tree_start)[r] = r * capacity;
+      data<int32_t>(tree_lens)[r] = (number + 1) * width;
+      data<int32_t>(query_start)[r] = r * width;
+      data<int32_t>(query_lens)[r] = width;
+      // All nodes of a level share a position.  Near the last one, nodes cannot be emitted anyway.
+      const int64_t position = std::min(data<int64_t>(positions_)[r] + number + 1, max_position_);
+      std::fill_n(data<int64_t>(positions) + r * width, width, position);
+    }
+    at::Tensor result;
+    with_type(embedding_.scalar_type(), [&](auto type) {
+      using T = decltype(type);
+      const at::Tensor inputs = joined<T>(token_ids.contiguous(), features.flatten(0, 1), nullptr);
+      const at::Tensor residual = (*fc_)(inputs), projected = (*qkv_)(residual);
+      rotate<T>(projected, positions);
+      const int64_t bytes = num_kv_heads * head_size() * sizeof(T);
+      const at::Tensor key = heads(projected, 1), value = heads(projected, 2);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t place = row / width * capacity + number * width + row % width;
+        std::memcpy(data<T>(key_) + place * key_.stride(0), data<T>(key) + row * key.stride(0), bytes);
+        std::memcpy(data<T>(value_) + place * value_.stride(0), data<T>(value) + row * value.stride(0), bytes);
+      }
+      const at::Tensor attended = at::empty({num_rows, num_heads_, head_size()}, projected.options());
+      specplug::tree_attention(heads(projected, 0), attended, kv_cache_, amx_, block_table_, context_lens_, query_start,
+                               query_lens, key_, value_, tree_start, tree_lens, mask, scale_, std::nullopt, 0, 0,
+                               std::nullopt, std::nullopt);
+      result = finish<T>(residual, attended).view({num_reqs, width, -1});
+    });
+    return result;
+  }
+
+ private:
+  int64_t head_size() const { return kv_cache_.size(3) / 2; }
+
+  // Queries (0), keys (1) or values (2) of projected rows: [n, heads, head_size].
+  at::Tensor heads(const at::Tensor& projected, int part) const {
+    const int64_t kv_heads = kv_cache_.size(1), size = head_size();
+    const int64_t first = part == 0 ? 0 : num_heads_ + (part - 1) * kv_heads, count = part == 0 ? num_heads_ : kv_heads;
+    return projected.narrow(1, first * size, count * size).unflatten(1, {count, size});
+  }
+
+  // The inputs of fc: embeddings beside hidden states.  `rows`: of the latter; null: all, in their order.
+  template <typename T>
+  at::Tensor joined(const at::Tensor& ids, const at::Tensor& hidden_states, const int64_t* rows) const {
+    const at::Tensor hidden = hidden_states.contiguous();
+    const int64_t size = embedding_.size(1), count = ids.numel();
+    TORCH_CHECK(hidden.scalar_type() == embedding_.scalar_type() && hidden.size(1) == size,
+                "draft_layer: hidden states must be [n, ", size, "] of the embedding's type");
+    const at::Tensor inputs = at::empty({count, 2 * size}, embedding_.options());
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = data<int64_t>(ids)[i], row = rows ? rows[i] : i;
+      TORCH_CHECK(id >= 0 && id < embedding_.size(0) && row >= 0 && row < hidden.size(0), "draft_layer: token ", id,
+                  " or row ", row, " out of range");
+      std::memcpy(data<T>(inputs) + 2 * i * size, data<T>(embedding_) + id * size, size * sizeof(T));
+      std::memcpy(data<T>(inputs) + (2 * i + 1) * size, data<T>(hidden) + row * size, size * sizeof(T));
+    }
+    return inputs;
+  }
+
+  // Rotates queries and keys by their positions (halves, as in Llama).
+  template <typename T>
+  void rotate(const at::Tensor& projected, const at::Tensor& positions) const {
+    const int64_t size = head_size(), half = size / 2, num_rotated = num_heads_ + kv_cache_.size(1);
+    for (int64_t row = 0; row < projected.size(0); ++row) {
+      const float* cos = data<float>(cos_sin_) + data<int64_t>(positions)[row] * size;
+      for (int64_t head = 0; head < num_rotated; ++head) {
+        T* x = data<T>(projected) + row * projected.stride(0) + head * size;
+        for (int64_t i = 0; i < half; ++i) {
+          const float a = to_float(x[i]), b = to_float(x[half + i]);
+          x[i] = from_float<T>(a * cos[i] - b * cos[half + i]);
+          x[half + i] = from_float<T>(b * cos[i] + a * cos[half + i]);
+        }
+      }
+    }
+  }
+
+  // Writes keys and values to the pages.
+  template <typename T>
+  void write(const at::Tensor& projected, const at::Tensor& slots) const {
+    const int64_t num_rows = projected.size(0);
+    const at::Tensor kept = at::empty({1, 2, num_rows, kv_cache_.size(1), head_size()}, projected.options());
+    kept[0][0].copy_(heads(projected, 1));
+    kept[0][1].copy_(heads(projected, 2));
+    const at::Tensor rows = at::empty({num_rows}, at::kLong);
+    for (int64_t i = 0; i < num_rows; ++i) data<int64_t>(rows)[i] = i;
+    specplug::write_rows(kept, kv_cache_, amx_, rows, slots);
+  }
+
+  // What follows the attention.
+  template <typename T>
+  at::Tensor finish(const at::Tensor& residual, const at::Tensor& attended) const {
+    add<T>(residual, (*o_)(attended.flatten(1)));
+    add<T>(residual, (*down_)(gated<T>((*gate_up_)(normalised<T>(residual, norm_, epsilon_)))));
+    return residual;
+  }
+
+  at::Tensor embedding_, cos_sin_, norm_;
+  double epsilon_, scale_;
+  int64_t num_heads_, max_position_;
+  Linear fc_, qkv_, o_, gate_up_, down_;
+  // Of the draft phase.
+  at::Tensor block_table_, kv_cache_, context_lens_, positions_;
+  bool amx_ = false;
+  at::Tensor key_, value_;
+};
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
+  m.class_<DraftLinear>("DraftLinear")
+      .def(torch::init<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, int64_t, bool>())
+      .def("children", &DraftLinear::children);
+  m.class_<DraftLayer>("DraftLayer")
+      .def(torch::init<at::Tensor, at::Tensor, at::Tensor, double, double, int64_t, Linear, Linear, Linear, Linear, Linear,
+                       int64_t>())
+      .def("first", &DraftLayer::first)
+      .def("level", &DraftLayer::level);
+}

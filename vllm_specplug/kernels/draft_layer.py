@@ -1,0 +1,156 @@
+"""The draft phase of an EAGLE head of one Llama layer on a CPU, in C++: two calls for each level of a tree.
+
+Its reference is vLLM's model of such a head, which runs where this cannot.  A draft decides how many tokens a step emits
+and never which ones, so that sums may be rounded elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_specplug.core.draft_sampling import Children
+from vllm_specplug.kernels.cpu_ops import operators
+
+
+class DraftLinear:
+    """A linear layer that the operators of a draft phase can call.
+
+    Args:
+        weight: what ``make_row_linear`` packed, or the address of int8 weights that vLLM's oneDNN kernels packed (int64
+            ``[]``, see ``hosts.drafters.int8_linear``).
+        codes: beside weights in 12 bits.
+        bias: ``[outputs]``, in the type of the inputs.
+        outputs: number of them.
+        in_int8: whether ``weight`` is such an address.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        codes: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        outputs: int,
+        in_int8: bool = False,
+    ):
+        self.linear = _classes().DraftLinear(weight, codes, bias, outputs, in_int8)
+
+    def children(
+        self,
+        hidden: torch.Tensor,
+        top_k: int,
+        draft_ids: torch.Tensor | None,
+        extra_rows: torch.Tensor | None = None,
+        other_requests: torch.Tensor | None = None,
+    ) -> Children:
+        """Choose the likeliest tokens, this layer being an LM head; see ``likeliest``.
+
+        Args:
+            hidden: ``[num_rows, hidden_size]``, contiguous, with the same number of rows for each request.
+            top_k: children per row.
+            draft_ids: int64 ``[draft_vocab + num_extra]``; target id of each draft id.
+            extra_rows: ``[num_extra, hidden_size]``; rows of the LM head for further tokens.
+            other_requests: bool ``[num_reqs, num_extra]``; further tokens that a request does not draft.
+        """
+        return Children(*self.linear.children(hidden, top_k, draft_ids, extra_rows, other_requests))
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of an EAGLE head of one layer, and its sizes.
+
+    Attributes:
+        embedding: ``[vocab_size, hidden_size]``.
+        cos_sin: float32 ``[num_positions, head_size]``; cosines, then sines, of the rotation by halves.
+        norm: ``[hidden_size]``; between attention and MLP.
+        epsilon: of the norm.
+        scale: factor of the attention's scores.
+        num_heads: query heads.
+        fc, qkv, o, gate_up, down: the linear layers.
+        max_position: deeper nodes stay there.
+    """
+
+    embedding: torch.Tensor
+    cos_sin: torch.Tensor
+    norm: torch.Tensor
+    epsilon: float
+    scale: float
+    num_heads: int
+    fc: DraftLinear
+    qkv: DraftLinear
+    o: DraftLinear
+    gate_up: DraftLinear
+    down: DraftLinear
+    max_position: int
+
+
+class DraftLayer:
+    """Runs an EAGLE head of one layer.
+
+    Args:
+        weights: its weights; they may change their contents between two draft phases.
+        capacity: nodes that a request feeds to the levels of a draft phase.
+    """
+
+    def __init__(self, weights: LayerWeights, capacity: int):
+        self.capacity = capacity
+        linear = (one.linear for one in (weights.fc, weights.qkv, weights.o, weights.gate_up, weights.down))
+        self._layer = _classes().DraftLayer(
+            weights.embedding,
+            weights.cos_sin.float().contiguous(),
+            weights.norm,
+            weights.epsilon,
+            weights.scale,
+            weights.num_heads,
+            *linear,
+            weights.max_position,
+        )
+
+    def first(
+        self,
+        token_ids: torch.Tensor,
+        starts: torch.Tensor,
+        counts: torch.Tensor,
+        hidden_states: torch.Tensor,
+        rows: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        is_amx: bool,
+        block_table: torch.Tensor,
+    ) -> torch.Tensor:
+        """Read tokens of each request into the pages, and begin a draft phase behind the last ones.
+
+        Args:
+            token_ids: int32 ``[num_reqs or more, max_len]``; tokens of each request, up to the one behind those read.
+            starts, counts: int64 ``[num_reqs]``; which tokens are read: ``[start, start + count)``, ``count`` > 0.
+            hidden_states: ``[num_flat_rows, hidden_size]``; the target's.
+            rows: int64 ``[sum of counts]``; the tokens' rows there, request by request; None: they are the first ones.
+            kv_cache, is_amx: the layer's pages, see ``tree_attention``.
+            block_table: int32 ``[num_reqs or more, max_blocks]``.
+
+        Returns:
+            The output of each request's last row: ``[num_reqs, hidden_size]``.
+        """
+        return self._layer.first(token_ids, starts, counts, hidden_states, rows, kv_cache, is_amx, block_table)
+
+    def level(
+        self, number: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor, capacity: int = 0
+    ) -> torch.Tensor:
+        """Run a level, see ``proposers.eagle2.drafting.grow_tree``; ``capacity`` takes the place of the layer's.
+
+        Args:
+            number: of the level, from 0; each level has as many nodes.
+            token_ids: int64 ``[num_reqs, width]``.
+            features: ``[num_reqs, width, hidden_size]``.
+            mask: bool ``[num_reqs, width, (number + 1) * width]``.
+
+        Returns:
+            ``[num_reqs, width, hidden_size]``.
+        """
+        return self._layer.level(number, token_ids, features, mask, capacity or self.capacity)
+
+
+def _classes() -> Any:
+    assert (ops := operators()) is not None
+    return getattr(torch.classes, ops.__name__.rpartition(".")[2])
