@@ -1,7 +1,7 @@
 """The draft phase of an EAGLE head of one Llama layer on a CPU, in C++: two calls for each level of a tree.
 
-Its reference is vLLM's model of such a head, which runs where this cannot.  A draft decides how many tokens a step emits
-and never which ones, so that sums may be rounded elsewhere.
+Its reference is vLLM's model of such a head, which runs where this cannot.  A draft decides how many tokens a step
+emits and never which ones, so that sums may be rounded elsewhere.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.draft_operator import DraftOperator
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
 from vllm_specplug.hosts.drafters.eagle_parallel import ParallelLevels
+from vllm_specplug.hosts.drafters.eagle_version import NewEagleVersion
+from vllm_specplug.hosts.drafters.growth import Growth
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.kernels.likeliest import likeliest
-from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow_tree
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
@@ -254,7 +255,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         if self._vocabulary is not None:
             batch = self.runner.input_batch
             self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
-        growth = _Growth(self.options.level_floor, self.runner.serving_budget)
+        growth = Growth(self.options.level_floor, self.runner.serving_budget)
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
         def score_level(number: int, hidden: torch.Tensor, top_k: int) -> Children:
@@ -354,37 +355,6 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         return sampling.children(logits, level, top_k, draft_ids)
 
 
-class NewEagleVersion:
-    """Another version's weights for an EAGLE drafter, see ``base.NewVersion``.
-
-    Args:
-        drafter: takes them.
-        state: tensors of the checkpoint.
-        shared: ids of the target's parameters.
-    """
-
-    def __init__(self, drafter: TreeEagleProposer, state: dict[str, torch.Tensor], shared: set[int]):
-        from vllm_specplug.hosts.drafters.twin_model import TwinModel  # older versions of vLLM lack what it builds on
-
-        self._drafter = drafter
-        self._twin = TwinModel(drafter.model, shared, state)
-        self._draft_ids = target_ids(state["d2t"]) if "d2t" in state else None
-        self._scorer, self._vocabulary = drafter._scorer, drafter._vocabulary
-
-    def prepare(self) -> None:
-        drafter, ids = self._drafter, self._draft_ids
-        self._twin.pack()
-        if ids is not None and not torch.equal(ids.cpu(), drafter._scorer.draft_ids.cpu()):
-            self._scorer = drafter._scorer.over(ids)
-            self._vocabulary = drafter.vocabulary_beside(self._scorer)
-
-    def exchange(self) -> None:
-        drafter = self._drafter
-        self._twin.exchange()
-        drafter._scorer, self._scorer = self._scorer, drafter._scorer
-        drafter._vocabulary, self._vocabulary = self._vocabulary, drafter._vocabulary
-
-
 def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
     """Return the tokens behind the rows: ``token_ids`` moved by one, ``next_token_ids`` at the ``last`` rows."""
     shifted = token_ids.roll(-1)
@@ -417,26 +387,3 @@ def _metadata(
         block_table_tensor=block_table,
         slot_mapping=slot_mapping,
     )
-
-
-class _Growth:
-    """Decides whether the next level is drafted, and times the levels."""
-
-    def __init__(self, floor: float, budget: Any):
-        self.floor, self.budget = floor, budget
-        self._asked = 0.0
-        self._level_seconds: list[float] = []
-
-    def may_grow(self, beam_values: torch.Tensor) -> bool:
-        self._asked = time.perf_counter()
-        grows = not self.floor or bool(beam_values.sum(dim=1).mean() >= self.floor)
-        return grows and self.budget.may_grow(beam_values)
-
-    def scored(self, level: int) -> None:
-        """Note that a level was scored; the first level comes with the first pass."""
-        if level:
-            self._level_seconds.append(time.perf_counter() - self._asked)
-
-    def report(self, first_pass: float, num_rows: int, level_rows: int) -> None:
-        """Report times to the budget: ``first_pass`` seconds over ``num_rows`` rows, and the levels."""
-        self.budget.drafted(first_pass, num_rows, self._level_seconds, level_rows)
