@@ -80,7 +80,10 @@ struct DraftLinear : torch::CustomClassHolder {
                                               const std::optional<at::Tensor>& other_requests) const {
     const at::Tensor logits = (*this)(hidden);
     std::optional<at::Tensor> extra;
-    if (extra_rows) with_type(hidden.scalar_type(), [&](auto type) { extra = extra_logits<decltype(type)>(hidden, *extra_rows, other_requests); });
+    if (extra_rows)
+      with_type(hidden.scalar_type(), [&](auto type) {
+        extra = extra_logits<decltype(type)>(hidden, *extra_rows, other_requests);
+      });
     return specplug::likeliest(logits, top_k, draft_ids, extra);
   }
 
@@ -180,6 +183,7 @@ struct DraftLayer : torch::CustomClassHolder {
     int64_t num_rows = 0;
     for (int64_t r = 0; r < num_reqs; ++r) {
       TORCH_CHECK(count[r] > 0 && start[r] >= 0 && start[r] + count[r] < token_ids.size(1) &&
+                      start[r] + count[r] - 1 <= max_position_ &&
                       (start[r] + count[r] - 1) / kv_cache.size(2) < block_table.size(1),
                   "draft_layer: request ", r, ": rows out of range");
       num_rows += count[r];

@@ -69,7 +69,7 @@ class LayerWeights:
         scale: factor of the attention's scores.
         num_heads: query heads.
         fc, qkv, o, gate_up, down: the linear layers.
-        max_position: deeper nodes stay there.
+        max_position: the last one of a token; deeper nodes stay there.
     """
 
     embedding: torch.Tensor
@@ -99,7 +99,7 @@ class DraftLayer:
         linear = (one.linear for one in (weights.fc, weights.qkv, weights.o, weights.gate_up, weights.down))
         self._layer = _classes().DraftLayer(
             weights.embedding,
-            weights.cos_sin.float().contiguous(),
+            weights.cos_sin[: weights.max_position + 1].float().contiguous(),
             weights.norm,
             weights.epsilon,
             weights.scale,

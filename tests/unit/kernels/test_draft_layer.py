@@ -72,8 +72,16 @@ class Reference:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.06)])
-def test_a_draft_phase(dtype, tolerance, has_bias):
+@pytest.mark.parametrize(
+    ("dtype", "kv_layout", "tolerance"),
+    [
+        (torch.float32, "vec", 1e-5),
+        (torch.float16, "vec", 0.01),
+        (torch.bfloat16, "vec", 0.06),
+        (torch.bfloat16, "amx", 0.06),
+    ],
+)
+def test_a_draft_phase(dtype, kv_layout, tolerance, has_bias):
     """Two requests: one whose context is in the pages, and a new one whose prompt takes two pages."""
     reference = Reference(dtype, has_bias)
     layer = reference.operator()
@@ -88,9 +96,9 @@ def test_a_draft_phase(dtype, tolerance, has_bias):
     old = torch.randn(2, 30, KV_HEADS, HEAD_SIZE, generator=generator).to(dtype)
     key, value = torch.zeros(2, 6, KV_HEADS, PAGE, HEAD_SIZE, dtype=dtype)
     key[4, :, :30], value[4, :, :30] = old.transpose(1, 2)
-    kv_cache = pack_pages(key, value, "vec")
+    kv_cache = pack_pages(key, value, kv_layout)
 
-    found = layer.first(token_ids, starts, counts, hidden, rows, kv_cache, False, block_table)
+    found = layer.first(token_ids, starts, counts, hidden, rows, kv_cache, kv_layout == "amx", block_table)
     contexts, expected = [], []
     for request, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         first, ids = (0, 4)[request], token_ids[request, start + 1 : start + count + 1].long()
@@ -156,6 +164,10 @@ def test_rows_out_of_range():
     with pytest.raises(RuntimeError, match="must follow `first`"):
         layer.level(0, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, 1).bool())
     assert first().shape == (1, HIDDEN)
+    with pytest.raises(RuntimeError, match="rows out of range"):
+        long, table = torch.zeros(1, 200, dtype=torch.int32), torch.zeros(1, 9, dtype=torch.int32)
+        start, count = torch.tensor([MAX_POSITION]), torch.tensor([2])
+        layer.first(long, start, count, hidden, None, kv_cache, False, table)
     for wrong in ({"start": 7}, {"count": 0}, {"token": VOCAB}, {"rows": torch.tensor([0, 4])}, {"count": 5}):
         with pytest.raises(RuntimeError, match="draft_layer: "):
             first(**wrong)
