@@ -27,7 +27,8 @@ def test_the_same_logits(tmp_path, copies, inner):
     token_ids = torch.arange(3, 40).unsqueeze(0)
     with torch.inference_mode():
         wide, narrow = (
-            AutoModelForCausalLM.from_pretrained(tmp_path / name)(token_ids).logits for name in ("wide", "target")
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64)(token_ids).logits
+            for name in ("wide", "target")
         )
     torch.testing.assert_close(wide, narrow, rtol=0, atol=2e-5)  # norms are float32
 
@@ -36,7 +37,7 @@ def test_a_head_reads_and_returns_copies(tmp_path):
     head = tiny.write_drafter(tmp_path / "head", draft_vocab=40)
     widen.write(head, tmp_path / "wide", 3, 2, is_head=True)
     narrow, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "wide"))
-    embedding, hidden = torch.randn(2, tiny.HIDDEN)
+    embedding, hidden = torch.randn(2, tiny.HIDDEN, dtype=torch.float64)
     expected = narrow["fc.weight"].double() @ torch.cat((embedding, hidden))
     found = wide["fc.weight"].double() @ torch.cat((embedding.repeat(3), hidden.repeat(3)))
     torch.testing.assert_close(found, expected.repeat(3))
