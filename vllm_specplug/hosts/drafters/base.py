@@ -39,6 +39,7 @@ class DraftHooks:
         draft_layers: attention layers of a draft model, by name.
         shortest_draft: of a drafter that queries the budget while it drafts (``may_spend``), the share of a plain step
             that its shortest draft takes; None of others.
+        operator: what runs the draft phase in the place of vLLM's ``propose``; None: that runs.
         missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
         plan: what followed from the last step: the rows to read next.
     """
@@ -46,6 +47,7 @@ class DraftHooks:
     grows_by_level: ClassVar[bool] = False
     shortest_draft: float | None = None
     draft_layers: dict[str, Any] = {}
+    operator: Any = None
     missed = MissedRows(0)
     plan: StepPlan
 

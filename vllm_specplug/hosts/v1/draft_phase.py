@@ -74,7 +74,7 @@ class DraftPhase:
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        if getattr(self.drafter, "operator", None) is not None:
+        if self.drafter.operator is not None:
             propose_by_model = functools.partial(
                 self._propose_by_operator, sampled_token_ids, hidden_states, *args, **kwargs
             )
