@@ -39,11 +39,6 @@ class ContextVocabulary:
         vocab_size: the target's.
         draft_ids: int64 ``[draft_vocab]``; target ids that every request drafts.
         max_extra: most extra tokens of a draft phase, over all its requests.
-
-    Attributes:
-        ids: int64 ``[draft_vocab + num_extra]``; target id of each draft id, the extra ones behind.
-        extra_rows: ``[num_extra, hidden_size]``; their rows of the LM head; None if there are no extra tokens.
-        other_requests: bool ``[num_reqs, num_extra]``; tokens that a request does not draft; None: each drafts all.
     """
 
     def __init__(
@@ -54,9 +49,10 @@ class ContextVocabulary:
         self._missing[draft_ids.numpy()] = False
         self._texts: dict[str, _RequestText] = {}
         self._extra_ids: list[tuple[int, ...]] = []  # of each request of the draft phase
+        #: int64 ``[draft_vocab + num_extra]``; target id of each draft id, the extra ones behind.
         self.ids = draft_ids
-        self.extra_rows: torch.Tensor | None = None
-        self.other_requests: torch.Tensor | None = None
+        self._extra_rows: torch.Tensor | None = None
+        self._other_requests: torch.Tensor | None = None  # bool [num_reqs, num_extra]
 
     def update(self, request_ids: Sequence[str], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         """Begin a draft phase of these requests.
@@ -86,17 +82,17 @@ class ContextVocabulary:
     def _gather(self, extra_ids: list[tuple[int, ...]]) -> None:
         union = sorted(set().union(*extra_ids))
         if not union:
-            self.ids, self.extra_rows, self.other_requests = self._draft_ids, None, None
+            self.ids, self._extra_rows, self._other_requests = self._draft_ids, None, None
             return
         union_ids = torch.tensor(union)
         self.ids = torch.cat((self._draft_ids, union_ids))
-        self.extra_rows = self._rows(union_ids)
-        self.other_requests = None
+        self._extra_rows = self._rows(union_ids)
+        self._other_requests = None
         if len(extra_ids) > 1:
             column = {token_id: index for index, token_id in enumerate(union)}
-            self.other_requests = torch.ones(len(extra_ids), len(union), dtype=torch.bool)
+            self._other_requests = torch.ones(len(extra_ids), len(union), dtype=torch.bool)
             for index, ids in enumerate(extra_ids):
-                self.other_requests[index, [column[token_id] for token_id in ids]] = False
+                self._other_requests[index, [column[token_id] for token_id in ids]] = False
 
     def extra_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute the extra tokens' logits: ``[num_rows, num_extra]``, -inf for tokens of other requests.
@@ -107,12 +103,12 @@ class ContextVocabulary:
         Returns:
             None if there are no extra tokens.
         """
-        if self.extra_rows is None:
+        if self._extra_rows is None:
             return None
-        extra = hidden @ self.extra_rows.T
-        if self.other_requests is not None:
-            width = len(hidden) // len(self.other_requests)
-            extra = extra.masked_fill_(self.other_requests.repeat_interleave(width, dim=0), float("-inf"))
+        extra = hidden @ self._extra_rows.T
+        if self._other_requests is not None:
+            width = len(hidden) // len(self._other_requests)
+            extra = extra.masked_fill_(self._other_requests.repeat_interleave(width, dim=0), float("-inf"))
         return extra
 
     def finish(self, request_ids: Collection[str]) -> None:

@@ -7,8 +7,9 @@ import torch
 from vllm import SamplingParams
 
 from tests.doubles import tiny
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
-from .conftest import TREE, make_prompts, runner_of, token_ids
+from .conftest import TREE, make_prompts, needs_vnni, runner_of, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -53,10 +54,13 @@ def test_drafts_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafte
         assert torch.equal(ours.tree.token_ids, theirs.tree.token_ids)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "reduced"])
-def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafter):
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [("eagle", {}), ("reduced", {}), pytest.param("reduced", {"draft_int8": True}, marks=needs_vnni)],
+)
+def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafter, options):
     """Prompts in parts, several requests at once; the prefix cache is off, so that both read the same rows."""
-    llm = engine(drafter, enable_prefix_caching=False, max_num_batched_tokens=64)
+    llm = engine(drafter, {**TREE, **options}, enable_prefix_caching=False, max_num_batched_tokens=64)
     operator = runner_of(llm).drafter.operator
     assert operator is not None
     calls, first = [], operator.first
@@ -68,6 +72,24 @@ def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, mon
     for ours, theirs in zip(drafts, whole, strict=True):
         torch.testing.assert_close(ours.log_values, theirs.log_values, rtol=1e-3, atol=1e-4)
         assert torch.equal(ours.tree.token_ids, theirs.tree.token_ids)
+
+
+@pytest.mark.parametrize("part", ["first", "forward"])
+def test_a_wrong_operator_drafts_something_else(engine, prompts, monkeypatch, part):
+    """The control: the tokens stay, the drafts do not."""
+    llm = engine("eagle", enable_prefix_caching=False, max_num_batched_tokens=64)
+    operator = runner_of(llm).drafter.operator
+    answers, drafts, _ = drafted(llm, prompts, monkeypatch, None, operator)
+    honest = getattr(operator, part)
+
+    def wrong(*args):
+        features = honest(*args)
+        return DraftFeatures(-features.score, -features.feed)
+
+    monkeypatch.setattr(operator, part, wrong)
+    same, others, _ = drafted(llm, prompts, monkeypatch, None, operator)
+    assert same == answers
+    assert not torch.equal(drafts[0].tree.token_ids, others[0].tree.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter
     head = runner_of(llm).drafter._scorer.head
     assert (head is not None) == (drafter == "reduced")
     if head is not None and dtype == "bfloat16":
-        assert (head.quantised is not None) == can_quantise()  # the drafter's own 8 bits, of dequantised rows
+        assert (head._quantised is not None) == can_quantise()  # the drafter's own 8 bits, of dequantised rows
 
 
 @needs_avx512

@@ -1,5 +1,5 @@
-// The draft phase of an EAGLE head of one layer on a CPU: its first forward over the accepted rows, the forwards of the
-// levels, and the children of their rows.  draft_layer.py documents them; its reference is vLLM's model of the head.
+// The forwards of an EAGLE head of one layer on a CPU: the first one of a draft phase, over the accepted rows, and those of
+// the levels.  draft_layer.py documents them; their reference is vLLM's model of the head.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <tuple>
 
 #include "operators.h"
 #include "vectors.h"
@@ -73,42 +72,7 @@ struct DraftLinear : torch::CustomClassHolder {
     return output;
   }
 
-  // The children of rows of hidden states, see draft_layer.py.
-  std::tuple<at::Tensor, at::Tensor> children(const at::Tensor& hidden, int64_t top_k,
-                                              const std::optional<at::Tensor>& draft_ids,
-                                              const std::optional<at::Tensor>& extra_rows,
-                                              const std::optional<at::Tensor>& other_requests) const {
-    const at::Tensor logits = (*this)(hidden);
-    std::optional<at::Tensor> extra;
-    if (extra_rows)
-      with_type(hidden.scalar_type(), [&](auto type) {
-        extra = extra_logits<decltype(type)>(hidden, *extra_rows, other_requests);
-      });
-    return specplug::likeliest(logits, top_k, draft_ids, extra);
-  }
-
  private:
-  template <typename T>
-  static at::Tensor extra_logits(const at::Tensor& hidden, const at::Tensor& rows,
-                                 const std::optional<at::Tensor>& other_requests) {
-    const int64_t size = hidden.size(1), count = rows.size(0), num_rows = hidden.size(0);
-    TORCH_CHECK(rows.is_contiguous() && hidden.is_contiguous() && rows.size(1) == size &&
-                    rows.scalar_type() == hidden.scalar_type() && size % kLanes == 0,
-                "draft_layer: extra rows must be contiguous, of the hidden states' type and size");
-    const at::Tensor logits = at::empty({num_rows, count}, hidden.options());
-    const int64_t width = other_requests ? num_rows / other_requests->size(0) : 1;
-    const bool* hides = other_requests ? other_requests->const_data_ptr<bool>() : nullptr;
-    for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t i = 0; i < count; ++i) {
-        Vec sum{};
-        for (int64_t k = 0; k < size; k += kLanes)
-          sum += widen(data<T>(hidden) + row * size + k) * widen(data<T>(rows) + i * size + k);
-        const bool is_hidden = hides && hides[row / width * count + i];
-        data<T>(logits)[row * count + i] = from_float<T>(is_hidden ? -INFINITY : sum_lanes(sum)[0]);
-      }
-    return logits;
-  }
-
   at::Tensor weight_;
   std::optional<at::Tensor> codes_, bias_;
   int64_t outputs_;
@@ -352,8 +316,7 @@ struct DraftLayer : torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.class_<DraftLinear>("DraftLinear")
-      .def(torch::init<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, int64_t, bool>())
-      .def("children", &DraftLinear::children);
+      .def(torch::init<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, int64_t, bool>());
   m.class_<DraftLayer>("DraftLayer")
       .def(torch::init<at::Tensor, at::Tensor, at::Tensor, double, double, int64_t, Linear, Linear, Linear, Linear, Linear,
                        int64_t>())

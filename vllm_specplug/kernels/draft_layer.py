@@ -1,4 +1,4 @@
-"""The draft phase of an EAGLE head of one Llama layer on a CPU, in C++: two calls for each level of a tree.
+"""The forwards of an EAGLE head of one Llama layer on a CPU, in C++: a call for each level of a tree.
 
 Its reference is vLLM's model of such a head, which runs where this cannot.  A draft decides how many tokens a step
 emits and never which ones, so that sums may be rounded elsewhere.
@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.kernels.cpu_ops import operators
 
 
 class DraftLinear:
-    """A linear layer that the operators of a draft phase can call.
+    """A linear layer that ``DraftLayer`` can call.
 
     Args:
         weight: what ``make_row_linear`` packed, or the address of int8 weights that vLLM's oneDNN kernels packed (int64
@@ -36,25 +35,6 @@ class DraftLinear:
         in_int8: bool = False,
     ):
         self.linear = _classes().DraftLinear(weight, codes, bias, outputs, in_int8)
-
-    def children(
-        self,
-        hidden: torch.Tensor,
-        top_k: int,
-        draft_ids: torch.Tensor | None,
-        extra_rows: torch.Tensor | None = None,
-        other_requests: torch.Tensor | None = None,
-    ) -> Children:
-        """Choose the likeliest tokens, this layer being an LM head; see ``likeliest``.
-
-        Args:
-            hidden: ``[num_rows, hidden_size]``, contiguous, with the same number of rows for each request.
-            top_k: children per row.
-            draft_ids: int64 ``[draft_vocab + num_extra]``; target id of each draft id.
-            extra_rows: ``[num_extra, hidden_size]``; rows of the LM head for further tokens.
-            other_requests: bool ``[num_reqs, num_extra]``; further tokens that a request does not draft.
-        """
-        return Children(*self.linear.children(hidden, top_k, draft_ids, extra_rows, other_requests))
 
 
 @dataclass(frozen=True)

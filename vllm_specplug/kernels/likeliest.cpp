@@ -12,7 +12,6 @@
 #include <optional>
 #include <tuple>
 
-#include "operators.h"
 #include "vectors.h"
 
 namespace {
@@ -117,9 +116,7 @@ void likeliest_rows(const at::Tensor& logits, const std::optional<at::Tensor>& e
   });
 }
 
-} // namespace
-
-std::tuple<at::Tensor, at::Tensor> specplug::likeliest(const at::Tensor& logits_, int64_t top_k,
+std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& logits_, int64_t top_k,
                                              const std::optional<at::Tensor>& draft_ids,
                                              const std::optional<at::Tensor>& extra_) {
   TORCH_CHECK(logits_.dim() == 2, "likeliest: logits must be [num_rows, draft_vocab]");
@@ -155,8 +152,9 @@ std::tuple<at::Tensor, at::Tensor> specplug::likeliest(const at::Tensor& logits_
   return {columns, log_probs};
 }
 
+} // namespace
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def("likeliest(Tensor logits, int top_k, Tensor? draft_ids, Tensor? extra) -> (Tensor, Tensor)");
-  m.impl("likeliest", c10::DispatchKey::CPU, &specplug::likeliest);
+  m.impl("likeliest", c10::DispatchKey::CPU, &likeliest);
 }

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <tuple>
 
 namespace specplug {
 
@@ -20,9 +19,5 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
                     const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes);
 
 void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows, const at::Tensor& slots);
-
-std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& logits, int64_t top_k,
-                                             const std::optional<at::Tensor>& draft_ids,
-                                             const std::optional<at::Tensor>& extra);
 
 } // namespace specplug

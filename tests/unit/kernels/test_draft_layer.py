@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vllm_specplug.core.draft_sampling import likeliest
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, LayerWeights
 from vllm_specplug.kernels.row_linear import make_row_linear
@@ -130,26 +129,6 @@ def test_a_draft_phase(dtype, kv_layout, tolerance, has_bias):
 def assert_close(found, expected, tolerance):
     error = (found.double() - expected).norm() / expected.norm()
     assert error < tolerance
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_children(dtype):
-    """Of a head with further tokens, some of which only one of two requests drafts."""
-    generator = torch.Generator().manual_seed(5)
-    head, extra = (torch.randn(count, HIDDEN, generator=generator).to(dtype) for count in (40, 7))
-    hidden = torch.randn(6, HIDDEN, generator=generator).to(dtype)
-    ids, others = torch.randperm(1000, generator=generator)[:47], torch.zeros(2, 7, dtype=torch.bool)
-    others[0, 2:], others[1, :4] = True, True
-    found = linear_of(head).children(hidden, 5, ids, extra, others)
-    logits = torch.cat((hidden.float() @ head.float().T, hidden.float() @ extra.float().T), dim=1)
-    logits[:, 40:] = logits[:, 40:].masked_fill(others.repeat_interleave(3, dim=0), float("-inf"))
-    expected = likeliest(logits.to(dtype), 5, ids)
-    assert (found.token_ids == expected.token_ids).float().mean() > (0.99 if dtype == torch.float32 else 0.8)
-    torch.testing.assert_close(
-        found.log_probs, expected.log_probs, atol=0.2 if dtype == torch.bfloat16 else 0.02, rtol=0
-    )
-    alone = linear_of(head).children(hidden, 5, None)
-    assert (alone.token_ids == logits[:, :40].to(dtype).float().topk(5).indices).float().mean() > 0.8
 
 
 def test_rows_out_of_range():

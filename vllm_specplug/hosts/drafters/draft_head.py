@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.nn import functional as F
 from vllm.model_executor.layers import utils
 
-from vllm_specplug.hosts.drafters.int8_linear import Int8Linear, draft_linear
-from vllm_specplug.kernels.draft_layer import DraftLinear
+from vllm_specplug.hosts.drafters.int8_linear import Int8Linear
 
 
 class DraftHead(torch.nn.Module):
@@ -22,7 +19,7 @@ class DraftHead(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, in_int8: bool = False):
         super().__init__()
-        self.quantised = Int8Linear(weight) if in_int8 else None
+        self._quantised = Int8Linear(weight) if in_int8 else None
         if in_int8:
             return
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -30,13 +27,8 @@ class DraftHead(torch.nn.Module):
         if weight.device.type == "cpu":
             utils.dispatch_cpu_unquantized_gemm(self, remove_weight=False)  # inside `row_linear_layers` it is theirs
 
-    @functools.cached_property
-    def operator(self) -> DraftLinear | None:
-        """This head for ``kernels.draft_layer``; None if its operators cannot compute it."""
-        return draft_linear(self) if next(iter(self.parameters()), torch.empty(0)).device.type == "cpu" else None
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
-        if self.quantised is not None:
-            return self.quantised(hidden)
+        if self._quantised is not None:
+            return self._quantised(hidden)
         return self.cpu_linear(hidden, self.weight, None)

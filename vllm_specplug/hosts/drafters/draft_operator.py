@@ -16,9 +16,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.llama import LlamaAttention, LlamaMLP
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 
+from vllm_specplug.hosts.drafters.draft_linear import draft_linear
 from vllm_specplug.hosts.drafters.eagle_model import SpecPlugEagleForCausalLM
-from vllm_specplug.hosts.drafters.int8_linear import draft_linear
-from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.draft_layer import DraftLayer, LayerWeights
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
@@ -36,6 +35,7 @@ class DraftOperator:
 
     def __init__(self, attention: Any, layer: DraftLayer):
         self._attention, self._layer = attention, layer
+        self._num_reqs = 0  # of the draft phase
 
     @classmethod
     def make(cls, model: torch.nn.Module, dtype: torch.dtype, capacity: int, max_position: int) -> DraftOperator | None:
@@ -46,13 +46,12 @@ class DraftOperator:
             dtype: of the hidden states.
             capacity, max_position: see ``DraftLayer`` and ``LayerWeights``.
         """
-        if operators() is None or type(model) is not SpecPlugEagleForCausalLM or model.mask_rows is not None:
+        if type(model) is not SpecPlugEagleForCausalLM or model.mask_rows is not None:
             return None
-        if get_tensor_model_parallel_world_size() > 1 or [type(one) for one in model.model.layers] != [
-            LlamaDecoderLayer
-        ]:
+        head, layers = model.model, list(model.model.layers)
+        if get_tensor_model_parallel_world_size() > 1 or len(layers) > 1 or type(layers[0]) is not LlamaDecoderLayer:
             return None
-        head, (layer,) = model.model, model.model.layers
+        (layer,) = layers
         attention, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
         rotary, embedding, attend = attention.rotary_emb, head.embed_tokens, attention.attn
         weight = getattr(embedding, "weight", None)
@@ -97,11 +96,9 @@ class DraftOperator:
         block_table: torch.Tensor,
     ) -> DraftFeatures:
         """Begin a draft phase, see ``DraftLayer.first``: features ``[num_reqs, hidden_size]``."""
-        attention = self._attention
-        is_amx = attention.isa == "amx"
-        features = self._layer.first(
-            token_ids, starts, counts, hidden_states, rows, attention.kv_cache, is_amx, block_table
-        )
+        self._num_reqs = len(counts)
+        pages = self._attention.kv_cache, self._attention.isa == "amx"
+        features = self._layer.first(token_ids, starts, counts, hidden_states, rows, *pages, block_table)
         return DraftFeatures(features, features)
 
     def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor) -> DraftFeatures:
@@ -110,12 +107,13 @@ class DraftOperator:
         return DraftFeatures(outputs, outputs)
 
     def run(self, rows: int, hidden_states: torch.Tensor, is_first: bool, block_table: torch.Tensor) -> torch.Tensor:
-        """Run a forward over rows of one request, to time it; it writes to vLLM's null block."""
+        """Run a forward over rows of one request, to time it; a first one writes to the blocks of ``block_table``."""
         token_ids = torch.zeros(1, rows + 1, dtype=torch.int32)
-        counts = torch.tensor([rows if is_first else 1])
-        output = self.first(token_ids, torch.zeros_like(counts), counts, hidden_states, None, block_table).score
-        if is_first:
-            return output
+        if is_first or self._num_reqs != 1:  # a level is timed behind the first forward of one request
+            counts = torch.tensor([rows if is_first else 1])
+            output = self.first(token_ids, torch.zeros_like(counts), counts, hidden_states, None, block_table).score
+            if is_first:
+                return output
         mask = torch.eye(rows, dtype=torch.bool).unsqueeze(0)
         features = hidden_states[:rows].unsqueeze(0)
         return self._layer.level(0, token_ids[:, :rows].long(), features, mask, capacity=rows).flatten(0, 1)

@@ -17,7 +17,6 @@ from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
 from vllm_specplug.hosts.drafters.target_parts import TargetHead
 from vllm_specplug.hosts.row_linear import row_linear_layers
-from vllm_specplug.kernels.draft_layer import DraftLinear
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
@@ -43,11 +42,6 @@ class EagleScorer:
         # With several ranks, no rank has all rows of the target's head.
         shares = d2t is not None and get_tensor_model_parallel_world_size() == 1
         self.head = DraftHead(target_head.rows(self.draft_ids), in_int8) if shares else None
-
-    @property
-    def operator(self) -> DraftLinear | None:
-        """The head of a draft vocabulary for ``kernels.draft_layer``; None: torch computes the logits."""
-        return None if self.head is None else self.head.operator
 
     def over(self, draft_ids: torch.Tensor) -> EagleScorer:
         """Return a scorer over another draft vocabulary: int64 ``[draft_vocab]``, token ids of the target."""

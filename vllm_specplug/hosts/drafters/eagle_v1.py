@@ -340,11 +340,6 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         sampling: DraftSampling | None = None,
         vocabulary: ContextVocabulary | None = None,
     ) -> Children:
-        if sampling is None and self._scorer.operator is not None:
-            if vocabulary is None:
-                return self._scorer.operator.children(hidden, top_k, self._scorer.draft_ids)
-            ids, others = vocabulary.ids, vocabulary.other_requests
-            return self._scorer.operator.children(hidden, top_k, ids, vocabulary.extra_rows, others)
         logits, draft_ids, extra = self._scorer.logits(hidden), self._scorer.draft_ids, None
         if vocabulary is not None:
             extra, draft_ids = vocabulary.extra_logits(hidden), vocabulary.ids

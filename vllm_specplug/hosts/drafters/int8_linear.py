@@ -6,14 +6,9 @@ quantised once per output channel, inputs per row at each call; sums are exact.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-
-from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.draft_layer import DraftLinear
 
 #: Compiled shapes that oneDNN caches per layer.
 _KEPT_SHAPES = 32
@@ -72,17 +67,3 @@ def quantise_layers(model: torch.nn.Module, besides: tuple[str, ...] = ()) -> No
         plain = isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod
         if plain and name.rpartition(".")[2] not in besides:
             layer.quant_method = Int8LinearMethod()
-
-
-def draft_linear(layer: Any) -> DraftLinear | None:
-    """Return a vLLM layer, or a ``DraftHead``, for the operators; None if they cannot compute it."""
-    if operators() is None:
-        return None
-    bias, quantised = getattr(layer, "bias", None), getattr(layer, "quantised", None)
-    if quantised is not None:
-        return DraftLinear(quantised.handle, None, bias, quantised.num_outputs, in_int8=True)
-    operands = getattr(getattr(layer, "cpu_linear", None), "operands", None)
-    if operands is None:
-        return None
-    packed, codes, outputs = operands
-    return DraftLinear(packed, codes, bias, outputs)

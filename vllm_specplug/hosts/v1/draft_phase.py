@@ -71,21 +71,21 @@ class DraftPhase:
         sampled_token_ids: Any,
         sampling_metadata: Any,
         hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        if self.drafter.operator is not None:
-            propose_by_model = functools.partial(
-                self._propose_by_operator, sampled_token_ids, hidden_states, *args, **kwargs
-            )
-        else:
-            propose_by_model = functools.partial(
-                super().propose_draft_token_ids,
-                *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, *args),
-                **kwargs,
-            )
+        propose_by_vllm = functools.partial(
+            super().propose_draft_token_ids,
+            *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states),
+            *(aux_hidden_states, spec_decode_metadata, *args),
+            **kwargs,
+        )
+        num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
         if isinstance(self.recorder, Recorder):
-            self._record(sampled_token_ids, hidden_states, *args, **kwargs)
+            self._record(sampled_token_ids, hidden_states, num_drafts)
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
         wanted &= [self._speculates(req_id) for req_id in self.input_batch.req_ids]
         budget, drafter, failures = self.serving_budget, self.drafter, Guard.total_failures
@@ -100,7 +100,10 @@ class DraftPhase:
             ran, caught_up = True, drafter.missed.num_rows > 0
             if caught_up:
                 budget.catch_up(functools.partial(self._draft_guard.run, drafter.catch_up))
-            return budget.timed(propose_by_model)
+            if drafter.operator is None:
+                return budget.timed(propose_by_vllm)
+            arguments = hidden_states, sampled_token_ids, num_drafts
+            return budget.timed(functools.partial(drafter.propose_by_operator, *arguments))
 
         with self._counters.timed("draft_seconds"):
             draft = None
@@ -108,7 +111,7 @@ class DraftPhase:
                 propose = functools.partial(self._drafting.propose, self.input_batch, wanted, draft_by_model)
                 draft = budget.propose(propose)
             if not ran:
-                self._skip_model_drafter(sampled_token_ids, hidden_states, *args, **kwargs)
+                drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, num_drafts)
             draft = budget.select(draft, wanted)
         self._counters.add("proposer failed", Guard.total_failures - failures)
         if draft is not None:
@@ -120,42 +123,9 @@ class DraftPhase:
         budget.end_draft()
         return flat
 
-    def _skip_model_drafter(
-        self,
-        sampled_token_ids: list[list[int]],
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        *_: Any,
-    ) -> None:
-        num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
-        self.drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, num_drafts)
-
-    def _propose_by_operator(
-        self,
-        sampled_token_ids: list[list[int]],
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        *_: Any,
-    ) -> Draft:
-        num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
-        return self.drafter.propose_by_operator(hidden_states, sampled_token_ids, num_drafts)
-
-    def _record(
-        self,
-        sampled_token_ids: list[list[int]],
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        *_: Any,
-    ) -> None:
+    def _record(self, sampled_token_ids: list[list[int]], hidden_states: torch.Tensor, num_drafts: np.ndarray) -> None:
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
         query_start = self.query_start_loc.np[: len(emitted) + 1]
-        num_drafts = _num_drafts(spec_decode_metadata, len(emitted))
         rows = AcceptedRows.make(query_start, emitted, num_drafts, self._plan.path_index)
         self.recorder.read(hidden_states, rows)
 
