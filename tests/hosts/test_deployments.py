@@ -117,7 +117,7 @@ def connector(tmp_path):
 
 @pytest.mark.parametrize("method", ["lookup", "eagle2"])
 def test_kv_connector(engine, checkpoints, connector, method):
-    """Prompts are stored by one engine and loaded by the next one."""
+    """Prompts are stored by one engine and loaded by the next one, the drafter's keys and values too."""
     prompts = make_prompts(6, longest=200)
     expected = token_ids(engine(block_size=32).generate(prompts, GREEDY, use_tqdm=False))
     speculative = {"method": "lookup"} if method == "lookup" else {**TREE, "model": str(checkpoints["eagle"])}

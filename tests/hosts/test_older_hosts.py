@@ -8,25 +8,21 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.hosts.test_grammars import VERSIONS, request
-from vllm_specplug.hosts.v1 import scheduler
+from vllm_specplug.hosts.v1 import draft_phase, scheduler
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
 from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 
 
 def test_a_step_without_drafts_has_no_metadata():
-    """Until 0.31: its rows are sampled plainly, and the drafter is told that nothing was drafted."""
-    skipped, sampled = [], []
-    drafter = SimpleNamespace(skip_draft=lambda *args: skipped.append(args))
+    """Until 0.31: its rows are sampled plainly, and no request has drafts."""
+    sampled = []
     runner = SimpleNamespace(
-        drafter=drafter, _step=None, serving_budget=FixedBudget(),
-        _sample_plainly=lambda logits: sampled.append(logits) or "tokens",
-    )  # fmt: skip
-    logits, hidden = torch.zeros(2, 5), torch.zeros(2, 3)
+        _step=None, serving_budget=FixedBudget(), _sample_plainly=lambda logits: sampled.append(logits) or "tokens"
+    )
+    logits = torch.zeros(2, 5)
     assert TreeModelRunner._sample(runner, logits, None) == "tokens" and sampled == [logits]
-    TreeModelRunner._skip_model_drafter(runner, [[1], []], hidden, hidden, None, None)
-    ((rows, aux, token_ids, num_drafts),) = skipped
-    assert rows is hidden and aux is None and token_ids == [[1], []] and num_drafts.tolist() == [0, 0]
+    assert draft_phase._num_drafts(None, 2).tolist() == [0, 0]
 
 
 @dataclass

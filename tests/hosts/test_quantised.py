@@ -76,9 +76,9 @@ def answers(llm, prompts, params=GREEDY):
     return token_ids(llm.generate(prompts, params, use_tqdm=False))
 
 
-def check(engine, prompts, drafter, most_differing=0, **options):
+def check(engine, prompts, drafter, most_differing=0, tree=None, **options):
     """The tokens of plain vLLM, whose batches do not change them; its kernels quantise each row for itself."""
-    plain, llm = engine(**options), engine(drafter, **options)
+    plain, llm = engine(**options), engine(drafter, tree, **options)
     expected = answers(plain, prompts)
     assert [answers(plain, [prompt])[0] for prompt in prompts[:4]] == expected[:4]
     before = counters(llm)
@@ -92,11 +92,12 @@ def check(engine, prompts, drafter, most_differing=0, **options):
 @pytest.mark.parametrize(("form", "lm_head", "dtype", "drafter"), CHECKPOINTS)
 def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter):
     most_differing = int(form == "gptq" and not SAMPLES_GPTQ_EXACTLY)
-    llm = check(engine, prompts, drafter, most_differing, target=quantised(form, lm_head), dtype=dtype)
+    tree = {"draft_int8": dtype == "bfloat16" and can_quantise()}
+    llm = check(engine, prompts, drafter, most_differing, tree, target=quantised(form, lm_head), dtype=dtype)
     head = runner_of(llm).drafter._scorer.head
     assert (head is not None) == (drafter == "reduced")
     if head is not None and dtype == "bfloat16":
-        assert (head._quantised is not None) == can_quantise()  # the drafter's own 8 bits, of dequantised rows
+        assert (head._quantised is not None) == tree["draft_int8"]  # the drafter's own 8 bits, of dequantised rows
 
 
 @needs_avx512

@@ -87,8 +87,11 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
     @functools.cached_property
     def operator(self) -> DraftOperator | None:
-        """Runs the head; None: vLLM does.  The weights are packed before first use."""
-        if self.context is None:
+        """Runs the head; None: vLLM does, whose attention layer sends its keys and values to a KV connector.
+
+        The weights are packed before first use.
+        """
+        if self.context is None or self.vllm_config.kv_transfer_config is not None:
             return None
         max_position = self.vllm_config.model_config.max_model_len - 1
         return DraftOperator.make(self.model, self.dtype, self._scratch.capacity, max_position)
