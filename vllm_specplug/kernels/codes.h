@@ -26,29 +26,15 @@ struct Codes {
   const int32_t *exponents, *starts, *list;
 };
 
-// Six bytes hold four weights: the four lower bytes, then 4 bits for each upper one.  This is where an expanded byte is
-// read: the byte of the first 32 weights of a pair of inputs, of the second ones, and the first bit in its eight bytes.
-struct ExpandedBytes {
-  alignas(64) uint8_t first[64]{}, second[64]{}, bit[64]{};
-};
-constexpr ExpandedBytes kExpandedBytes = [] {
-  ExpandedBytes bytes;
-  for (int i = 0; i < 64; ++i) {
-    const int weight = i % 8 / 2;
-    bytes.first[i] = i / 8 * 6 + i % 8 % 6;
-    bytes.second[i] = bytes.first[i] + 16; // its 48 bytes are read with the 16 before them
-    bytes.bit[i] = i % 2 ? 32 + 4 * weight : 8 * weight;
-  }
-  return bytes;
-}();
+// Two pairs of inputs take three lines of 64 bytes, for four vectors of 32 weights: the lower bytes of the first pair, those
+// of its two vectors in turn; those of the second pair; and words of four codes, which are from the upper bits down those of
+// the first pair's second vector, its first one, the second pair's second vector, its first one.
+constexpr int kGroupBytes = 2 * kCodedPairBytes, kCodeBytes = 128; // a group, and where its codes begin
 
 // Expands the weights of a pair of inputs, two vectors of 32.
 class Expander {
  public:
-  explicit Expander(const Codes& codes)
-      : first_(_mm512_load_si512(kExpandedBytes.first)),
-        second_(_mm512_load_si512(kExpandedBytes.second)),
-        bit_(_mm512_load_si512(kExpandedBytes.bit)) {
+  explicit Expander(const Codes& codes) {
     alignas(16) uint8_t uppers[2 * kCodes];
     for (int code = 0; code < kCodes; ++code) {
       uppers[code] = codes.exponents[code];
@@ -56,19 +42,22 @@ class Expander {
     }
     uppers_ = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(uppers)));
   }
-  void expand(const uint8_t* coded, __m512i& first, __m512i& second) const {
-    first = widened(_mm512_permutexvar_epi8(first_, _mm512_loadu_si512(coded)));
-    second = widened(_mm512_permutexvar_epi8(second_, _mm512_loadu_si512(coded + 32)));
+  // SECOND: the second pair of the group.
+  template <bool SECOND>
+  [[gnu::always_inline]] void expand(const uint8_t* group, __m512i& first, __m512i& second) const {
+    const __m512i lower = _mm512_loadu_si512(group + SECOND * 64), codes = _mm512_loadu_si512(group + kCodeBytes);
+    first = with_uppers(lower, SECOND ? _mm512_slli_epi16(codes, 8) : codes);
+    second = with_uppers(_mm512_srli_epi16(lower, 8), SECOND ? _mm512_slli_epi16(codes, 4) : _mm512_srli_epi16(codes, 4));
   }
 
  private:
-  // The upper bytes are looked up by 6 bits, of which 4 matter: the table stands there four times.
-  __m512i widened(__m512i sixes) const {
-    const __m512i words = _mm512_multishift_epi64_epi8(bit_, sixes);
-    return _mm512_mask_permutexvar_epi8(words, 0xaaaaaaaaaaaaaaaa, words, uppers_);
+  // Replaces the upper byte of each word by the one that the upper byte of `codes` stands for.  It is looked up by 6 bits, of
+  // which 4 matter: the table stands there four times.
+  [[gnu::always_inline]] __m512i with_uppers(__m512i lower, __m512i codes) const {
+    return _mm512_mask_permutexvar_epi8(lower, 0xaaaaaaaaaaaaaaaa, codes, uppers_);
   }
 
-  __m512i first_, second_, bit_, uppers_;
+  __m512i uppers_;
 };
 
 // The weights of a block's list from `place` on, in the order of places.
@@ -93,8 +82,10 @@ void for_each_weight(const uint16_t* weight, int64_t outputs, int64_t size, int6
       for (int64_t side = 0; side < 2; ++side) visit(k / 2 * kPairWeights + n * 2 + side, first[n * size + k + side]);
 }
 
-// Returns the numbers of `Codes`, as many for all matrices of a shape; none if too many weights would stand in the lists.
+// Returns the numbers of `Codes`, as many for all matrices of a shape; none if too many weights would stand in the lists, or
+// the inputs cannot be grouped.
 inline std::vector<int32_t> make_codes(const uint16_t* weight, int64_t outputs, int64_t size) {
+  if (size % 4) return {};
   std::array<int64_t, 128> counts{};
   for (int64_t i = 0; i < outputs * size; ++i) ++counts[upper_exponent(weight[i])];
   std::array<int32_t, 128> order;
@@ -129,10 +120,12 @@ inline void code_block(const uint16_t* weight, int64_t outputs, int64_t size, co
   for (int i = kCodes - 1; i >= 0; --i) code[codes.exponents[i]] = i;
   std::fill_n(coded, size / 2 * kCodedPairBytes, 0);
   for_each_weight(weight, outputs, size, block, [&](int64_t place, uint16_t bits) {
-    uint8_t* six = coded + place / 4 * 6;
-    const int number = place % 4, upper = code[upper_exponent(bits)] | bits >> 15 << kSignBit;
-    six[number] = static_cast<uint8_t>(bits);
-    six[4 + number / 2] |= upper << number % 2 * 4;
+    const int64_t pair = place / kPairWeights, word = place % kBlockOutputs;
+    const bool is_second = place / kBlockOutputs % 2; // vector of the pair
+    uint8_t* group = coded + pair / 2 * kGroupBytes;
+    group[pair % 2 * 64 + 2 * word + is_second] = static_cast<uint8_t>(bits);
+    const int upper = code[upper_exponent(bits)] | bits >> 15 << kSignBit;
+    group[kCodeBytes + 2 * word + 1 - pair % 2] |= upper << 4 * is_second;
   });
 }
 

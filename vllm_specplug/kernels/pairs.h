@@ -17,20 +17,29 @@ constexpr int kPairRows = 12;
 constexpr int64_t kPairChunk = 192, kPairChunkBytes = 512 << 10, kPairPanel = 2048;
 // Up to so many rows, the CPU's own fetching is faster than ours: weights of 16 bits, and of 12.
 constexpr int kUnfetchedRows = 5, kUnfetchedCodedRows = 2;
+// How far ahead the weights of up to `kNearRows` rows are fetched, and of more.
+constexpr int kNearRows = 3;
+constexpr int64_t kNearBytes = 6 << 10, kFarBytes = 12 << 10;
 
 // Weights of a block as they lie in memory.
 struct PlainPairs {
   const uint16_t* weights;
   Ahead ahead;
+  // Up to which pair of `count` pairs two at a time can be read by `pair`.
+  int64_t stop(int64_t count) const { return count & ~int64_t{1}; }
+  // SECOND: k is odd.
+  template <bool SECOND>
   [[gnu::always_inline]] void pair(int64_t k, VecUint (&found)[2]) const {
     ahead.fetch<kPairBytes / 64>(k);
     found[0] = load<VecUint>(weights + k * kPairWeights);
     found[1] = load<VecUint>(weights + k * kPairWeights + kPairWeights / 2);
   }
+  // Returns the two pairs where `stop` was, or the last one.
+  const uint16_t* at_stop(int64_t k) const { return weights + k * kPairWeights; }
 };
 
 // Weights of a block in 12 bits, from the pair `first` on.  KEEP: they are also written to `expanded`, where others read
-// them; else it has room for one pair.
+// them; else it has room for two pairs.  `stop` is where a weight of two pairs is listed.
 template <bool KEEP>
 class CodedPairs {
  public:
@@ -40,37 +49,41 @@ class CodedPairs {
         listed_(codes, block, first * kPairWeights),
         first_(first),
         expanded_(expanded),
-        ahead_(ahead) {
-    find_next();
+        ahead_(ahead) {}
+  int64_t stop(int64_t count) const {
+    return listed_.next < listed_.end ? std::min(count, (listed_.next[0] / kPairWeights - first_) & ~int64_t{1}) : count;
   }
-  [[gnu::always_inline]] void pair(int64_t k, VecUint (&found)[2]) {
-    ahead_.fetch<kPairBytes / 64>(k);
+  template <bool SECOND>
+  [[gnu::always_inline]] void pair(int64_t k, VecUint (&found)[2]) const {
+    if (!SECOND) ahead_.fetch<kGroupBytes / 64>(k / 2);
     __m512i lower, upper;
-    expander_.expand(coded_ + k * kCodedPairBytes, lower, upper);
-    uint16_t* const to = expanded_ + (KEEP ? k * kPairWeights : 0);
-    const bool is_listed = __builtin_expect(k == next_, false);
-    if (KEEP || is_listed) {
-      _mm512_store_si512(to, lower);
-      _mm512_store_si512(to + kPairWeights / 2, upper);
-    }
-    if (is_listed) {
-      listed_.write((first_ + k) * kPairWeights, kPairWeights, to);
-      find_next();
-      lower = _mm512_load_si512(to);
-      upper = _mm512_load_si512(to + kPairWeights / 2);
-    }
+    expander_.expand<SECOND>(coded_ + k / 2 * kGroupBytes, lower, upper);
+    if (KEEP) store_pair(expanded_ + k * kPairWeights, lower, upper);
     found[0] = (VecUint)lower;
     found[1] = (VecUint)upper;
   }
+  const uint16_t* at_stop(int64_t k) {
+    ahead_.fetch<kGroupBytes / 64>(k / 2);
+    uint16_t* const to = expanded_ + (KEEP ? k * kPairWeights : 0);
+    __m512i lower, upper;
+    expander_.expand<false>(coded_ + k / 2 * kGroupBytes, lower, upper);
+    store_pair(to, lower, upper);
+    expander_.expand<true>(coded_ + k / 2 * kGroupBytes, lower, upper);
+    store_pair(to + kPairWeights, lower, upper);
+    listed_.write((first_ + k) * kPairWeights, 2 * kPairWeights, to);
+    return to;
+  }
 
  private:
-  // The next pair of which a weight is listed.
-  void find_next() { next_ = listed_.next < listed_.end ? listed_.next[0] / kPairWeights - first_ : -1; }
+  [[gnu::always_inline]] static void store_pair(uint16_t* to, __m512i lower, __m512i upper) {
+    _mm512_store_si512(to, lower);
+    _mm512_store_si512(to + kPairWeights / 2, upper);
+  }
 
   const uint8_t* coded_;
   Expander expander_;
   ListedWeights listed_;
-  int64_t first_, next_;
+  int64_t first_;
   uint16_t* expanded_;
   Ahead ahead_;
 };
@@ -80,14 +93,28 @@ template <int ROWS, typename Weights>
 [[gnu::noinline]] void multiply_pairs(const uint32_t* x, Weights weights, int64_t count, float* sums) {
   Vec totals[ROWS][2];
   std::memcpy(totals, sums, sizeof(totals));
-  for (int64_t k = 0; k < count; ++k, x += ROWS) {
-    VecUint found[2];
-    weights.pair(k, found);
+  VecUint found[2];
+  const auto add = [&](const uint32_t* inputs) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
-      const VecUint value = splat(x[m]);
+      const VecUint value = splat(inputs[m]);
       totals[m][0] = accumulate(totals[m][0], value, found[0]);
       totals[m][1] = accumulate(totals[m][1], value, found[1]);
+    }
+  };
+  for (int64_t k = 0; k < count;) {
+    for (const int64_t stop = weights.stop(count); k < stop; k += 2) {
+      weights.template pair<false>(k, found);
+      add(x + k * ROWS);
+      weights.template pair<true>(k + 1, found);
+      add(x + (k + 1) * ROWS);
+    }
+    if (k == count) break;
+    const uint16_t* read = weights.at_stop(k);
+    for (const int64_t stop = std::min(k + 2, count); k < stop; ++k, read += kPairWeights) {
+      found[0] = load<VecUint>(read);
+      found[1] = load<VecUint>(read + kPairWeights / 2);
+      add(x + k * ROWS);
     }
   }
   std::memcpy(sums, totals, sizeof(totals));
@@ -141,12 +168,15 @@ struct PairProduct {
     std::fill_n(sums, x.rows * kBlockOutputs, 0.0f);
     const int pair_bytes = codes ? kCodedPairBytes : kPairBytes;
     const char* stored = static_cast<const char*>(weight) + block * pairs * pair_bytes;
-    const bool fetches = !is_last && x.rows > (codes ? kUnfetchedCodedRows : kUnfetchedRows);
-    const char* next = fetches ? stored + pairs * pair_bytes : nullptr;
+    const int step_bytes = codes ? kGroupBytes : kPairBytes;
+    // One tile reads the weights once: what is fetched soon follows.  Several ones read a panel in turn, and fetch the
+    // next block meanwhile.
+    const bool fetches = x.rows > (codes ? kUnfetchedCodedRows : kUnfetchedRows) && (x.tiles == 1 || !is_last);
+    const int64_t distance = x.tiles > 1 ? pairs * pair_bytes : x.rows <= kNearRows ? kNearBytes : kFarBytes;
     for (int64_t begin = 0; begin < pairs; begin += kPairPanel) {
       const int64_t count = std::min(kPairPanel, pairs - begin), at = begin * pair_bytes;
       for (int64_t tile = 0; tile < x.tiles; ++tile) {
-        const Ahead ahead(next ? next + at : nullptr, pair_bytes, tile, x.tiles);
+        const Ahead ahead(fetches ? stored + at + distance : nullptr, step_bytes, tile, x.tiles);
         const auto multiply = [&](const auto& weights) {
           multiply_pairs_of<kPairRows>(x.height(tile), x.at(tile, begin), weights, count,
                                        sums + x.first(tile) * kBlockOutputs);

@@ -150,11 +150,12 @@ class CodedBlock {
     ahead_.fetch(step);
     const uint8_t* coded = coded_ + step * kCodedStepBytes;
     uint16_t* const to = slot(step);
-    for (int pair = 0; pair < kStepInputs / 2; ++pair) {
-      __m512i first, second;
-      expander_.expand(coded + pair * kCodedPairBytes, first, second);
-      _mm512_store_si512(to + pair * kPairWeights, first);
-      _mm512_store_si512(to + pair * kPairWeights + kPairWeights / 2, second);
+    for (int group = 0; group < kStepInputs / 4; ++group) {
+      __m512i vectors[4];
+      expander_.expand<false>(coded + group * kGroupBytes, vectors[0], vectors[1]);
+      expander_.expand<true>(coded + group * kGroupBytes, vectors[2], vectors[3]);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(to + (4 * group + i) * (kPairWeights / 2), vectors[i]);
     }
     listed_.write(step * (kStepBytes / 2), kStepBytes / 2, to);
   }
