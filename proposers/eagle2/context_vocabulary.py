@@ -13,6 +13,8 @@ from itertools import islice
 import numpy as np
 import torch
 
+from vllm_specplug.kernels.extra_logits import extra_logits
+
 
 @dataclass
 class _RequestText:
@@ -105,11 +107,7 @@ class ContextVocabulary:
         """
         if self._extra_rows is None:
             return None
-        extra = hidden @ self._extra_rows.T
-        if self._other_requests is not None:
-            width = len(hidden) // len(self._other_requests)
-            extra = extra.masked_fill_(self._other_requests.repeat_interleave(width, dim=0), float("-inf"))
-        return extra
+        return extra_logits(hidden, self._extra_rows, self._other_requests)
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""

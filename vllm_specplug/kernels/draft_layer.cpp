@@ -5,8 +5,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -15,40 +13,10 @@
 #include <optional>
 
 #include "operators.h"
+#include "types.h"
 #include "vectors.h"
 
 namespace {
-
-template <typename T>
-T from_float(float x);
-template <>
-inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-inline Half from_float<Half>(float x) {
-  return x;
-}
-template <>
-inline uint16_t from_float<uint16_t>(float x) {
-  return c10::BFloat16(x).x;
-}
-
-// Calls `visit(T{})` with the type in memory: bfloat16 is read as its bits.
-template <typename Visit>
-void with_type(at::ScalarType dtype, const Visit& visit) {
-  switch (dtype) {
-    case at::kFloat: return visit(float{});
-    case at::kBFloat16: return visit(uint16_t{});
-    case at::kHalf: return visit(Half{});
-    default: TORCH_CHECK(false, "draft_layer: tensors must be float32, bfloat16 or float16");
-  }
-}
-
-template <typename T>
-T* data(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
 
 at::Tensor ints(int64_t count) { return at::empty({count}, at::TensorOptions(at::kInt)); }
 

@@ -18,7 +18,7 @@ class Growth:
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
         self._asked = time.perf_counter()
-        grows = not self.floor or bool(beam_values.sum(dim=1).mean() >= self.floor)
+        grows = not self.floor or float(beam_values.sum()) >= self.floor * len(beam_values)
         return grows and self.budget.may_grow(beam_values)
 
     def scored(self, level: int) -> None:

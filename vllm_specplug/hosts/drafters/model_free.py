@@ -81,12 +81,13 @@ def _warm_up(options: TreeOptions, proposer: Proposer, vocab_size: int) -> None:
 def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftContext:
     """Make the context from vLLM's batch; ``wanted`` bool ``[num_reqs]``, see ``DraftContext``."""
     num_reqs = input_batch.num_reqs
-    token_ids = torch.from_numpy(input_batch.token_ids_cpu[:num_reqs])
-    num_tokens = torch.from_numpy(input_batch.num_tokens_no_spec[:num_reqs]).long()
+    token_ids = input_batch.token_ids_cpu[:num_reqs]
+    num_tokens = input_batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
+    roots = token_ids[np.arange(num_reqs), np.maximum(num_tokens - 1, 0)].astype(np.int64)
     return DraftContext(
-        root_token_ids=token_ids.gather(1, (num_tokens - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long(),
-        token_ids=token_ids,
-        num_tokens=num_tokens,
+        root_token_ids=torch.from_numpy(roots),
+        token_ids=torch.from_numpy(token_ids),
+        num_tokens=torch.from_numpy(num_tokens),
         request_ids=tuple(input_batch.req_ids),
         wanted=torch.from_numpy(wanted),
         vocab_size=vocab_size,

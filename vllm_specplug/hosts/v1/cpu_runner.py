@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -93,12 +94,12 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         assert rows.commit_rows is not None
         sources, targets = plan.source_rows.numpy(), plan.target_rows.numpy()
         written = sources >= 0 if rows.all_rows else sources != targets
-        sources, targets = torch.from_numpy(sources[written]), torch.from_numpy(targets[written])
-        if not targets.numel():
+        sources, targets = sources[written], targets[written]
+        if not len(targets):
             return
         if not rows.all_rows:
-            sources = torch.searchsorted(rows.commit_rows, sources)
+            sources = np.searchsorted(rows.commit_rows.numpy(), sources)
         for alike, kept in zip(self.alike_layers, rows.kept, strict=True):
-            slots = self.input_batch.block_table[alike.group].slot_mapping.gpu[targets]
+            slots = self.input_batch.block_table[alike.group].slot_mapping.gpu.numpy()[targets]
             isa = next(iter(alike.layers.values())).isa
-            write_rows(kept, alike.caches, isa, sources, slots)
+            write_rows(kept, alike.caches, isa, torch.from_numpy(sources), torch.from_numpy(slots))

@@ -176,7 +176,7 @@ class TreeModelRunner(DraftPhase, ABC):
         tree, row_start, num_rows = step.tree, step.row_start.numpy(), step.tree.num_rows.numpy()
         num_reqs, width = tree.parents.shape
         context_lens = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs]
-        layout = lay_out(tree, context_lens, int(tree.depths.max()))
+        layout = lay_out(tree, context_lens, int(tree.depths.numpy().max()))
         valid = (np.arange(width) < num_rows[:, None]) & step.is_masked[:, None]
         flat_rows = torch.from_numpy((row_start[:, None] + np.arange(width))[valid])
         positions = torch.from_numpy(layout.positions.numpy()[valid])
@@ -265,10 +265,10 @@ class TreeModelRunner(DraftPhase, ABC):
 
     def _walk(self, step: StagedStep, logits: torch.Tensor) -> Any:
         num_reqs = self.input_batch.num_reqs
-        active = torch.from_numpy(~self.discard_request_mask.np[:num_reqs])
-        walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, active)
+        active = ~self.discard_request_mask.np[:num_reqs]
+        walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, torch.from_numpy(active))
         after_forward(self, walk, step.row_start, step.num_tokens)
-        self.serving_budget.accepted(int(walk.num_emitted.sum() - active.sum()), num_reqs)
+        self.serving_budget.accepted(int(walk.num_emitted.numpy().sum() - active.sum()), num_reqs)
         self.reloading.walked(self.input_batch.req_ids, step.tree, walk)
         self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
         self._step = None
@@ -281,7 +281,7 @@ class TreeModelRunner(DraftPhase, ABC):
         self.drafter.follow(plan)
 
     def _count(self, step: StagedStep) -> None:
-        if int(step.tree.num_rows.max()) > 1:
+        if step.tree.num_rows.numpy().max() > 1:
             self._counters.add("steps")
             self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
             if self.input_batch.sampling_metadata.max_num_logprobs == -1:
