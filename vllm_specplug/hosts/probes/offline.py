@@ -25,6 +25,8 @@ def start_engine(
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
+    # vLLM discards what it samples at a part of a prompt, and winds the request's generator back: on a CPU it cannot.
+    whole_prompts = {"enable_chunked_prefill": False} if temperature and current_platform.is_cpu() else {}
     llm = LLM(
         str(target),
         dtype=str(compute_dtype(current_platform.device_type)).removeprefix("torch."),
@@ -32,6 +34,7 @@ def start_engine(
         max_num_seqs=96 if current_platform.is_cpu() else 1024,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        **whole_prompts,
     )
 
     def generate(prompts: list[list[int]], seeds: list[int]) -> Iterator[tuple[int, list[int]]]:
