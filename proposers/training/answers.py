@@ -133,6 +133,16 @@ def select_draft_vocabulary(answers: Iterable[Answer], size: int, vocab_size: in
     return torch.tensor(sorted(order[:size]))
 
 
+def adapted_vocabulary(ids: torch.Tensor, answers: Iterable[Answer], end_ids: list[int]) -> torch.Tensor:
+    """Put ids that the answers have into a draft vocabulary of the same size: int64 [draft_vocab], ascending.
+
+    They replace the highest ids that the answers do not have: a tokenizer gives rare tokens high ids.
+    """
+    counts = Counter(token for answer in answers for token in answer.answer_ids)
+    kept = [*end_ids, *(token for token, _ in counts.most_common()), *ids.tolist()]
+    return torch.tensor(sorted(list(dict.fromkeys(kept))[: ids.numel()]))
+
+
 def _conversation(line: str, file: Path, number: int) -> Conversation:
     place = f"{file}, line {number}"
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +14,15 @@ import torch
 from vllm_specplug.utils.lazy import load
 
 from ..eagle2.alignment import ATTENTIONS
-from .answers import Answer, content_hash, read_answers, read_prompts, select_draft_vocabulary
+from ..eagle2.checkpoint import CheckpointError, load_head, target_ids
+from .answers import (
+    Answer,
+    adapted_vocabulary,
+    content_hash,
+    read_answers,
+    read_prompts,
+    select_draft_vocabulary,
+)
 from .data import ANSWER_PROMPTS, ANSWERS_NAME, FEATURES_NAME
 from .features import FeatureSet, end_ids_of, extract, has_layer_features, load_features, read_target_config
 from .options import flag_of
@@ -167,7 +175,7 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     dev = None
     if args.dev_answers:
         dev = features_of(read_answers(args.dev_answers), features.with_name("dev_features"))
-    return _material(answers, features_of(answers, features), dev, options, target_config)
+    return _material(args, answers, features_of(answers, features), dev, options, target_config)
 
 
 def _recorded_material(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], config) -> Material:
@@ -177,11 +185,16 @@ def _recorded_material(args: argparse.Namespace, options: LoopOptions, layers: t
     if args.dev_answers:
         raise ValueError(f"{args.data} was recorded by a server: leave --dev-answers out, or use `specplug data`")
     data = read_recorded(args.data, config["vocab_size"])
-    return _material(answers_of(data), data, None, options, config)
+    return _material(args, answers_of(data), data, None, options, config)
 
 
 def _material(
-    answers: list[Answer], data: FeatureSet, dev: FeatureSet | None, options: LoopOptions, target_config: dict
+    args: argparse.Namespace,
+    answers: list[Answer],
+    data: FeatureSet,
+    dev: FeatureSet | None,
+    options: LoopOptions,
+    target_config: dict,
 ) -> Material:
     facts = {
         "data_sha256": content_hash(answers),
@@ -189,6 +202,17 @@ def _material(
         "answer_tokens": sum(len(answer.answer_ids) for answer in answers),
         "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
     }
-    size, end_ids = options.draft_vocab_size, end_ids_of(target_config)
-    draft_ids = select_draft_vocabulary(answers, size, target_config["vocab_size"], end_ids)
+    draft_ids = _draft_vocabulary(answers, options.draft_vocab_size, target_config, args.init_from)
     return Material(data, dev, draft_ids, facts)
+
+
+def _draft_vocabulary(answers: list[Answer], size: int, target_config: dict, init_from: str | None) -> torch.Tensor:
+    """int64 [draft_vocab]: of a head to start from, what it has and the answers lack stays where there is room."""
+    end_ids = end_ids_of(target_config)
+    state = {}
+    with suppress(CheckpointError):  # the task refuses it, or it is of another kind
+        state = load_head(init_from)[1] if init_from else {}
+    if "d2t" not in state or len(state["d2t"]) != size:
+        return select_draft_vocabulary(answers, size, target_config["vocab_size"], end_ids)
+    ids = target_ids(state["d2t"])
+    return ids if "lm_head.weight" in state else adapted_vocabulary(ids, answers, end_ids)

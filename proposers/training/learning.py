@@ -16,7 +16,6 @@ import json
 import logging
 import random
 import shutil
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.published import Published, current_folder, is_published, publish, read_current
 
 from ..eagle2.checkpoint import CONFIG_NAME, CheckpointInfo, validate_checkpoint
+from .answers import adapted_vocabulary
 from .comparison import MIN_ANSWERS, HeldOut, compare, is_better, measure
 from .eagle import EagleOptions, EagleTask, load_trained
 from .features import FeatureSet, end_ids_of, join, read_target_config, target_head
@@ -332,16 +332,6 @@ class Learner:
         lines.append(json.dumps({"round": outcome.plan.number, "published_version": version, **outcome.facts}))
         with replacing(file) as temporary:
             temporary.write_text("\n".join(lines) + "\n")
-
-
-def adapted_vocabulary(ids: torch.Tensor, answers: Iterable, end_ids: list[int]) -> torch.Tensor:
-    """Put ids that the answers have into a draft vocabulary of the same size: int64 [draft_vocab], ascending.
-
-    They replace the highest ids that the answers do not have: a tokenizer gives rare tokens high ids.
-    """
-    counts = Counter(token for answer in answers for token in answer.answer_ids)
-    kept = [*end_ids, *(token for token, _ in counts.most_common()), *ids.tolist()]
-    return torch.tensor(sorted(list(dict.fromkeys(kept))[: ids.numel()]))
 
 
 def _within(files: Iterable[Path], limit: int) -> list[Path]:

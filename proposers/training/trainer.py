@@ -39,7 +39,9 @@ class LoopOptions:
     weight_decay: float = option(0.05, "weight decay of AdamW", low=0)
     clip: float = option(1.0, "largest norm of the gradient (0: no limit)", low=0)
     clip_value: float = option(0.0, "largest absolute value of an element of the gradient (0: no limit)", low=0)
-    draft_vocab_size: int = option(8192, "size of the draft vocabulary: the most frequent tokens of the data", low=1)
+    draft_vocab_size: int = option(
+        8192, "size of the draft vocabulary: the most frequent tokens of the data, then those of --init-from", low=1
+    )
     seed: int = option(0, "seed of the initial weights, the order of the data and the noise", low=0)
 
     def __post_init__(self):

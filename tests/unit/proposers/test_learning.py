@@ -16,10 +16,10 @@ from tests.doubles import tiny
 from tests.unit.proposers.test_recorded import recorded_from
 from vllm_specplug.config import parse_options, resolve_drafter
 from vllm_specplug.proposers.training import comparison, learning
-from vllm_specplug.proposers.training.answers import Answer
+from vllm_specplug.proposers.training.answers import Answer, adapted_vocabulary
 from vllm_specplug.proposers.training.eagle import EagleOptions, load_trained
 from vllm_specplug.proposers.training.features import extract, load_features
-from vllm_specplug.proposers.training.learning import Learner, adapted_vocabulary
+from vllm_specplug.proposers.training.learning import Learner
 from vllm_specplug.proposers.training.log import read_log
 from vllm_specplug.proposers.training.recorded import shard_files
 from vllm_specplug.tools import cli

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from tests.doubles.trained import DRAFT, HIDDEN, VOCAB, make_answers
-from vllm_specplug.proposers.eagle2.checkpoint import load_head, validate_checkpoint
+from vllm_specplug.proposers.eagle2.checkpoint import load_head, save_head, validate_checkpoint
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig
 from vllm_specplug.proposers.training import answers as answer_files
-from vllm_specplug.proposers.training import eagle, features, loop, losses, trainer
+from vllm_specplug.proposers.training import command, eagle, features, loop, losses, trainer
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
 from vllm_specplug.proposers.training.trees import tree_tau
@@ -330,3 +330,18 @@ def test_trees_and_chains_accept_what_the_head_drafts():
     assert tokens / cycles >= 3.0
     wide = tree_tau(head, text, embedding, lm_head, ids, nodes=VOCAB, depth=1, beam=VOCAB)
     assert wide == [(30, 15)]  # one level that holds every token: always accepted, never more
+
+
+def test_further_training_keeps_the_draft_vocabulary(tmp_path):
+    """Where there is room; that of a head with its own LM head stays as it is."""
+    answers, config = [Answer("", [1, 2], [30, 31])], {"vocab_size": 40, "eos_token_id": 0}
+    ids = torch.arange(10, 18)
+    for name, more in (("shared", {}), ("own", {"lm_head.weight": torch.zeros(8, 4)})):
+        save_head(tmp_path / name, {}, {"d2t": ids - torch.arange(8), **more})
+    new = command._draft_vocabulary(answers, 8, config, None)
+    assert {0, 30, 31} <= set(new.tolist()) and len(new) == 8
+    kept = command._draft_vocabulary(answers, 8, config, str(tmp_path / "shared"))
+    assert kept.tolist() == [0, 10, 11, 12, 13, 14, 30, 31]
+    assert torch.equal(command._draft_vocabulary(answers, 8, config, str(tmp_path / "own")), ids)
+    assert torch.equal(command._draft_vocabulary(answers, 8, config, str(tmp_path)), new)  # refused later
+    assert len(command._draft_vocabulary(answers, 6, config, str(tmp_path / "shared"))) == 6
