@@ -72,7 +72,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
     parser.add_argument("--threads", metavar="N", type=int, help="CPU threads (default: torch chooses)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto (default: %(default)s)")
     if not training:
-        parser.set_defaults(dev_answers=None)
+        parser.set_defaults(dev_answers=None, init_from=None)
         return
     parser.add_argument(
         "--dev-answers", metavar="FILE", help="file of answers on which acceptance is measured; they are not trained on"
