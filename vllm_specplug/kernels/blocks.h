@@ -39,10 +39,10 @@ struct Ahead {
     at_ = static_cast<const char*>(at) + part * share * 64;
     lines_ = at ? std::clamp(lines - part * share, 0, share) : 0;
   }
-  // MOST: a bound of the lines of a step; three are fetched without a loop.
+  // MOST: a bound of the lines of a step; four are fetched without a loop.
   template <int MOST = 64>
   void fetch(int64_t step) const {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
     for (int line = 0; line < MOST && line < lines_; ++line)
       __builtin_prefetch(at_ + step * step_bytes_ + line * 64, 0, 2);
   }

@@ -30,7 +30,7 @@ struct PlainPairs {
   // SECOND: k is odd.
   template <bool SECOND>
   [[gnu::always_inline]] void pair(int64_t k, VecUint (&found)[2]) const {
-    ahead.fetch<kPairBytes / 64>(k);
+    if (!SECOND) ahead.fetch<2 * kPairBytes / 64>(k / 2);
     found[0] = load<VecUint>(weights + k * kPairWeights);
     found[1] = load<VecUint>(weights + k * kPairWeights + kPairWeights / 2);
   }
@@ -168,7 +168,6 @@ struct PairProduct {
     std::fill_n(sums, x.rows * kBlockOutputs, 0.0f);
     const int pair_bytes = codes ? kCodedPairBytes : kPairBytes;
     const char* stored = static_cast<const char*>(weight) + block * pairs * pair_bytes;
-    const int step_bytes = codes ? kGroupBytes : kPairBytes;
     // One tile reads the weights once: what is fetched soon follows.  Several ones read a panel in turn, and fetch the
     // next block meanwhile.
     const bool fetches = x.rows > (codes ? kUnfetchedCodedRows : kUnfetchedRows) && (x.tiles == 1 || !is_last);
@@ -176,7 +175,7 @@ struct PairProduct {
     for (int64_t begin = 0; begin < pairs; begin += kPairPanel) {
       const int64_t count = std::min(kPairPanel, pairs - begin), at = begin * pair_bytes;
       for (int64_t tile = 0; tile < x.tiles; ++tile) {
-        const Ahead ahead(fetches ? stored + at + distance : nullptr, step_bytes, tile, x.tiles);
+        const Ahead ahead(fetches ? stored + at + distance : nullptr, 2 * pair_bytes, tile, x.tiles);
         const auto multiply = [&](const auto& weights) {
           multiply_pairs_of<kPairRows>(x.height(tile), x.at(tile, begin), weights, count,
                                        sums + x.first(tile) * kBlockOutputs);
