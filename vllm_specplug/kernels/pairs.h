@@ -128,6 +128,31 @@ void multiply_pairs_of(int64_t rows, const uint32_t* x, const Weights& weights, 
   }
 }
 
+// Copies x[4][pairs] to to[pairs][stride], whose first four numbers of a pair are written.
+inline void interleave(const uint32_t* x, int64_t pairs, int64_t stride, uint32_t* to) {
+  int64_t k = 0;
+  for (; k + 16 <= pairs; k += 16, to += 16 * stride) {
+    __m512i rows[4];
+    for (int row = 0; row < 4; ++row) rows[row] = _mm512_loadu_si512(x + row * pairs + k);
+    const __m512i first = _mm512_unpacklo_epi32(rows[0], rows[1]), second = _mm512_unpackhi_epi32(rows[0], rows[1]);
+    const __m512i third = _mm512_unpacklo_epi32(rows[2], rows[3]), fourth = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    // In its quarter q, number n of these has the pair 4 * q + n.
+    const __m512i found[4] = {_mm512_unpacklo_epi64(first, third), _mm512_unpackhi_epi64(first, third),
+                              _mm512_unpacklo_epi64(second, fourth), _mm512_unpackhi_epi64(second, fourth)};
+    for (int n = 0; n < 4; ++n) {
+      const auto write = [&](int quarter, __m128i numbers) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (4 * quarter + n) * stride), numbers);
+      };
+      write(0, _mm512_castsi512_si128(found[n]));
+      write(1, _mm512_extracti32x4_epi32(found[n], 1));
+      write(2, _mm512_extracti32x4_epi32(found[n], 2));
+      write(3, _mm512_extracti32x4_epi32(found[n], 3));
+    }
+  }
+  for (; k < pairs; ++k, to += stride)
+    for (int row = 0; row < 4; ++row) to[row] = x[row * pairs + k];
+}
+
 // A chunk of rows in tiles of nearly equal height, each [pairs][height].
 class PairTiles {
  public:
@@ -137,10 +162,15 @@ class PairTiles {
     auto* to = reinterpret_cast<uint32_t*>(memory.at_least(2 * rows * pairs));
     transposed_ = to;
     at::parallel_for(0, tiles, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t tile = begin; tile < end; ++tile)
-        for (int64_t row = 0; row < height(tile); ++row)
-          for (int64_t k = 0; k < pairs; ++k)
-            to[first(tile) * pairs + k * height(tile) + row] = x[(first(tile) + row) * pairs + k];
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const uint32_t* from = x + first(tile) * pairs;
+        uint32_t* const tiled = to + first(tile) * pairs;
+        const int64_t rows = height(tile);
+        int64_t row = 0;
+        for (; row + 4 <= rows; row += 4) interleave(from + row * pairs, pairs, rows, tiled + row);
+        for (; row < rows; ++row)
+          for (int64_t k = 0; k < pairs; ++k) tiled[k * rows + row] = from[row * pairs + k];
+      }
     });
   }
   int64_t first(int64_t tile) const { return tile * rows / tiles; }
