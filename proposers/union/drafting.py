@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,12 @@ import torch
 from vllm_specplug.budget.calibration import sigmoid
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.outcomes import common_requests
-from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.core.pruning import prune, rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
 from vllm_specplug.proposers.union.learning import MergeLearner, ValuedMerge
 from vllm_specplug.proposers.union.merge import DRAFTED, Merged, merge
 from vllm_specplug.proposers.union.options import UnionOptions
-from vllm_specplug.types import Draft
+from vllm_specplug.types import PADDING, Draft
 from vllm_specplug.utils.compiled import compiled
 
 #: Most requests whose records are kept, for callers that never report ended requests.
@@ -58,6 +59,7 @@ class UnionProposer(MergeLearner):
             for method, source in zip(methods, options.sources, strict=True)
         ]
         self._guards = [Guard(f"{name} (in a union)") for name in self.names]
+        self._log_floor = math.log(options.node_floor) if options.node_floor > 0 else -math.inf
         self._last_draft: _LastDraft | None = None
         #: By request: accepted and expected nodes of each source, ``[num_sources, 2]``, with decay.
         self._records: dict[str, np.ndarray] = {}
@@ -75,8 +77,8 @@ class UnionProposer(MergeLearner):
             # The model drafter comes last: whether it is worth its cost depends on the other drafts.  The runner
             # reports its failures.
             drafts[self._sources.index(None)] = context.draft_by_model(_expected(drafts, len(context.request_ids)))
-        merged = merge(drafts, len(context.request_ids))
-        return self._select(merged, context)
+        alone = self._only_by_model(drafts)
+        return alone if alone is not None else self._select(merge(drafts, len(context.request_ids)), context)
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget ended requests, and report them to the sources."""
@@ -97,6 +99,23 @@ class UnionProposer(MergeLearner):
         draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
         source_bits = _gather(valued.source_bits, np.ascontiguousarray(rows.numpy()))
         return Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
+
+    def _only_by_model(self, drafts: list[Draft | None]) -> Draft | None:
+        """Return the model drafter's draft with its own values, if no other source drafted a node; else None.
+
+        Most steps have no match: merging would take time and change little.
+        """
+        source = self._sources.index(None) if None in self._sources else None
+        draft = None if source is None else drafts[source]
+        if draft is None or draft.tree.token_ids.shape[1] > self.options.num_speculative_tokens + 1:
+            return None
+        if any(other is not None and other.tree.num_rows.numpy().max() > 1 for other in drafts if other is not draft):
+            return None
+        is_node = draft.tree.parents.numpy() != PADDING
+        bits = torch.from_numpy(is_node.astype(np.int64) << source)
+        draft = Draft(draft.tree, draft.log_values, self.names, bits)
+        kept = draft.log_values.numpy() >= self._log_floor
+        return prune(draft, torch.from_numpy(kept)) if (is_node & ~kept).any() else draft
 
     def _learn(self, context: DraftContext) -> None:
         """Compare the last draft with the tokens that the target has chosen since."""

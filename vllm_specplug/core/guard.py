@@ -74,9 +74,8 @@ def check_draft(draft: Draft, context: DraftContext, num_nodes: int | None) -> D
         ValueError: the draft is invalid; the message states why.
     """
     tree, num_reqs = draft.tree, len(context.request_ids)
-    token_ids, parents, depths, num_rows = arrays = [
-        values.cpu().numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)
-    ]
+    given = (tree.token_ids, tree.parents, tree.depths, tree.num_rows)
+    token_ids, parents, depths, num_rows = arrays = [values.cpu().numpy() for values in given]
     log_values = draft.log_values.float().cpu().numpy()
     width = token_ids.shape[1] if token_ids.ndim == 2 else 0
     shape = (num_reqs, width)
@@ -87,24 +86,20 @@ def check_draft(draft: Draft, context: DraftContext, num_nodes: int | None) -> D
         raise ValueError(_message(NUM_ROWS, width, context))
     if not integers:
         raise ValueError("token_ids, parents, depths and num_rows must be integers")
-    # Copies, edited in place below: a proposer may keep its tensors.
-    new_rows, new_values = np.empty((3, *shape), dtype=np.int64), np.array(log_values, order="C")
-    new_rows[0], new_rows[1], new_rows[2] = token_ids, parents, depths
-    kept = np.array(num_rows, dtype=np.int64)
-    error = _find_error(new_rows, kept, new_values, int(context.vocab_size))
+    error, *checked = _checked(
+        *(np.ascontiguousarray(values, np.int64) for values in arrays),
+        np.ascontiguousarray(log_values),
+        np.ascontiguousarray(context.root_token_ids.numpy(), np.int64),
+        np.ascontiguousarray(context.wanted.numpy(), np.bool_),
+        width if num_nodes is None else num_nodes + 1,
+        int(context.vocab_size),
+    )
     if error:
         raise ValueError(_message(error, width, context))
-    _trim(
-        new_rows,
-        kept,
-        new_values,
-        np.ascontiguousarray(context.root_token_ids.numpy(), dtype=np.int64),
-        np.ascontiguousarray(context.wanted.numpy(), dtype=np.bool_),
-        width if num_nodes is None else num_nodes + 1,
-    )
-    tree = TokenTree(*torch.from_numpy(new_rows), torch.from_numpy(kept))
+    *rows, log_values = map(torch.from_numpy, checked)
+    tree = TokenTree(*rows)
     bits = None if draft.source_bits is None else draft.source_bits.masked_fill(tree.parents == PADDING, 0)
-    return replace(draft, tree=tree, log_values=torch.from_numpy(new_values), source_bits=bits)
+    return replace(draft, tree=tree, log_values=log_values, source_bits=bits)
 
 
 #: Errors of a draft, the first of which is reported.
@@ -122,26 +117,48 @@ def _message(error: int, width: int, context: DraftContext) -> str:
 
 
 @compiled
-def _find_error(rows: np.ndarray, num_rows: np.ndarray, log_values: np.ndarray, vocab_size: int) -> int:
-    """Return the first error of a draft, 0 if there is none.
+def _checked(
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    num_rows: np.ndarray,
+    log_values: np.ndarray,
+    root_token_ids: np.ndarray,
+    wanted: np.ndarray,
+    max_rows: int,
+    vocab_size: int,
+) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Find the first error of a draft; set the roots of copies, and turn the rows that are not kept into padding.
 
     Args:
-        rows: int64 ``[3, num_reqs, num_rows]``; token ids, parents and depths; any numbers.
+        token_ids, parents, depths: int64 ``[num_reqs, width]``; any numbers.
         num_rows: int64 ``[num_reqs]``; any numbers.
-        log_values: float32 ``[num_reqs, num_rows]``; any numbers.
+        log_values: float32 ``[num_reqs, width]``; any numbers.
+        root_token_ids: int64 ``[num_reqs]``.
+        wanted: bool ``[num_reqs]``; where false only the root is kept.
+        max_rows: rows to keep, at least 1.
         vocab_size: token ids must be below.
+
+    Returns:
+        The error, 0 if there is none, and copies of the first five arguments, which are useless with an error.
     """
-    token_ids, parents, depths = rows[0], rows[1], rows[2]
     num_reqs, width = token_ids.shape
+    new_ids, new_parents = np.full((num_reqs, width), PADDING, np.int64), np.full((num_reqs, width), PADDING, np.int64)
+    new_depths = np.zeros((num_reqs, width), np.int64)
+    new_values = np.full((num_reqs, width), np.float32(-np.inf), np.float32)
+    kept = np.ones(num_reqs, np.int64)
+    error = NO_ERROR
     for request in range(num_reqs):
         if not 1 <= num_rows[request] <= width:
-            return NUM_ROWS
-    error = NO_ERROR
+            return NUM_ROWS, new_ids, new_parents, new_depths, kept, new_values
     for request in range(num_reqs):
         if depths[request, 0] != 0:
             error = min(error, DEPTHS)
         if log_values[request, 0] != 0:  # NaN, too
             error = min(error, LOG_VALUES)
+        new_ids[request, 0], new_values[request, 0] = root_token_ids[request], 0.0
+        if wanted[request]:
+            kept[request] = min(num_rows[request], max_rows)
         for row in range(1, num_rows[request]):
             if not 0 <= token_ids[request, row] < vocab_size:
                 error = min(error, TOKEN_IDS)
@@ -153,30 +170,7 @@ def _find_error(rows: np.ndarray, num_rows: np.ndarray, log_values: np.ndarray, 
                 error = min(error, DEPTHS)
             if not log_values[request, row] <= log_values[request, parent]:  # false for NaN
                 error = min(error, LOG_VALUES)
-    return 0 if error == NO_ERROR else error
-
-
-@compiled
-def _trim(
-    rows: np.ndarray,
-    num_rows: np.ndarray,
-    log_values: np.ndarray,
-    root_token_ids: np.ndarray,
-    wanted: np.ndarray,
-    max_rows: int,
-) -> None:
-    """Set the roots of a valid draft and turn the rows that are not kept into padding, in place.
-
-    Args:
-        rows, num_rows, log_values: as ``_find_error`` takes them.
-        root_token_ids: int64 ``[num_reqs]``.
-        wanted: bool ``[num_reqs]``; where false only the root is kept.
-        max_rows: rows to keep, at least 1.
-    """
-    for request in range(len(num_rows)):
-        kept = min(num_rows[request], max_rows) if wanted[request] else 1
-        num_rows[request] = kept
-        rows[0, request, 0], rows[1, request, 0], log_values[request, 0] = root_token_ids[request], PADDING, 0.0
-        rows[:2, request, kept:] = PADDING
-        rows[2, request, kept:] = 0
-        log_values[request, kept:] = -np.inf
+            if row < kept[request]:
+                new_ids[request, row], new_parents[request, row] = token_ids[request, row], parent
+                new_depths[request, row], new_values[request, row] = depths[request, row], log_values[request, row]
+    return 0 if error == NO_ERROR else error, new_ids, new_parents, new_depths, kept, new_values

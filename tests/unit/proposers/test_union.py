@@ -191,6 +191,23 @@ def test_the_model_drafter_comes_last_and_may_draft_nothing():
         assert received == [[0.75]] and {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
 
 
+def test_a_draft_of_the_model_alone_is_not_merged():
+    """Its values stay as they are, nothing is learned from it, and nodes below the minimum value are left out."""
+    empty = as_draft(to_tree([[(ROOTS[0], -1)]]))
+    rows = [(ROOTS[0], -1), (5, 0), (6, 0), (7, 1)]
+    model = Draft(to_tree([rows]), torch.tensor([[0.0, math.log(0.7), math.log(0.04), math.log(0.5)]]))
+    found = rows_context(draft_by_model=lambda expected: model)
+    for others in ((), (empty,), (RuntimeError("no"), empty)):
+        union = make(*map(Fixed, others), None, num_nodes=3, min_node_value=0.05)
+        draft = union.propose(found)
+        assert to_rows(draft.tree, 0) == [rows[0], rows[1], (7, 1)] and union._last_draft is None
+        assert draft.log_values[0].exp().tolist() == pytest.approx([1.0, 0.7, 0.5])
+        assert draft.source_bits.tolist() == [[0, 1 << len(others), 1 << len(others)]]
+    assert make(None, num_nodes=2).propose(found).tree.num_rows.tolist() == [3]  # more nodes than the union keeps
+    merged = make(Fixed(as_draft(to_tree([[(ROOTS[0], -1), (9, 0)]]))), None)
+    assert 9 in merged.propose(found).tree.token_ids[0].tolist() and merged._last_draft is not None
+
+
 def test_no_source_drafts_anything():
     nothing = as_draft(to_tree([[(ROOTS[0], -1)], [(ROOTS[1], -1)]]))
     for source in (Fixed(nothing), Fixed(RuntimeError("no")), Fixed(None), None):
