@@ -16,7 +16,7 @@ from vllm_specplug.core.pruning import prune, rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
 from vllm_specplug.proposers.union.learning import MergeLearner, ValuedMerge
 from vllm_specplug.proposers.union.merge import DRAFTED, Merged, merge
-from vllm_specplug.proposers.union.options import UnionOptions
+from vllm_specplug.proposers.union.options import CHEAP_NODES, UnionOptions
 from vllm_specplug.types import PADDING, Draft
 from vllm_specplug.utils.compiled import compiled
 
@@ -98,7 +98,17 @@ class UnionProposer(MergeLearner):
         options, pool = self.options, valued.pool
         draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
         source_bits = _gather(valued.source_bits, np.ascontiguousarray(rows.numpy()))
-        return Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
+        draft = Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
+        return self._without_costly(draft) if options.costly_node_floor > options.node_floor else draft
+
+    def _without_costly(self, draft: Draft) -> Draft:
+        """Leave out nodes below ``costly_node_floor`` that are not among the best ``CHEAP_NODES`` of their tree."""
+        if (draft.tree.num_rows.numpy() <= CHEAP_NODES + 1).all():
+            return draft
+        values = draft.log_values.numpy()
+        last_cheap = np.partition(values[:, 1:], -CHEAP_NODES, axis=1)[:, -CHEAP_NODES]
+        floors = np.minimum(last_cheap, math.log(self.options.costly_node_floor))
+        return prune(draft, torch.from_numpy(values >= floors[:, None]))
 
     def _only_by_model(self, drafts: list[Draft | None]) -> Draft | None:
         """Return the model drafter's draft with its own values, if no other source drafted a node; else None.

@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -206,6 +207,19 @@ def test_a_draft_of_the_model_alone_is_not_merged():
     assert make(None, num_nodes=2).propose(found).tree.num_rows.tolist() == [3]  # more nodes than the union keeps
     merged = make(Fixed(as_draft(to_tree([[(ROOTS[0], -1), (9, 0)]]))), None)
     assert 9 in merged.propose(found).tree.token_ids[0].tolist() and merged._last_draft is not None
+
+
+def test_nodes_behind_the_best_eight_need_a_higher_value():
+    values = [0.4, 0.1, *[0.4] * 8, 0.2]
+    rows = [(ROOTS[0], -1), *((token, 0) for token in range(10, 10 + len(values)))]
+    draft = Draft(to_tree([rows]), torch.tensor([[0.0, *map(math.log, values)]]))
+    kept = {None: {10, *range(12, 20)}, 0.06: set(range(10, 21)), 0.15: {10, *range(12, 21)}}
+    for floor, token_ids in kept.items():
+        union = make(Fixed(draft))
+        union.options = replace(union.options, min_node_value=floor)
+        tree = union.propose(rows_context()).tree
+        assert {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
+    assert UnionOptions(sources=[{"method": "lookup"}], budget="measured").costly_node_floor == 0.01
 
 
 def test_no_source_drafts_anything():
