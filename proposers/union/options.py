@@ -17,8 +17,9 @@ from vllm_specplug.config import (
 from vllm_specplug.proposer import find_method
 
 #: With a fixed budget on a CPU, so many nodes are verified from a low value on.  Rows behind them cost more, and the
-#: values of deep nodes are less certain.  On an EPYC in bfloat16, values from 0.3 to 0.5 were equally fast, 0.16 was slower.
+#: values of deep nodes are less certain.  On an EPYC in bfloat16, 0.3 to 0.5 were equally fast, 0.16 slower.
 CHEAP_NODES, COSTLY_NODE_FLOOR = 8, 0.3
+
 #: There are ``3 ** num_sources`` patterns of agreement, each with its own weights.
 MAX_SOURCES = 4
 
