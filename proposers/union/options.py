@@ -17,7 +17,7 @@ from vllm_specplug.config import (
 from vllm_specplug.proposer import find_method
 
 #: With a fixed budget on a CPU, so many nodes are verified from a low value on.  Rows behind them cost more, and the
-#: values of deep nodes are less certain.  On an EPYC in bfloat16, 0.3 to 0.5 were equally fast, 0.16 slower.
+#: values of deep nodes are less certain (docs/measurements.md has times of other floors).
 CHEAP_NODES, COSTLY_NODE_FLOOR = 8, 0.3
 
 #: There are ``3 ** num_sources`` patterns of agreement, each with its own weights.
@@ -46,7 +46,8 @@ class UnionOptions(TreeOptions):
         sources: options of each source, given as dictionaries, each with its ``method``.  A source drafts up to its own
             ``num_speculative_tokens`` nodes; the union keeps the best of all of them.
         min_node_value: nodes below this estimated acceptance probability are not verified; by default 0.06 with a fixed
-            budget, 0.01 with a measured one.  By default and with a fixed budget, nodes behind the best 8 need 0.3.
+            budget, 0.01 with a measured one.  By default, a union with a fixed budget on a CPU verifies nodes behind
+            the best 8 from 0.3 on.
     """
 
     method: ClassVar[str] = "union"

@@ -128,7 +128,7 @@ void multiply_pairs_of(int64_t rows, const uint32_t* x, const Weights& weights, 
   }
 }
 
-// Copies x[4][pairs] to to[pairs][stride], whose first four numbers of a pair are written.
+// Copies four rows, x[4][pairs], to the first four columns of to[pairs][stride].
 inline void interleave(const uint32_t* x, int64_t pairs, int64_t stride, uint32_t* to) {
   int64_t k = 0;
   for (; k + 16 <= pairs; k += 16, to += 16 * stride) {
@@ -136,7 +136,7 @@ inline void interleave(const uint32_t* x, int64_t pairs, int64_t stride, uint32_
     for (int row = 0; row < 4; ++row) rows[row] = _mm512_loadu_si512(x + row * pairs + k);
     const __m512i first = _mm512_unpacklo_epi32(rows[0], rows[1]), second = _mm512_unpackhi_epi32(rows[0], rows[1]);
     const __m512i third = _mm512_unpacklo_epi32(rows[2], rows[3]), fourth = _mm512_unpackhi_epi32(rows[2], rows[3]);
-    // In its quarter q, number n of these has the pair 4 * q + n.
+    // Quarter q of found[n]: pair 4 * q + n of the four rows.
     const __m512i found[4] = {_mm512_unpacklo_epi64(first, third), _mm512_unpackhi_epi64(first, third),
                               _mm512_unpacklo_epi64(second, fourth), _mm512_unpackhi_epi64(second, fourth)};
     for (int n = 0; n < 4; ++n) {
