@@ -224,18 +224,32 @@ struct PairProduct {
       write_block(sums + row * kBlockOutputs, bias ? bias + output : nullptr, count, out + row * outputs + output);
   }
 
+  void multiply_listed(const uint32_t* x, int64_t rows, const std::vector<int64_t>& blocks, c10::BFloat16* out) const {
+    const PairTiles tiled(x, rows, pairs);
+    at::parallel_for(0, blocks.size(), 1, [&](int64_t begin, int64_t end) {
+      uint16_t* memory = room();
+      for (int64_t i = begin; i < end; ++i) multiply_block(tiled, blocks[i], true, memory, out);
+    });
+  }
+
   void multiply(const uint32_t* x, int64_t rows, c10::BFloat16* out) const {
     const int64_t fitting = kPairChunkBytes / (4 * std::max<int64_t>(pairs, 1));
     const int64_t chunk = std::clamp<int64_t>(fitting / kPairRows * kPairRows, 4 * kPairRows, kPairChunk);
     for (int64_t first = 0; first < rows; first += chunk) {
       const PairTiles tiled(x + first * pairs, std::min(chunk, rows - first), pairs);
       at::parallel_for(0, (outputs + kBlockOutputs - 1) / kBlockOutputs, 1, [&](int64_t begin, int64_t end) {
-        thread_local KeptMemory expanded;
-        uint16_t* memory = codes ? expanded.at_least(std::min(kPairPanel, pairs) * kPairWeights) : nullptr;
+        uint16_t* memory = room();
         for (int64_t block = begin; block < end; ++block)
           multiply_block(tiled, block, block + 1 == end, memory, out + first * outputs);
       });
     }
+  }
+
+ private:
+  // Room for a panel that is expanded, of this thread.
+  uint16_t* room() const {
+    thread_local KeptMemory expanded;
+    return codes ? expanded.at_least(std::min(kPairPanel, pairs) * kPairWeights) : nullptr;
   }
 };
 

@@ -11,11 +11,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -161,6 +163,12 @@ struct Product {
     }
   }
 
+  void multiply_listed(const std::vector<int64_t>& blocks) const {
+    at::parallel_for(0, blocks.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) multiply_chunk(0, rows, blocks[i], blocks[i] + 1);
+    });
+  }
+
   void multiply() const {
     const int64_t fitting = kChunkBytes / (4 * std::max<int64_t>(size, 1));
     const int64_t chunk = std::clamp(fitting / kTileRows * kTileRows, kLeastChunk, kMostChunk);
@@ -171,9 +179,10 @@ struct Product {
   }
 };
 
+// `blocks`: those to compute, in a chunk of rows; null: all.
 template <typename T, typename O>
 void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
-              const std::optional<at::Tensor>& bias, at::Tensor& output) {
+              const std::optional<at::Tensor>& bias, at::Tensor& output, const std::vector<int64_t>* blocks) {
   const auto* values = static_cast<const Stored<O>*>(x.const_data_ptr());
   const auto* added = bias ? static_cast<const Stored<O>*>(bias->const_data_ptr()) : nullptr;
   const int64_t size = x.size(-1), outputs = output.size(-1), rows = outputs ? output.numel() / outputs : 0;
@@ -185,18 +194,20 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional
       std::optional<Codes> read;
       if (codes) read.emplace(codes->const_data_ptr<int32_t>(), weight.size(0));
 #ifdef SPECPLUG_TILES
-      if (in_tiles(x.scalar_type(), size))
+      if (!blocks && in_tiles(x.scalar_type(), size))
         return TileProduct<O>{size, stored, read, added, outputs}.multiply(x.const_data_ptr<O>(), rows, out);
 #endif
       if constexpr (std::is_same_v<O, c10::BFloat16>) {
         const PairProduct product{size / 2, stored, read, added, outputs};
-        return product.multiply(reinterpret_cast<const uint32_t*>(values), rows, out);
+        const auto* words = reinterpret_cast<const uint32_t*>(values);
+        return blocks ? product.multiply_listed(words, rows, *blocks, out) : product.multiply(words, rows, out);
       }
     }
   }
 #endif
   const auto multiply_floats = [&](const float* inputs) {
-    Product<Stored<T>, O>{inputs, rows, size, static_cast<const Stored<T>*>(stored), added, outputs, out}.multiply();
+    const Product<Stored<T>, O> product{inputs, rows, size, static_cast<const Stored<T>*>(stored), added, outputs, out};
+    blocks ? product.multiply_listed(*blocks) : product.multiply();
   };
   if constexpr (std::is_same_v<O, float>) {
     multiply_floats(values);
@@ -206,6 +217,21 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional
     for (int64_t i = 0; i < x.numel(); ++i) to[i] = to_float(values[i]);
     multiply_floats(to);
   }
+}
+
+void multiply_typed(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
+                    const std::optional<at::Tensor>& bias, at::Tensor& output, const std::vector<int64_t>* blocks) {
+  const auto stored = codes ? at::kBFloat16 : weight.scalar_type(), dtype = x.scalar_type();
+  if (dtype == at::kBFloat16)
+    multiply<c10::BFloat16, c10::BFloat16>(x, weight, codes, bias, output, blocks);
+  else if (dtype == at::kHalf)
+    multiply<Half, Half>(x, weight, codes, bias, output, blocks);
+  else if (stored == at::kBFloat16)
+    multiply<c10::BFloat16, float>(x, weight, codes, bias, output, blocks);
+  else if (stored == at::kHalf)
+    multiply<Half, float>(x, weight, codes, bias, output, blocks);
+  else
+    multiply<float, float>(x, weight, codes, bias, output, blocks);
 }
 
 at::Tensor make_output(const at::Tensor& x, int64_t outputs) {
@@ -231,17 +257,16 @@ at::Tensor specplug::row_linear(const at::Tensor& x, const at::Tensor& weight, c
     static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", ""); // vLLM's
     c10::Stack stack{output.view({-1, outputs}), contiguous.view({-1, size}), bias, *handle};
     product.callBoxed(stack);
-  } else if (dtype == at::kBFloat16) {
-    multiply<c10::BFloat16, c10::BFloat16>(contiguous, weight, codes, bias, output);
-  } else if (dtype == at::kHalf) {
-    multiply<Half, Half>(contiguous, weight, codes, bias, output);
-  } else if (stored == at::kBFloat16) {
-    multiply<c10::BFloat16, float>(contiguous, weight, codes, bias, output);
-  } else if (stored == at::kHalf) {
-    multiply<Half, float>(contiguous, weight, codes, bias, output);
   } else {
-    multiply<float, float>(contiguous, weight, codes, bias, output);
+    multiply_typed(contiguous, weight, codes, bias, output, nullptr);
   }
+  return output;
+}
+
+at::Tensor specplug::row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
+                                       int64_t outputs, const std::vector<int64_t>& blocks) {
+  at::Tensor output = at::full({x.size(0), outputs}, -std::numeric_limits<float>::infinity(), x.options());
+  multiply_typed(x, weight, codes, std::nullopt, output, &blocks);
   return output;
 }
 

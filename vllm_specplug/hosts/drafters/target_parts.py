@@ -38,7 +38,7 @@ class TargetParts:
 
     def __init__(self, target: torch.nn.Module, info: TargetInfo):
         self.model = SimpleNamespace(embed_tokens=embedding_of(target))
-        self.lm_head = _find_head(target, info.hidden_size, info.dtype)[1]
+        self.lm_head = find_head(target, info.hidden_size, info.dtype)[1]
 
 
 class TargetHead:
@@ -55,7 +55,7 @@ class TargetHead:
     """
 
     def __init__(self, target: torch.nn.Module, hidden_size: int, dtype: torch.dtype):
-        self._processor, self._layer = _find_head(target, hidden_size, dtype)
+        self._processor, self._layer = find_head(target, hidden_size, dtype)
         self._model, self._hidden_size, self._dtype = target, hidden_size, dtype
         self.device = next(self._layer.parameters()).device
         self.gathers = method_has_implemented_embedding(type(self._layer.quant_method))
@@ -101,9 +101,7 @@ def embedding_of(target: torch.nn.Module) -> torch.nn.Module:
     return base_layer(found[0])
 
 
-def _find_head(
-    target: torch.nn.Module, hidden_size: int, dtype: torch.dtype
-) -> tuple[torch.nn.Module, torch.nn.Module]:
+def find_head(target: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Find the target's logits processor, and the module that it multiplies hidden states with.
 
     Raises:

@@ -231,6 +231,7 @@ class DriverV1(Driver):
             _counters=Counters(None),
             _trace=TreeTrace(None),
             serving_budget=FixedBudget(),
+            greedy_head=None,  # all logits are read
             propose_draft_token_ids=no_drafts_v1(self.runner),
         )
         stack.enter_context(nothing)

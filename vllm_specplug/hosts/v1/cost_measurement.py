@@ -137,4 +137,4 @@ class CostMeasurement:
                 intermediate_tensors=None,
                 inputs_embeds=embeddings,
             )
-        runner.model.compute_logits((hidden[0] if isinstance(hidden, tuple) else hidden)[:rows])
+        runner.greedy_logits((hidden[0] if isinstance(hidden, tuple) else hidden)[:rows])

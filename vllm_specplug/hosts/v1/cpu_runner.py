@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_pp_group
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.attention.rows import CpuTreeRows
 from vllm_specplug.hosts.kv_groups import AlikeLayers
+from vllm_specplug.hosts.v1.greedy_head import GreedyHead
 from vllm_specplug.hosts.v1.runner import TreeModelRunner
+from vllm_specplug.hosts.v1.sampled_walk import is_argmax
 from vllm_specplug.kernels.tree_attention import write_rows
 
 #: A step of more tree rows gets memory of its own: the shared memory is 16 MiB for a Llama of 8 billion parameters.
@@ -61,6 +64,28 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
     """vLLM's CPU runner with draft trees."""
 
     level_metadata = staticmethod(level_metadata)
+    greedy_head: GreedyHead | None = None
+
+    def prepare_greedy_head(self) -> None:
+        """Let greedy steps compute fewer logits; called at the end of the start, when the weights are packed."""
+        config = self.model_config
+        if not self.lora_config and get_pp_group().is_last_rank:
+            self.greedy_head = GreedyHead(self.model, config.get_hidden_size(), config.dtype)
+
+    def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.greedy_head is not None:
+            self.greedy_head.expect(True)
+        return super().greedy_logits(hidden)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        if self.greedy_head is not None:
+            self.greedy_head.expect(
+                self.speculative_config.specplug.verification == "exact"
+                and not scheduler_output.has_structured_output_requests
+                and is_argmax(self.input_batch.sampling_metadata)
+            )
+        return prepared
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)

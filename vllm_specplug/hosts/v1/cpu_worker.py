@@ -38,6 +38,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
+        self.model_runner.prepare_greedy_head()
         self.model_runner.prepare_budget()
         self.model_runner.follow_versions()
         self.model_runner.start_recording()

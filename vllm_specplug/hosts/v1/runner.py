@@ -275,6 +275,10 @@ class TreeModelRunner(DraftPhase, ABC):
         self._count(step)
         return output
 
+    def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits as a greedy step computes them: ``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``."""
+        return self.model.compute_logits(hidden)
+
     def follow(self, plan: StepPlan) -> None:
         """Give the drafter the rows that it reads next."""
         self._plan = plan
