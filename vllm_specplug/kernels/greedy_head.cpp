@@ -7,13 +7,12 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "operators.h"
@@ -27,8 +26,10 @@ namespace {
 constexpr int kBlock = 2 * kLanes, kRotated = 64, kMostRows = 64, kTileRows = 10;
 constexpr int kInputs = 4; // of a word
 constexpr int kMiddle = 128; // weights are stored as unsigned numbers
-// Bounds hold for inputs and weights of such norms: no number overflows, and those that are rounded to 0 do not matter.
-constexpr float kLeastNorm = 1e-9f, kMostNorm = 1e9f, kMostLogit = 3e4f;
+// Bounds hold for inputs of such norms: no number overflows, and those that are rounded to 0 do not matter.
+constexpr float kLeastNorm = 1e-9f, kMostNorm = 1e9f;
+// Larger logits may be infinite in float16.
+constexpr float kMostLogit = 3e4f;
 // How far ahead weights are fetched for up to `kNearRows` rows, and for more.
 constexpr int kNearRows = 3;
 constexpr int64_t kNearBytes = 3 << 10, kFarBytes = 8 << 10;

@@ -107,10 +107,11 @@ def test_logits_beyond_the_largest_float16_tie():
     check(linear, head, hidden)
 
 
-def test_weights_that_are_not_finite_have_no_such_head():
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e9])
+def test_weights_that_could_overflow_have_no_such_head(number):
     weight = make_weight(torch.bfloat16)
     linear, _ = make_both(weight)
-    weight[5, 5] = float("inf")
+    weight[5, 5] = number
     assert make_greedy_head(weight, NUM_TOKENS, linear.operands) is None
 
 
