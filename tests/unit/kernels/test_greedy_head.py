@@ -85,6 +85,19 @@ def test_logits_that_are_rounded_to_the_same_number_tie(dtype):
         check(linear, head, make_hidden(dtype, 4, seed=seed))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_that_differ_by_less_than_the_rounding(dtype):
+    """Without the bounds of its error, the product in 8 bits would choose other blocks."""
+    for seed in range(8):
+        hidden = make_hidden(torch.float32, 1, seed=seed)
+        along = hidden / hidden.norm()
+        weight = make_weight(torch.float32, spread=0.0, seed=seed)
+        small = 0.02 * torch.rand(OUTPUTS, 1, generator=torch.Generator().manual_seed(seed))
+        weight += (small * weight.norm(dim=1, keepdim=True) - weight @ along.T) * along
+        linear, head = make_both(weight.to(dtype))
+        check(linear, head, hidden.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_negative_logits_beat_the_padding(dtype):
     weight = make_weight(dtype).abs().neg()
