@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -20,10 +19,9 @@ from typing import Any
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels
 from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.probes.bench_worker import prompts_of
-from vllm_specplug.hosts.probes.in_process import runner_of, start_in_process
+from vllm_specplug.hosts.probes.in_process import runner_of, start_smollm2
 from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
-from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.utils.tables import format_table
 
 
@@ -51,20 +49,9 @@ class Spent:
 
 def measure(questions: list[str], max_tokens: int, draft_int8: bool) -> dict[str, dict[str, Any]]:
     """Return what drafting takes, by who computes it."""
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import SamplingParams
 
-    llm = start_in_process(
-        {
-            "model": str(prepare()),
-            "dtype": "bfloat16",
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 256 << 20,
-            "enable_prefix_caching": False,
-            "speculative_config": {"method": "eagle2", "model": "smollm2-135m-instruct", "draft_int8": draft_int8},
-        }
-    )
+    llm = start_smollm2({"method": "eagle2", "model": "smollm2-135m-instruct", "draft_int8": draft_int8})
     runner = runner_of(llm)
     operator = runner.drafter.operator
     assert operator is not None, "the operators cannot run here"

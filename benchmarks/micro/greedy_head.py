@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.hosts.probes.bench_worker import prompts_of
-from vllm_specplug.hosts.probes.in_process import runner_of, start_in_process
+from vllm_specplug.hosts.probes.in_process import runner_of, start_smollm2
 from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
-from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.utils.tables import format_table
 
 #: Rows of which there are fewer calls are left out.
@@ -30,20 +28,9 @@ LEAST_CALLS = 20
 
 def measure(questions: list[str], max_tokens: int) -> dict[int, dict[str, Any]]:
     """Return what the head takes by rows of the step."""
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import SamplingParams
 
-    llm = start_in_process(
-        {
-            "model": str(prepare()),
-            "dtype": "bfloat16",
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 256 << 20,
-            "enable_prefix_caching": False,
-            "speculative_config": {"method": "eagle2", "model": "smollm2-135m-instruct"},
-        }
-    )
+    llm = start_smollm2({"method": "eagle2", "model": "smollm2-135m-instruct"})
     model, head = runner_of(llm).model, runner_of(llm).greedy_head
     assert head is not None, "this CPU computes all logits"
     compute, seconds, shares, steps = model.compute_logits, defaultdict(list), defaultdict(list), 0
@@ -87,7 +74,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
     questions = [question.text for question in read_questions(args.questions, args.limit)]
-    found = measure(questions, args.max_tokens)
+    if not (found := measure(questions, args.max_tokens)):
+        parser.error(f"no number of rows had {LEAST_CALLS} steps of each kind: raise --limit or --max-tokens")
     origin = provenance(baseline="all logits by the same operator on the same engine, steps in turns")
     args.out.write_text(json.dumps({"provenance": origin, "by_rows": found}, indent=2) + "\n")
     titles = list(next(iter(found.values())))

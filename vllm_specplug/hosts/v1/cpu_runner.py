@@ -70,7 +70,7 @@ class TreeCPUModelRunner(TreeModelRunner, CPUModelRunner):
         """Let greedy steps compute fewer logits; called at the end of the start, when the weights are packed."""
         config = self.model_config
         if not self.lora_config and get_pp_group().is_last_rank:
-            self.greedy_head = GreedyHead(self.model, config.get_hidden_size(), config.dtype)
+            self.greedy_head = GreedyHead.make(self.model, config.get_hidden_size(), config.dtype)
 
     def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.greedy_head is not None:
