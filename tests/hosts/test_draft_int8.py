@@ -1,4 +1,4 @@
-"""Drafts computed in 8 bits: the products themselves, what is rounded, and what never changes."""
+"""Drafts computed in 8 bits: what is rounded, and what never changes."""
 
 from __future__ import annotations
 
@@ -10,42 +10,11 @@ from vllm.forward_context import set_forward_context
 
 from tests.doubles import tiny
 from vllm_specplug.hosts.compat import speculative_config
-from vllm_specplug.hosts.drafters.int8_linear import Int8Linear, Int8LinearMethod
+from vllm_specplug.hosts.drafters.int8_linear import Int8LinearMethod
 
 from .conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, runner_of, token_ids
 
 INT8 = {**TREE, "draft_int8": True}
-
-
-def rounded_linear(num_outputs=48, num_inputs=64, num_rows=7, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-    return Int8Linear(weight), weight, torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
-
-
-def rounding(x):
-    """The nearest of 255 steps of each row, in float64."""
-    step = x.double().abs().amax(dim=1, keepdim=True) / 127
-    return (x.double() / step).round() * step
-
-
-@needs_vnni
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_are_those_of_rounded_numbers(dtype):
-    linear, weight, x = rounded_linear(dtype=dtype)
-    bias = torch.linspace(-1, 1, len(weight)).to(dtype)
-    expected = rounding(x) @ rounding(weight).T
-    # A number between two steps may go either way: half a step of an input is within 1% of a product of this size.
-    torch.testing.assert_close(linear(x).double(), expected, rtol=0.01, atol=0.05)
-    torch.testing.assert_close(linear(x, bias).double(), expected + bias.double(), rtol=0.01, atol=0.05)
-
-
-@needs_vnni
-def test_a_row_does_not_depend_on_others():
-    linear, _, x = rounded_linear(num_rows=40)
-    x[3] *= 1000
-    whole = linear(x)
-    assert all(torch.equal(whole[row : row + 1], linear(x[row : row + 1])) for row in range(len(x)))
 
 
 @needs_vnni
@@ -59,7 +28,7 @@ def test_only_the_drafter_is_rounded(engine):
 
     layer = "model.layers.0"
     names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
-    assert rounded(runner.drafter.model) == {f"{layer}.{name}" for name in names}
+    assert rounded(runner.drafter.model) == {"model.fc", *(f"{layer}.{name}" for name in names)}
     assert runner.drafter._scorer.head._quantised is not None
     assert not rounded(runner.model)
 
@@ -106,7 +75,7 @@ def config_of(checkpoints, drafter="eagle", dtype="bfloat16", **options):
 
 
 @pytest.mark.parametrize(
-    ("has_vnni", "in_12_bits", "dtype", "asked", "rounded"),
+    ("has_vnni", "in_tiles", "dtype", "asked", "rounded"),
     [
         (True, False, "bfloat16", {}, True),
         (True, True, "bfloat16", {}, False),
@@ -118,15 +87,15 @@ def config_of(checkpoints, drafter="eagle", dtype="bfloat16", **options):
         (False, False, "bfloat16", {}, False),
     ],
 )
-def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, in_12_bits, dtype, asked, rounded):
-    monkeypatch.setattr(speculative_config, "can_quantise", lambda: has_vnni)
-    monkeypatch.setattr(speculative_config, "multiplies_pairs", lambda: in_12_bits)
+def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, in_tiles, dtype, asked, rounded):
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: has_vnni)
+    monkeypatch.setattr(speculative_config, "has_amx", lambda: in_tiles)
     assert config_of(checkpoints, dtype=dtype, **asked).specplug.draft_int8 is rounded
 
 
 def test_a_source_is_rounded_too(checkpoints, monkeypatch):
-    monkeypatch.setattr(speculative_config, "can_quantise", lambda: True)
-    monkeypatch.setattr(speculative_config, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
+    monkeypatch.setattr(speculative_config, "has_amx", lambda: False)
     sources = [{"method": "eagle2", "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
     settings = {**ENGINE, "dtype": "bfloat16", "model": str(checkpoints["target"])}
     union = {"method": "union", "sources": sources}
@@ -135,14 +104,14 @@ def test_a_source_is_rounded_too(checkpoints, monkeypatch):
 
 
 def test_compiled_drafters_are_not_mixed_up(checkpoints, monkeypatch):
-    monkeypatch.setattr(speculative_config, "can_quantise", lambda: True)
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
     hashes = {config_of(checkpoints, draft_int8=rounded).compute_hash() for rounded in (True, False)}
     assert len(hashes) == 2
 
 
 @pytest.mark.parametrize(("has_vnni", "drafter"), [(False, "eagle"), (True, "eagle3")])
 def test_refused_where_it_cannot_be(checkpoints, monkeypatch, has_vnni, drafter):
-    monkeypatch.setattr(speculative_config, "can_quantise", lambda: has_vnni)
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: has_vnni)
     with pytest.raises(ValueError, match="draft_int8=true needs .*leave it out"):
         config_of(checkpoints, drafter, draft_int8=True)
     assert config_of(checkpoints, drafter).specplug.draft_int8 is False

@@ -2,8 +2,6 @@
 // the levels.  draft_layer.py documents them; their reference is vLLM's model of the head.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -20,31 +18,25 @@ namespace {
 
 at::Tensor ints(int64_t count) { return at::empty({count}, at::TensorOptions(at::kInt)); }
 
-// A linear layer: by row_linear, or in 8 bits by vLLM's oneDNN kernels (`weight` is the handle then).
+// A linear layer: by row_linear, or in 8 bits.
 struct DraftLinear : torch::CustomClassHolder {
   DraftLinear(at::Tensor weight, std::optional<at::Tensor> codes, std::optional<at::Tensor> bias, int64_t outputs,
-              bool in_int8)
-      : weight_(std::move(weight)), codes_(std::move(codes)), bias_(std::move(bias)), outputs_(outputs), in_int8_(in_int8) {}
+              std::optional<at::Tensor> scales)
+      : weight_(std::move(weight)),
+        codes_(std::move(codes)),
+        bias_(std::move(bias)),
+        scales_(std::move(scales)),
+        outputs_(outputs) {}
 
   at::Tensor operator()(const at::Tensor& x) const {
-    if (!in_int8_) return specplug::row_linear(x, weight_, codes_, bias_, outputs_, std::nullopt, 0);
-    static const auto quantise = c10::Dispatcher::singleton().findSchemaOrThrow("_C::dynamic_scaled_int8_quant", "");
-    static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_scaled_mm", "");
-    const at::Tensor quantised = at::empty(x.sizes(), x.options().dtype(at::kChar));
-    const at::Tensor scales = at::empty({x.size(0), 1}, x.options().dtype(at::kFloat));
-    c10::Stack stack{quantised, x, scales, c10::IValue()};
-    quantise.callBoxed(stack);
-    const at::Tensor output = at::empty({x.size(0), outputs_}, x.options());
-    stack = {output, quantised, scales, c10::IValue(), c10::IValue(), bias_, weight_};
-    product.callBoxed(stack);
-    return output;
+    if (scales_) return specplug::byte_linear(x, weight_, *scales_, bias_, outputs_);
+    return specplug::row_linear(x, weight_, codes_, bias_, outputs_, std::nullopt, 0);
   }
 
  private:
   at::Tensor weight_;
-  std::optional<at::Tensor> codes_, bias_;
+  std::optional<at::Tensor> codes_, bias_, scales_;
   int64_t outputs_;
-  bool in_int8_;
 };
 
 using Linear = c10::intrusive_ptr<DraftLinear>;
@@ -284,7 +276,8 @@ struct DraftLayer : torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.class_<DraftLinear>("DraftLinear")
-      .def(torch::init<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, int64_t, bool>());
+      .def(torch::init<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>, int64_t,
+                       std::optional<at::Tensor>>());
   m.class_<DraftLayer>("DraftLayer")
       .def(torch::init<at::Tensor, at::Tensor, at::Tensor, double, double, int64_t, Linear, Linear, Linear, Linear, Linear,
                        int64_t>())

@@ -18,12 +18,11 @@ class DraftLinear:
     """A linear layer that ``DraftLayer`` can call.
 
     Args:
-        weight: what ``make_row_linear`` packed, or the address of int8 weights that vLLM's oneDNN kernels packed (int64
-            ``[]``, see ``hosts.drafters.int8_linear``).
+        weight: what ``make_row_linear`` or ``ByteLinear`` packed.
         codes: beside weights in 12 bits.
         bias: ``[outputs]``, in the type of the inputs.
         outputs: number of them.
-        in_int8: whether ``weight`` is such an address.
+        scales: beside weights in 8 bits.
     """
 
     def __init__(
@@ -32,9 +31,9 @@ class DraftLinear:
         codes: torch.Tensor | None,
         bias: torch.Tensor | None,
         outputs: int,
-        in_int8: bool = False,
+        scales: torch.Tensor | None = None,
     ):
-        self.linear = _classes().DraftLinear(weight, codes, bias, outputs, in_int8)
+        self.linear = _classes().DraftLinear(weight, codes, bias, outputs, scales)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::
 at::Tensor row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                              int64_t outputs, const std::vector<int64_t>& blocks);
 
+// A product in 8 bits; byte_linear.py documents the arguments.
+at::Tensor byte_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                       const std::optional<at::Tensor>& bias, int64_t outputs);
+
 void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,

@@ -100,9 +100,14 @@ def has_avx2() -> bool:
     return "avx2" in _cpu_flags()
 
 
-def multiplies_pairs() -> bool:
-    """Whether this CPU can have bfloat16 weights in 12 bits (kernels/pairs.h)."""
-    return _cpu_flags() >= {"avx512_bf16", "avx512vbmi"}
+def multiplies_bytes() -> bool:
+    """Whether this CPU multiplies numbers of 8 bits in AVX-512 (kernels/bytes.h)."""
+    return _cpu_flags() >= {"avx512f", "avx512_vnni"}
+
+
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles."""
+    return "amx_bf16" in _cpu_flags()
 
 
 def lacks_avx512() -> bool:

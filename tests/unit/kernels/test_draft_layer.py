@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, LayerWeights
 from vllm_specplug.kernels.row_linear import make_row_linear
@@ -15,11 +16,17 @@ pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators c
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, PAGE = 64, 4, 2, 16, 96, 50, 32
 MAX_POSITION = 90
 CAPACITY = 9
+needs_vnni = pytest.mark.skipif(not can_multiply_bytes(), reason="this CPU lacks AVX-512 VNNI")
 
 
 def linear_of(weight, bias=None):
     packed, codes, outputs = make_row_linear(weight).operands
     return DraftLinear(packed, codes, bias, outputs)
+
+
+def byte_linear_of(weight, bias, parts):
+    linear = ByteLinear(weight, parts)
+    return DraftLinear(linear.packed, None, bias, linear.num_outputs, linear.scales)
 
 
 class Reference:
@@ -40,8 +47,12 @@ class Reference:
         angles = torch.arange(MAX_POSITION + 1)[:, None] / 100 ** (torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
 
-    def operator(self):
-        linear = {name: linear_of(weight, self.bias.get(name)) for name, weight in self.weights.items()}
+    def operator(self, in_int8=False):
+        def make(name, weight):
+            bias = self.bias.get(name)
+            return byte_linear_of(weight, bias, 1 + (name == "fc")) if in_int8 else linear_of(weight, bias)
+
+        linear = {name: make(name, weight) for name, weight in self.weights.items()}
         sizes = (1e-5, HEAD_SIZE**-0.5, HEADS)
         parts = (linear[name] for name in ("fc", "qkv", "o", "gate_up", "down"))
         return DraftLayer(LayerWeights(self.embedding, self.cos_sin, self.norm, *sizes, *parts, MAX_POSITION), CAPACITY)
@@ -72,18 +83,20 @@ class Reference:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "kv_layout", "tolerance"),
+    ("dtype", "kv_layout", "in_int8", "tolerance"),
     [
-        (torch.float32, "vec", 1e-5),
-        (torch.float16, "vec", 0.01),
-        (torch.bfloat16, "vec", 0.06),
-        (torch.bfloat16, "amx", 0.06),
+        (torch.float32, "vec", False, 1e-5),
+        (torch.float16, "vec", False, 0.01),
+        (torch.bfloat16, "vec", False, 0.06),
+        (torch.bfloat16, "amx", False, 0.06),
+        pytest.param(torch.float32, "vec", True, 0.06, marks=needs_vnni),
+        pytest.param(torch.bfloat16, "vec", True, 0.08, marks=needs_vnni),
     ],
 )
-def test_a_draft_phase(dtype, kv_layout, tolerance, has_bias):
+def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):
     """Two requests: one whose context is in the pages, and a new one whose prompt takes two pages."""
     reference = Reference(dtype, has_bias)
-    layer = reference.operator()
+    layer = reference.operator(in_int8)
     generator = torch.Generator().manual_seed(4)
     starts, counts = torch.tensor([30, 0]), torch.tensor([4, 40])
     token_ids = torch.randint(VOCAB, (3, 80), generator=generator, dtype=torch.int32)

@@ -164,15 +164,6 @@ _V1 = (
 #: The V1 runner on a CPU; compared when one of our methods is configured and by ``specplug doctor``.
 MANIFEST = (
     *_V1,
-    VllmSymbol(
-        "vllm._custom_ops:create_onednn_scaled_mm",
-        ("weight", "weight_scales", "output_type", "dynamic_quant", "use_azp", "primitive_cache_size"),
-    ),
-    VllmSymbol("vllm._custom_ops:onednn_scaled_int8_quant", ("input", "scale", "azp", "symmetric")),
-    VllmSymbol(
-        "vllm._custom_ops:onednn_scaled_mm",
-        ("dnnl_handler", "x", "output", "input_scale", "input_zp", "input_zp_adj", "bias"),
-    ),
     VllmSymbol("vllm.model_executor.layers.linear:LinearBase"),
     VllmSymbol(
         "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")

@@ -38,10 +38,9 @@ from vllm_specplug.hosts.compat.manifest import MANIFEST_RELOAD
 from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
 from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
-from vllm_specplug.hosts.drafters.int8_linear import can_quantise
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
-from vllm_specplug.utils.environment import has_avx2, multiplies_pairs
+from vllm_specplug.utils.environment import has_amx, has_avx2, multiplies_bytes
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 
@@ -144,9 +143,8 @@ def build(
     if drafter is not None:
         _check_record(drafter)
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
-        by_default = target_model_config.dtype == torch.bfloat16 and not (
-            options.linear_rows == ALL_ROWS and multiplies_pairs()
-        )
+        in_tiles = options.linear_rows == ALL_ROWS and has_amx()
+        by_default = target_model_config.dtype == torch.bfloat16 and not in_tiles
         resolved = _resolve_int8(drafter.options, supports_int8, by_default)
         options = with_drafter(options, resolved)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
@@ -296,7 +294,7 @@ def _resolve_int8(options: TreeOptions, is_supported: bool, by_default: bool) ->
     """Decide ``draft_int8``: as asked, else whether it is supported and the default."""
     if not hasattr(options, "draft_int8"):
         return options
-    asked, possible = options.draft_int8, is_supported and can_quantise()
+    asked, possible = options.draft_int8, is_supported and multiplies_bytes()
     if asked and not possible:
         raise ConfigError(
             "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI) and an "

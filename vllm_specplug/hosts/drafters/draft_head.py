@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from vllm.model_executor.layers import utils
 
-from vllm_specplug.hosts.drafters.int8_linear import Int8Linear
+from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
 
 
 class DraftHead(torch.nn.Module):
@@ -14,13 +14,13 @@ class DraftHead(torch.nn.Module):
 
     Args:
         weight: ``[draft_vocab, hidden_size]``, in the dtype of the hidden states.
-        in_int8: whether weights and hidden states are quantised, see ``int8_linear``.
+        in_int8: whether weights and hidden states are quantised, if the operators can be built.
     """
 
     def __init__(self, weight: torch.Tensor, in_int8: bool = False):
         super().__init__()
-        self._quantised = Int8Linear(weight) if in_int8 else None
-        if in_int8:
+        self._quantised = ByteLinear(weight) if in_int8 and can_multiply_bytes() else None
+        if self._quantised is not None:
             return
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.cpu_linear = F.linear  # the name that vLLM's packing sets

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.draft_layer import DraftLinear
 
 
@@ -14,8 +13,8 @@ def draft_linear(layer: Any) -> DraftLinear | None:
     None: the layer is neither in 8 bits nor one of ``linear_rows`` for all rows, or the operators cannot be built.
     """
     bias, quantised = getattr(layer, "bias", None), getattr(layer, "quantised", None)
-    if quantised is not None and operators() is not None:
-        return DraftLinear(quantised.handle, None, bias, quantised.num_outputs, in_int8=True)
+    if quantised is not None:
+        return DraftLinear(quantised.packed, None, bias, quantised.num_outputs, quantised.scales)
     operands = getattr(getattr(layer, "cpu_linear", None), "operands", None)
     if operands is None:
         return None

@@ -27,7 +27,7 @@ class EagleScorer:
     Args:
         model: vLLM's draft model.
         target_head: of which a draft vocabulary takes its rows.
-        in_int8: whether those rows are quantised, see ``int8_linear``.
+        in_int8: whether those rows are quantised, see ``DraftHead``.
 
     Attributes:
         draft_ids: int64 ``[draft_vocab]``; the target's token id of each logit; None: the target's own vocabulary.

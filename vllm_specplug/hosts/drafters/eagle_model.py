@@ -43,8 +43,7 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
             dtype, rank = vllm_config.model_config.dtype, getattr(config, FOLLOW_RANK_KEY, 0)
             self.mask_rows = MaskRows(self.config.hidden_size, rank, token_id, dtype, f"{prefix}.mask_rows".lstrip("."))
         if model_drafter(vllm_config.speculative_config.specplug).draft_int8:
-            # fc and down read embeddings beside values of another scale; one scale for both would lose the smaller ones
-            quantise_layers(self, besides=("fc", "down"))
+            quantise_layers(self, parts={"fc": 2})  # embeddings, and hidden states of another scale
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]):
         own = self.mask_rows.weights() if self.mask_rows is not None else {}

@@ -83,8 +83,6 @@ class TwinModel:
                 kept = tensor.clone()
                 tensor.copy_(other)
                 other.copy_(kept)
-            if (quantised := getattr(module, "quantised", None)) is not None:
-                quantised.exchange_scales(twin.quantised)
 
 
 def _is_shared(module: torch.nn.Module, shared: set[int]) -> bool:
@@ -112,7 +110,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold a module's weights: parameters, and what vLLM's packing keeps elsewhere."""
     yield from (value.data for value in module._parameters.values() if value is not None and value.numel())
     if (quantised := getattr(module, "quantised", None)) is not None:
-        yield quantised.handle
+        yield from (quantised.packed, quantised.scales)
     elif isinstance(packed := getattr(module, "cpu_linear", None), Callable):
         for cell in getattr(packed, "__closure__", None) or ():
             held = getattr(cell.cell_contents, "handler_tensor", cell.cell_contents)
