@@ -22,8 +22,8 @@ def drafters():
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM
 
-    from vllm_specplug.utils.environment import multiplies_bytes
     from vllm_specplug.hosts.probes.in_process import use_served_threads
+    from vllm_specplug.utils.environment import multiplies_bytes
 
     if not multiplies_bytes():
         pytest.skip("this CPU does not multiply 8-bit numbers (VNNI)")

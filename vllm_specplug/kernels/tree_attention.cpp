@@ -1,4 +1,5 @@
-// Tree attention on a CPU: attention over the cached context, with an arbitrary mask on the tree_len keys after it.
+// Tree attention on a CPU: attention over the cached context, with an arbitrary mask on the tree_len keys after it; or
+// causal attention, of the context's last tokens to those before them.
 //
 // The context is read from vLLM's packed pages, in place for float32.  Other pages are unpacked chunk by chunk into a
 // scratch that stays in the L1/L2 cache: keys as words of two bfloat16 or, from float16, as float32; values as float32.
@@ -149,10 +150,11 @@ struct Problem {
   int64_t table_stride, mask_request_stride, mask_row_stride;
   float scale, soft_cap;       // soft_cap, window: 0 for none
   int window;
+  bool causal; // the queries are the context's last tokens
   const float *sinks, *slopes; // by query head; null for none
 
   // Whether keys are treated by their distance, see attention_traits.py.
-  bool uses_distance() const { return window || slopes; }
+  bool uses_distance() const { return window || slopes || causal; }
   // What softmax_row multiplies scores by: capped and biased scores are scaled already.
   float softmax_scale() const { return soft_cap || slopes ? kLog2E : scale * kLog2E; }
   int query_head(int kv_head, int row) const { return kv_head * group + row % group; }
@@ -190,9 +192,10 @@ struct Scratch {
   int shown[kMaxTileRows]; // columns of the chunk up to the last visible one in mask[i]
   float maxima[kMaxTileRows];
   Vec totals[kMaxTileRows];
-  // By query token of the unit: its visible tree keys, and those in the chunks before; filled if uses_distance().
+  // By query token of the unit: its visible tree keys, and those in the chunks before; filled if uses_distance().  If
+  // causal, less than 0: as many of the context's last keys are hidden.
   int visible[kMaxTileRows], seen[kMaxTileRows];
-  int all_visible_from; // first context key that every query of the unit sees
+  int all_visible_from, all_visible_until; // the context keys that every query of the unit sees
   float distance[kMaxTileRows][kChunk]; // of the chunk's keys; filled if there are slopes
 
   void resize(int size) {
@@ -303,9 +306,11 @@ int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_l
   const uint8_t* mask = mask_of(p, unit);
   int first = context;
   scratch.all_visible_from = 0;
+  scratch.all_visible_until = context;
   for (int i = 0, count = num_queries(unit, p.group); i < count; ++i, mask += p.mask_row_stride) {
-    int visible = 0;
+    int visible = p.causal ? unit.first_row / p.group + i + 1 - p.query_lens[unit.request] : 0;
     for (int j = 0; j < tree_len; ++j) visible += mask[j];
+    scratch.all_visible_until = std::min(scratch.all_visible_until, context + visible);
     scratch.visible[i] = visible;
     scratch.seen[i] = 0;
     const int shown_from = p.window ? context + visible - p.window : 0;
@@ -315,19 +320,20 @@ int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_l
   return std::max(first, 0) / kGroup * kGroup;
 }
 
-// Fills in mask and distances of a chunk of context keys; returns whether the window hides one from a query.
+// Fills in mask and distances of a chunk of context keys; returns whether one is hidden from a query.
 template <typename T>
 bool context_distances(const Problem<T>& p, const Unit& unit, int position, int columns, int context,
                        Scratch& scratch) {
-  const bool masked = position < scratch.all_visible_from;
+  const bool masked = position < scratch.all_visible_from || position + columns > scratch.all_visible_until;
   if (!masked && !p.slopes) return false;
   for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
     const int end = context + scratch.visible[i]; // the query's own position is end - 1
     const int hidden = p.window ? std::clamp(end - p.window - position, 0, columns) : 0;
+    const int shown = std::clamp(end - position, hidden, columns);
     std::memset(scratch.mask[i], 0, hidden);
-    std::memset(scratch.mask[i] + hidden, 1, columns - hidden);
-    std::memset(scratch.mask[i] + columns, 0, round_up(columns, kLanes) - columns);
-    scratch.shown[i] = hidden == columns ? 0 : columns;
+    std::memset(scratch.mask[i] + hidden, 1, shown - hidden);
+    std::memset(scratch.mask[i] + shown, 0, round_up(columns, kLanes) - shown);
+    scratch.shown[i] = hidden == shown ? 0 : shown;
     if (p.slopes)
       for (int j = 0; j < columns; ++j) scratch.distance[i][j] = end - 1 - position - j;
   }
@@ -442,8 +448,8 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
     }
     const int words = head_size / kPerWord<T>;
     const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + row * words;
-    for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
-      const int width = round_up(std::min(segments[s].columns, columns), kLanes);
+    for (int s = 0, column = 0; s < num_segments && column < columns; column += segments[s++].columns) {
+      const int width = round_up(std::min(segments[s].columns, columns - column), kLanes);
       multiply(rows, query, words, segments[s].key, segments[s].key_stride, words, width, scratch.scores + column, kChunk,
                nullptr);
     }
@@ -458,10 +464,10 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segme
       row_scale[r] = softmax_row(scratch.scores + r * kChunk, columns, masked ? scratch.mask[query_row(r)] : nullptr,
                                  scale, scratch.maxima[row + r], scratch.totals[row + r]);
     float* accumulator = scratch.accumulator + row * head_size;
-    for (int s = 0, column = 0; s < num_segments; column += segments[s++].columns) {
+    for (int s = 0, column = 0; s < num_segments && column < columns; column += segments[s++].columns) {
       const Segment<T>& segment = segments[s];
       const float* weights = scratch.scores + column;
-      const int depth = std::min(segment.columns, columns);
+      const int depth = std::min(segment.columns, columns - column);
       if (segment.wide_value)
         multiply(rows, weights, kChunk, segment.wide_value, segment.value_stride, depth, head_size, accumulator,
                  head_size, row_scale);
@@ -504,8 +510,9 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   int num_segments;
   const bool by_distance = p.uses_distance();
   const int first = by_distance ? count_visible(p, unit, context, tree_len, scratch) : 0;
-  for (int position = first; position < context; position += kChunk) {
-    const int columns = context_chunk(p, unit, position, context, scratch, segments, num_segments);
+  const int until = p.causal ? context + scratch.visible[num_queries(unit, p.group) - 1] : context;
+  for (int position = first; position < until; position += kChunk) {
+    const int columns = context_chunk(p, unit, position, until, scratch, segments, num_segments);
     const bool masked = by_distance && context_distances(p, unit, position, columns, context, scratch);
     attend_chunk(p, unit, segments, num_segments, columns, masked, scratch);
   }
@@ -570,7 +577,7 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
               const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
               const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
               const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
+              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, bool causal) {
   const auto data = [](const at::Tensor& t) { return static_cast<T*>(t.data_ptr()); };
   const auto ints = [](const at::Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
   Problem<T> p{};
@@ -588,7 +595,7 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   p.tree_start = ints(tree_start), p.tree_lens = ints(tree_lens);
   p.mask = static_cast<const uint8_t*>(mask.data_ptr());
   p.mask_request_stride = mask.stride(0), p.mask_row_stride = mask.stride(1);
-  p.scale = scale, p.soft_cap = soft_cap;
+  p.scale = scale, p.soft_cap = soft_cap, p.causal = causal;
   p.window = std::min<int64_t>(window, std::numeric_limits<int>::max());
   p.sinks = sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr;
   p.slopes = slopes ? static_cast<const float*>(slopes->data_ptr()) : nullptr;
@@ -596,7 +603,8 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   const int num_reqs = context_lens.size(0);
   const int64_t num_blocks = kv_cache.size(0), table_width = block_table.size(1);
   for (int r = 0; r < num_reqs; ++r) {
-    TORCH_CHECK(p.query_lens[r] >= 0 && p.query_lens[r] <= mask.size(1) && p.query_start[r] >= 0 &&
+    TORCH_CHECK(p.query_lens[r] >= 0 && p.query_lens[r] <= (causal ? p.context_lens[r] : mask.size(1)) &&
+                    p.query_start[r] >= 0 &&
                     p.query_start[r] + p.query_lens[r] <= std::min(query.size(0), output.size(0)),
                 "tree_attention: request ", r, ": query rows out of range");
     TORCH_CHECK(p.tree_lens[r] >= 0 && p.tree_lens[r] <= mask.size(2) && p.tree_start[r] >= 0 &&
@@ -626,7 +634,7 @@ void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const 
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
                     const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
                     const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-                    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
+                    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, bool causal) {
   const auto dtype = query.scalar_type();
   const int64_t head_size = query.size(-1);
   for (const at::Tensor& t : {query, output, tree_key, tree_value})
@@ -666,7 +674,7 @@ void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const 
   const auto run_as = [&](auto element) {
     dispatch<decltype(element)>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens,
                                 tree_key, tree_value, tree_start, tree_lens, mask, scale, kept, window, soft_cap, sinks,
-                                slopes);
+                                slopes, causal);
   };
   if (dtype == at::kFloat)
     run_as(float{});
@@ -753,7 +761,7 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
       "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
       "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
-      "Tensor? sinks, Tensor? slopes) -> ()");
+      "Tensor? sinks, Tensor? slopes, bool causal) -> ()");
   m.impl("tree_attention", c10::DispatchKey::CPU, &specplug::tree_attention);
   m.def(
       "write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");

@@ -24,6 +24,7 @@ import torch
 
 from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.utils.environment import multiplies_pairs
 
 #: Layouts of the CPU op.
 KV_LAYOUTS = ("vec", "vec16", "amx")
@@ -92,6 +93,60 @@ def tree_attention(
     )
 
 
+def causal_attention(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_layout: str,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    scale: float,
+    traits: AttentionTraits = NO_TRAITS,
+) -> None:
+    """Attend from the last tokens of each request to themselves and to all tokens before them, which are in the pages.
+
+    It is for prompts, in C++ only: see ``causal_attention_pays``.
+
+    Args:
+        query, output, kv_cache, kv_layout, block_table, query_start, query_lens, scale: see ``tree_attention``.
+        seq_lens: int32 ``[num_reqs]``; tokens of the request in the pages; its queries are the last of them.
+        traits: what the layer adds to plain softmax.
+    """
+    ops = operators()
+    assert ops is not None
+    tree = query.new_empty(0, kv_cache.shape[1], query.shape[2])
+    none, mask = torch.zeros_like(seq_lens), query.new_empty((len(seq_lens), 0, 0), dtype=torch.bool)
+    ops.tree_attention.default(
+        query,
+        output,
+        kv_cache,
+        _is_amx(kv_layout),
+        block_table,
+        seq_lens,
+        query_start,
+        query_lens,
+        tree,
+        tree,
+        none,
+        none,
+        mask,
+        scale,
+        None,
+        traits.window,
+        traits.soft_cap,
+        traits.sinks,
+        traits.alibi_slopes,
+        True,
+    )
+
+
+def causal_attention_pays(dtype: torch.dtype, kv_layout: str) -> bool:
+    """Whether ``causal_attention`` can run here and is faster than vLLM's kernel (``benchmarks/micro/prompts.py``)."""
+    return dtype == torch.bfloat16 and not _is_amx(kv_layout) and multiplies_pairs() and operators() is not None
+
+
 def write_rows(
     kept: torch.Tensor, kv_caches: Sequence[torch.Tensor], kv_layout: str, rows: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -126,7 +181,7 @@ def _implementation() -> Callable[..., None]:
     def call(query, output, kv_cache, kv_layout, *rest_and_traits):
         *rest, traits = rest_and_traits
         extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
-        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras)
+        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras, False)
 
     return call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -83,6 +84,7 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
+@functools.cache
 def _cpu_flags() -> set[str]:
     try:
         return set(Path("/proc/cpuinfo").read_text().split())
@@ -98,6 +100,11 @@ def _cpu_features() -> list[str]:
 def has_avx2() -> bool:
     """Whether this is an x86 CPU with vectors of 256 bits or more."""
     return "avx2" in _cpu_flags()
+
+
+def multiplies_pairs() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16 in AVX-512."""
+    return "avx512_bf16" in _cpu_flags()
 
 
 def multiplies_bytes() -> bool:

@@ -28,7 +28,9 @@ def rounded(x, parts):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs", "parts"), [(1, 1, 1), (33, 64, 1), (100, 601, 1), (64, 384, 2), (5, 60, 3)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "parts"), [(1, 1, 1), (33, 64, 1), (100, 601, 1), (64, 384, 2), (5, 60, 3)]
+)
 def test_products_are_those_of_rounded_numbers(dtype, outputs, inputs, parts):
     weight, bias = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype, seed=1)
     linear = ByteLinear(weight, parts)

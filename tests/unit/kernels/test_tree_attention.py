@@ -431,3 +431,60 @@ def chain_deviation(ops, inputs, backend, traits=NO_TRAITS):
     output = inputs["output"][int(inputs["query_start"][0]) :][: int(inputs["query_lens"][0])]
     expected = vllm_chain_attention(ops, inputs, "vec", traits)()
     return (output - expected).abs().max() / expected.abs().max()
+
+
+# ---- prompts
+
+
+def prompt_inputs(seq_lens=(5, 300, 129, 64, 700), query_lens=(5, 200, 0, 1, 333), **changes):
+    """Arguments of ``causal_attention``, and the same as trees: chains behind a context, their keys from the pages."""
+    made = make_inputs(seq_lens, query_lens, tree_lens=query_lens, causal=True, **changes)
+    names = ("query", "output", "kv_cache", "kv_layout", "block_table", "query_start", "query_lens", "scale")
+    as_trees = dict(made, tree_key=made["tree_key"].clone(), tree_value=made["tree_value"].clone())
+    as_trees["context_lens"] = made["context_lens"] - made["query_lens"]
+    for request, (total, rows) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        pages = made["kv_cache"][made["block_table"][request, : -(-total // made["kv_cache"].shape[2])].long()]
+        first = int(made["tree_start"][request])
+        for name, kept in zip(("tree_key", "tree_value"), unpack_pages(pages, made["kv_layout"]), strict=True):
+            as_trees[name][first : first + rows] = kept[:, total - rows : total].transpose(0, 1)
+    return {**{name: made[name] for name in names}, "seq_lens": made["context_lens"]}, as_trees
+
+
+def assert_prompts_match(traits=NO_TRAITS, **changes):
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    inputs, as_trees = prompt_inputs(**changes)
+    kernels.causal_attention(**inputs, traits=traits)
+    assert deviation(inputs["output"], exact(as_trees, traits)) <= TOLERANCE[inputs["query"].dtype]
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_prompts(kv_layout, dtype, block_size):
+    assert_prompts_match(kv_layout=kv_layout, dtype=dtype, block_size=block_size)
+
+
+@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_traits_in_prompts(kv_layout, dtype, name):
+    assert_prompts_match(TRAITS[name], kv_layout=kv_layout, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(4, 4, 80), (9, 1, 16), (7, 7, 128)])
+def test_heads_in_prompts(num_heads, num_kv_heads, head_size):
+    assert_prompts_match(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_prompts_in_several_threads(threads):
+    torch.set_num_threads(threads)
+    assert_prompts_match(dtype=torch.bfloat16)
+
+
+def test_more_queries_than_tokens_are_refused():
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    inputs, _ = prompt_inputs((5,), (5,))
+    inputs["query_lens"] += 1
+    with pytest.raises(RuntimeError, match="query rows out of range"):
+        kernels.causal_attention(**inputs)

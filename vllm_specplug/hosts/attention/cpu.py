@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -20,7 +21,10 @@ from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.hosts.attention.backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.hosts.attention.rows import CpuTreeRows
 from vllm_specplug.kernels.attention_traits import AttentionTraits
-from vllm_specplug.kernels.tree_attention import tree_attention
+from vllm_specplug.kernels.tree_attention import causal_attention, causal_attention_pays, tree_attention
+
+#: Least rows of a request with which a forward uses ``causal_attention``; with one, both kernels take the same time.
+PROMPT_ROWS = 32
 
 
 @dataclass
@@ -28,6 +32,13 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
     """vLLM's metadata with the tree rows of this forward, if any."""
 
     tree: CpuTreeRows | None = None
+
+    @functools.cached_property
+    def rows_without_tree(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each request's first row, and its number of rows; 0 if it has a tree: int32 ``[num_reqs]``."""
+        start = self.query_start_loc[:-1]
+        lens = self.query_start_loc[1:] - start
+        return start, lens if self.tree is None else lens.masked_fill(self.tree.query_lens > 0, 0)
 
 
 def level_metadata(
@@ -98,7 +109,14 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None and source is None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+            if attn_metadata is not None and self._computes_prompts(layer, query, attn_metadata):
+                start, lens = attn_metadata.rows_without_tree
+                rows = (attn_metadata.block_table, attn_metadata.seq_lens, start, lens)
+                causal_attention(query, output, kv_cache, layer.isa, *rows, self.scale, self.traits)
+            else:
+                super().forward(
+                    layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+                )
         if tree is None:
             return output
         tree_start, kept = tree.tree_start, None
@@ -131,6 +149,15 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             self.traits,
         )
         return output
+
+    def _computes_prompts(self, layer: torch.nn.Module, query: torch.Tensor, metadata: TreeAttentionMetadata) -> bool:
+        return (
+            metadata.max_query_len >= PROMPT_ROWS
+            and metadata.causal
+            and getattr(metadata, "dynamic_causal", None) is None
+            and self.attn_type == AttentionType.DECODER
+            and causal_attention_pays(query.dtype, layer.isa)
+        )
 
 
 class TreeAttentionBackend(CPUAttentionBackend):

@@ -11,7 +11,7 @@ from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
 
 
 class Int8LinearMethod(UnquantizedLinearMethod):
-    """Quantises a vLLM layer's weights after it has loaded them; they stay as they are if the operators cannot be built.
+    """Quantises a vLLM layer's weights once they are loaded; they stay as they are if the operators cannot be built.
 
     Args:
         parts: of the layer's inputs, see ``ByteLinear``.
