@@ -20,10 +20,10 @@ import torch
 from vllm_specplug.hosts.attention import cpu
 from vllm_specplug.hosts.probes.in_process import start_smollm2
 from vllm_specplug.kernels.tree_attention import causal_attention_pays
-from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.environment import has_amx, provenance
 from vllm_specplug.utils.tables import format_table
 
-LENGTHS = (64, 128, 256, 512, 1024, 1536)
+LENGTHS = (128, 256, 512, 1024, 1536)
 WAYS = {"plugin": causal_attention_pays, "vLLM": lambda *_: False}
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     from vllm import SamplingParams
 
-    if not causal_attention_pays(torch.bfloat16, "vec"):
+    if not causal_attention_pays(torch.bfloat16, "vec") or has_amx():
         parser.error("the plugin leaves prompts to vLLM on this CPU")
     llm = start_smollm2({"method": "eagle2", "model": "smollm2-135m-instruct"})
     params, draw, found = SamplingParams(temperature=0, max_tokens=1), random.Random(0), {}

@@ -6,10 +6,12 @@ from vllm import SamplingParams
 
 from vllm_specplug.hosts.attention import cpu
 from vllm_specplug.kernels.tree_attention import causal_attention_pays
+from vllm_specplug.utils.environment import has_amx
 
 from .conftest import make_prompts, token_ids
 
-pytestmark = pytest.mark.skipif(not causal_attention_pays(torch.bfloat16, "vec"), reason="vLLM's kernel computes them")
+IS_OURS = causal_attention_pays(torch.bfloat16, "vec") and not has_amx()
+pytestmark = pytest.mark.skipif(not IS_OURS, reason="vLLM's kernel computes them")
 SCORED = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
 
 
@@ -34,6 +36,7 @@ def called(monkeypatch):
 
 def test_as_vllms_kernel_also_in_parts_and_beside_trees(engine, monkeypatch, called):
     """Prompts of up to 200 tokens, of which a step takes at most 64, while others draft."""
+    monkeypatch.setattr(cpu, "PROMPT_ROWS", 32)
     prompts = make_prompts(8, seed=3, longest=200)
     options = {"dtype": "bfloat16", "max_num_batched_tokens": 64, "enable_prefix_caching": False}
     llm = engine("eagle", **options)

@@ -116,30 +116,9 @@ def causal_attention(
     """
     ops = operators()
     assert ops is not None
-    tree = query.new_empty(0, kv_cache.shape[1], query.shape[2])
-    none, mask = torch.zeros_like(seq_lens), query.new_empty((len(seq_lens), 0, 0), dtype=torch.bool)
-    ops.tree_attention.default(
-        query,
-        output,
-        kv_cache,
-        _is_amx(kv_layout),
-        block_table,
-        seq_lens,
-        query_start,
-        query_lens,
-        tree,
-        tree,
-        none,
-        none,
-        mask,
-        scale,
-        None,
-        traits.window,
-        traits.soft_cap,
-        traits.sinks,
-        traits.alibi_slopes,
-        True,
-    )
+    extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
+    rows = (seq_lens, query_start, query_lens)
+    ops.causal_attention.default(query, output, kv_cache, _is_amx(kv_layout), block_table, *rows, scale, *extras)
 
 
 def causal_attention_pays(dtype: torch.dtype, kv_layout: str) -> bool:
@@ -181,7 +160,7 @@ def _implementation() -> Callable[..., None]:
     def call(query, output, kv_cache, kv_layout, *rest_and_traits):
         *rest, traits = rest_and_traits
         extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
-        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras, False)
+        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras)
 
     return call
 

@@ -23,8 +23,8 @@ from vllm_specplug.hosts.attention.rows import CpuTreeRows
 from vllm_specplug.kernels.attention_traits import AttentionTraits
 from vllm_specplug.kernels.tree_attention import causal_attention, causal_attention_pays, tree_attention
 
-#: Least rows of a request with which a forward uses ``causal_attention``; with one, both kernels take the same time.
-PROMPT_ROWS = 32
+#: Least rows of a request with which a forward uses ``causal_attention``; with fewer, both kernels take the same time.
+PROMPT_ROWS = 128
 
 
 @dataclass
