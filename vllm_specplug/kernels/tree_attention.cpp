@@ -629,14 +629,13 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   }
 }
 
-} // namespace
-
-void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
-                    const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
-                    const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
-                    const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
-                    const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-                    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, bool causal) {
+// Checks the tensors, and attends; `causal`: the queries are the context's last tokens, and there are no tree keys.
+void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+            const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
+            const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
+            const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
+            const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
+            const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, bool causal) {
   const auto dtype = query.scalar_type();
   const int64_t head_size = query.size(-1);
   for (const at::Tensor& t : {query, output, tree_key, tree_value})
@@ -686,18 +685,6 @@ void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const 
     run_as(uint16_t{});
 }
 
-namespace {
-
-void tree_attention_of_trees(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
-                             const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
-                             const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
-                             const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask,
-                             double scale, const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-                             const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
-  specplug::tree_attention(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key,
-                           tree_value, tree_start, tree_lens, mask, scale, kept, window, soft_cap, sinks, slopes);
-}
-
 void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                       const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
                       const at::Tensor& query_lens, double scale, int64_t window, double soft_cap,
@@ -705,9 +692,24 @@ void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tens
   const at::Tensor no_keys = at::empty({0, kv_cache.size(1), query.size(-1)}, query.options());
   const at::Tensor none = at::zeros({seq_lens.size(0)}, seq_lens.options());
   const at::Tensor mask = at::empty({seq_lens.size(0), 0, 0}, query.options().dtype(at::kBool));
-  specplug::tree_attention(query, output, kv_cache, amx, block_table, seq_lens, query_start, query_lens, no_keys, no_keys,
-                           none, none, mask, scale, std::nullopt, window, soft_cap, sinks, slopes, true);
+  attend(query, output, kv_cache, amx, block_table, seq_lens, query_start, query_lens, no_keys, no_keys, none, none, mask,
+         scale, std::nullopt, window, soft_cap, sinks, slopes, true);
 }
+
+} // namespace
+
+void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+                              const at::Tensor& block_table, const at::Tensor& context_lens,
+                              const at::Tensor& query_start, const at::Tensor& query_lens, const at::Tensor& tree_key,
+                              const at::Tensor& tree_value, const at::Tensor& tree_start, const at::Tensor& tree_lens,
+                              const at::Tensor& mask, double scale, const std::optional<at::Tensor>& kept, int64_t window,
+                              double soft_cap, const std::optional<at::Tensor>& sinks,
+                              const std::optional<at::Tensor>& slopes) {
+  attend(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key, tree_value, tree_start,
+         tree_lens, mask, scale, kept, window, soft_cap, sinks, slopes, false);
+}
+
+namespace {
 
 // Writes rows[i] of one layer's keys and values, each [num_rows][num_kv_heads][head_size], to slot slots[i].
 template <typename T>
@@ -785,7 +787,7 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
       "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
       "Tensor? sinks, Tensor? slopes) -> ()");
-  m.impl("tree_attention", c10::DispatchKey::CPU, &tree_attention_of_trees);
+  m.impl("tree_attention", c10::DispatchKey::CPU, &specplug::tree_attention);
   m.def(
       "causal_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
       "Tensor seq_lens, Tensor query_start, Tensor query_lens, float scale, int window, float soft_cap, Tensor? sinks, "

@@ -46,12 +46,14 @@ def test_products_are_those_of_rounded_numbers(dtype, outputs, inputs, parts):
             assert ((found.double() - wanted).abs() <= error).all()
 
 
-def test_products_are_near_exact_ones():
-    """Within 1.5% of their size, also with large inputs; without rotation these would cost 9%."""
+def test_rotation_keeps_rounding_fine_beside_a_large_input():
+    """Its error is a quarter of that of numbers that are rounded as they are."""
     weight, x = numbers(256, 576), numbers(9, 576, seed=1)
     x[:, 7] *= 30
     exact = x @ weight.T
-    assert (ByteLinear(weight.float())(x.float()) - exact).norm() < 0.015 * exact.norm()
+    step, weight_step = (one.abs().amax(dim=1, keepdim=True) / 127 for one in (x, weight))
+    plain = (x / step).round() * step @ ((weight / weight_step).round() * weight_step).T
+    assert (ByteLinear(weight.float())(x.float()) - exact).norm() < 0.3 * (plain - exact).norm()
 
 
 def test_a_small_part_is_as_exact_as_a_large_one():
