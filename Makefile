@@ -51,7 +51,9 @@ test-ranks: install
 	$(PYTEST) $(RANKS)
 	$(PYTEST) $(RANKS_V2)
 
-test-fast: test-unit
+# The tests of `test-unit`, in two processes.
+test-fast: install
+	$(PYTEST) --numprocesses 2 tests/unit
 
 # At most 35 minutes: an interrupt at 30 keeps what was measured.  All of benchmarks/ takes longer.
 bench: install

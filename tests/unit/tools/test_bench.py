@@ -161,14 +161,13 @@ def test_memory_that_is_not_known_is_not_checked():
 
 
 PARENT = """
-import subprocess, sys
-from pathlib import Path
+import sys
 from vllm_specplug.tools.bench.methods import Method
-from vllm_specplug.tools.bench.workers import Worker
+from vllm_specplug.tools.bench.workers import started
 
-worker = Worker(Method("x", None), {"model": "m"}, 1, Path(sys.argv[1]), "family")
-print(worker.process.pid, worker.receive()["child"], flush=True)
-sys.stdin.read()
+with started([Method("x", None)], {"model": "m"}, 1, "family") as (worker,):
+    print(worker.process.pid, worker.machine["child"], flush=True)
+    sys.stdin.read()
 """
 FAMILY = """
 import subprocess, sys
@@ -199,11 +198,17 @@ def wait_for_states(pids, wanted):
     assert states_of(pids) == wanted
 
 
-def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(tmp_path, monkeypatch):
-    (tmp_path / "family.py").write_text(FAMILY)
+@pytest.fixture
+def family(tmp_path, monkeypatch):
+    """The file of the workers' module, where their processes find it."""
     root = Path(__file__).parents[3]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    (tmp_path / "family.py").write_text(FAMILY)
+    return tmp_path / "family.py"
+
+
+def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(family):
+    command = [sys.executable, "-c", PARENT]
     parent = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -219,6 +224,30 @@ def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_k
         wait_for_states(pids, ["T", "T"])
         parent.kill()
         parent.wait()
+        wait_for_states(pids, [])
+    finally:
+        parent.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_starting_worker_ends_with_its_family_when_its_parent_is_terminated(family, tmp_path):
+    """As ``kill`` and ``timeout`` do; Ctrl-C is the same to the parent."""
+    note = tmp_path / "pids"
+    starts = f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(600)"
+    family.write_text(
+        FAMILY.replace("import subprocess", "import os, time, subprocess").replace("return", f"{starts}; return")
+    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pids = []
+    try:
+        while len(pids) < 2:
+            assert parent.poll() is None
+            time.sleep(0.05)
+            pids = [int(word) for word in note.read_text().split()] if note.exists() else []
+        parent.terminate()
+        assert "KeyboardInterrupt" in parent.communicate()[1]
         wait_for_states(pids, [])
     finally:
         parent.kill()

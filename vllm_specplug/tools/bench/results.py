@@ -132,25 +132,60 @@ def _with_interval(report: dict[str, Any], label: str, category: str | None = No
     return f"{figures['speedup']:.2f}x" + (f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else "")
 
 
+def _with_range(figures: dict[str, Any]) -> str:
+    """Return a speedup, and those of the slowest and fastest of several passes."""
+    passes = figures.get("speedup_by_repeat", ())
+    spread = f" ({min(passes):.2f}-{max(passes):.2f})" if len(passes) > 1 else ""
+    return f"{figures['speedup']:.2f}x{spread}"
+
+
+def _around_first_tokens(report: dict[str, Any], label: str) -> tuple[float | None, float | None]:
+    """Return a method's speedup after the first tokens, and the share of its time before them; None if unknown.
+
+    It is known where one question runs at a time, and its first token was timed.
+    """
+
+    def parts(name: str) -> tuple[float, float, int] | None:
+        before, seconds, tokens = 0.0, 0.0, 0
+        for batch in report["methods"][name]["batches"]:
+            if batch["concurrency"] == report["methods"][name]["batches"][0]["concurrency"]:
+                if len(batch["questions"]) != 1 or len(batch.get("first_token_s", ())) != 1:
+                    return None
+                before += batch["first_token_s"][0]
+                seconds += batch["seconds"]
+                tokens += batch["tokens"] - 1
+        return before, seconds, tokens
+
+    own, plain = parts(label), parts(BASELINE)
+    if own is None or plain is None:
+        return None, None
+    before, seconds, tokens = own
+    plain_before, plain_seconds, plain_tokens = plain
+    return tokens / (seconds - before) / (plain_tokens / (plain_seconds - plain_before)), before / seconds
+
+
 def render(report: dict[str, Any], markdown: bool = False) -> str:
     """Return the overall table, the speedups by category and concurrency, and the origin of the numbers.
 
-    Behind a speedup stands its 95% interval over the questions.
+    Behind a speedup stands its 95% interval over the questions.  ``prompts`` is the share of the time to first tokens.
     """
     methods = report["methods"]
     others = [name for name in methods if name != BASELINE]
     repeated = any(len(m["overall"].get("speedup_by_repeat", ())) > 1 for m in methods.values())
     timed = any(m["overall"].get("first_token_ms") is not None for m in methods.values())
-    headers = ["method", "tokens/s", "median tokens/s", "speedup", "median speedup"]
-    headers += ["repeats"] * repeated + ["tau"] + ["first token ms", "ms per token"] * timed
-    headers += ["same tokens", "peak RSS MiB"]
+    around = {label: _around_first_tokens(report, label) for label in methods}
+    split = any(share is not None for _, share in around.values())
+    headers = ["method", "tokens/s", "speedup"] + ["repeats"] * repeated + ["after first token", "prompts"] * split
+    headers += ["tau"] + ["first token ms", "ms per token"] * timed + ["same tokens", "peak RSS MiB"]
     rows = []
     for label, method in methods.items():
         o = method["overall"]
-        row = [label, f"{o['tokens_per_s']:.1f}", f"{o['tokens_per_s_median']:.1f}"]
-        row += [_with_interval(report, label), f"{o['speedup_median']:.2f}x"]
+        row = [label, f"{o['tokens_per_s']:.1f}", _with_interval(report, label)]
         if repeated:
             row.append(f"{min(o['speedup_by_repeat']):.2f}-{max(o['speedup_by_repeat']):.2f}x")
+        if split:
+            speedup, share = around[label]
+            row += [_or_dash(speedup, "{:.2f}x"), _or_dash(share, "{:.0%}")]
         row.append(_or_dash(o["tau"], "{:.2f}"))
         if timed:
             row += [_or_dash(o["first_token_ms"], "{:.0f}"), _or_dash(o["inter_token_ms"], "{:.1f}")]
@@ -165,7 +200,7 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
         parts.append(format_table(["category", "answers", *titles], by_category, markdown))
         levels = list(methods[BASELINE].get("concurrency", {}))
         if len(levels) > 1:
-            body = [[c, *(f"{methods[name]['concurrency'][c]['speedup']:.2f}x" for name in others)] for c in levels]
+            body = [[c, *(_with_range(methods[name]["concurrency"][c]) for name in others)] for c in levels]
             parts.append(format_table(["concurrency", *titles], body, markdown))
         if stages := {name: m["stages"] for name, m in methods.items() if m.get("stages")}:
             parts.append(format_table(*stage_table(stages), markdown))
@@ -173,18 +208,19 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
 
 
 def render_short(report: dict[str, Any]) -> str:
-    """Return the overall figures in five columns and their origin, in Markdown; intervals as in ``render``."""
+    """Return the overall figures in six columns and their origin, in Markdown; intervals as in ``render``."""
     rows = [
         [
             label,
             f"{o['tokens_per_s']:.1f}",
             _with_interval(report, label),
+            _or_dash(_around_first_tokens(report, label)[0], "{:.2f}x"),
             _or_dash(o["tau"], "{:.2f}"),
             f"{o['agree']}/{o['questions']}",
         ]
         for label, o in ((label, method["overall"]) for label, method in report["methods"].items())
     ]
-    headers = ["method", "tokens/s", "speedup", "tau", "same text"]
+    headers = ["method", "tokens/s", "speedup", "after first token", "tau", "same text"]
     return "\n\n".join([format_table(headers, rows, markdown=True), origin(report)])
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from vllm_specplug.tools.bench.methods import Method, for_stock_vllm
 from vllm_specplug.tools.bench.questions import Question
 from vllm_specplug.utils.environment import available_gib, end_of_log, engine_environment, process_group_gib
+from vllm_specplug.utils.processes import terminate_like_interrupt
 
 _NUM_WARM_UPS = 3
 ENGINE_MODULE = "vllm_specplug.hosts.probes.bench_worker"
@@ -213,6 +214,8 @@ class MemoryCheck:
 def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = ENGINE_MODULE):
     """Start workers for all methods; if the block fails, they are killed and their logs are kept.
 
+    Within the block SIGTERM is an interrupt: engines would outlive this process otherwise.
+
     Raises:
         RuntimeError: an engine has ended, or there is no memory for all of them.
     """
@@ -220,16 +223,17 @@ def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, modu
     workers: list[Worker] = []
     memory = MemoryCheck()
     try:
-        for method in methods:
-            log = scratch / f"{method.label.replace(':', '-')}.log"
-            print(f"starting {method.label} (log: {log})", file=sys.stderr)
-            worker_module = "vllm_specplug.tools.bench.hf_worker" if method.by_transformers else module
-            workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, worker_module))
-            # One start at a time, because two compilers slow each other down.
-            workers[-1].machine = workers[-1].receive()
-            used = process_group_gib(workers[-1].process.pid)
-            memory.started(used, available_gib(), len(methods) - len(workers))
-        yield workers
+        with terminate_like_interrupt():
+            for method in methods:
+                log = scratch / f"{method.label.replace(':', '-')}.log"
+                print(f"starting {method.label} (log: {log})", file=sys.stderr)
+                worker_module = "vllm_specplug.tools.bench.hf_worker" if method.by_transformers else module
+                workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, worker_module))
+                # One start at a time, because two compilers slow each other down.
+                workers[-1].machine = workers[-1].receive()
+                used = process_group_gib(workers[-1].process.pid)
+                memory.started(used, available_gib(), len(methods) - len(workers))
+            yield workers
     except BaseException:
         for worker in workers:
             worker.kill()
