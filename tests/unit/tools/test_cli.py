@@ -566,9 +566,11 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     [
         ("epyc_spec_bench", ["| method", "| category"]),
         ("epyc_code_maths", ["| method", "| category"]),
+        ("epyc_ablation", ["| method"]),
         ("epyc_peers", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
         ("epyc_wide", ["| method"]),
+        ("epyc_stages", ["| method | ms per step"]),
     ],
 )
 def test_the_tables_are_those_of_the_files(name, parts):
