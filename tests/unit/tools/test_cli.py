@@ -569,6 +569,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
         ("epyc_ablation", ["| method"]),
         ("epyc_peers", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
+        ("epyc_concurrency4", ["| method"]),
         ("epyc_wide", ["| method"]),
         ("epyc_stages", ["| method | ms per step"]),
     ],
@@ -580,6 +581,27 @@ def test_the_tables_are_those_of_the_files(name, parts):
     tables = [table for table in render(report, markdown=True).split("\n\n") if table.startswith(tuple(parts))]
     assert len(tables) == len(parts)
     assert all(table in page for table in tables)
+
+
+def small_tables():
+    """Rows of the tables that scripts of benchmarks/micro made, from their files."""
+    draft, prompts, ranks = (
+        json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / f"{name}.json").read_text())
+        for name in ("draft_phase", "epyc_prompts", "low_rank_head")
+    )
+    ways = [way for numbers in ("bfloat16", "8 bits") for way in draft["result"][numbers].values()]
+    for part in ("draft phase", "level", "scoring"):
+        yield [part, *(f"{way[f'median {part} ms']:.2f}" for way in ways)]
+    for name, key in (("vLLM's kernel", "vLLM"), ("the plugin's", "plugin")):
+        yield [name, *(f"{found[key]:.0f}" for found in prompts["milliseconds"].values())]
+    for rank, found in ranks["ranks"].items():
+        yield [rank, ", ".join(f"{alpha:.2f}" for alpha in found["alpha"]), f"{found['chain_tau']:.2f}"]
+
+
+@pytest.mark.parametrize("row", [*small_tables()], ids=lambda row: row[0])
+def test_small_tables_are_those_of_the_files(row):
+    page = (Path(__file__).parents[3] / "docs" / "measurements.md").read_text()
+    assert "| " + " | ".join(row) + " |" in page
 
 
 def test_the_trace_is_the_file():
