@@ -125,7 +125,7 @@ def test_malformed_prompts(tmp_path, content, message):
         read_conversations([tmp_path / "p.jsonl"])
 
 
-@pytest.mark.parametrize("content", [b"plain text", gzip.compress(b'{"prompt": "a"}\n' * 500)[:-20]])
+@pytest.mark.parametrize("content", [b"plain text", gzip.compress(b'{"prompt": "a"}\n' * 500, mtime=0)[:-20]])
 def test_damaged_gzip(tmp_path, content):
     (tmp_path / "p.jsonl.gz").write_bytes(content)
     with pytest.raises(ValueError, match="is damaged, or its content does not match its name"):
