@@ -165,17 +165,19 @@ import sys
 from vllm_specplug.tools.bench.methods import Method
 from vllm_specplug.tools.bench.workers import started
 
-with started([Method("x", None)], {"model": "m"}, 1, "family") as (worker,):
-    print(worker.process.pid, worker.machine["child"], flush=True)
+with started([Method("x", None)], {"model": "m"}, 1, "family"):
     sys.stdin.read()
 """
 FAMILY = """
-import subprocess, sys
+import os, subprocess, sys, time
 from vllm_specplug.utils.worker_pipe import run_worker
 
 def start(arguments):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    return {"child": child.pid}, lambda request: {}
+    with open("pids", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    time.sleep(float(os.environ["START_SECONDS"]))
+    return {}, lambda request: {}
 
 run_worker(start)
 """
@@ -199,61 +201,55 @@ def wait_for_states(pids, wanted):
 
 
 @pytest.fixture
-def family(tmp_path, monkeypatch):
-    """The file of the workers' module, where their processes find it."""
+def start_family(tmp_path):
+    """``start_family(seconds)`` returns the parent of a worker that starts for so long, and the pids of both others."""
     root = Path(__file__).parents[3]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
     (tmp_path / "family.py").write_text(FAMILY)
-    return tmp_path / "family.py"
+    started, pids = [], []
 
-
-def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(family):
-    command = [sys.executable, "-c", PARENT]
-    parent = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # Under nohup SIGHUP would be ignored, and the worker would run until its requests end.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    )
-    pids = []
-    try:
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        wait_for_states(pids, ["T", "T"])
-        parent.kill()
-        parent.wait()
-        wait_for_states(pids, [])
-    finally:
-        parent.kill()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def test_a_starting_worker_ends_with_its_family_when_its_parent_is_terminated(family, tmp_path):
-    """As ``kill`` and ``timeout`` do; Ctrl-C is the same to the parent."""
-    note = tmp_path / "pids"
-    starts = f"open({str(note)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(600)"
-    family.write_text(
-        FAMILY.replace("import subprocess", "import os, time, subprocess").replace("return", f"{starts}; return")
-    )
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    pids = []
-    try:
-        while len(pids) < 2:
+    def start(seconds):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "START_SECONDS": str(seconds)},
+            # Under nohup SIGHUP would be ignored, and the worker would run until its requests end.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )
+        started.append(parent)
+        for _ in range(600):
+            if (tmp_path / "pids").exists() and len(found := (tmp_path / "pids").read_text().split()) == 2:
+                pids.extend(map(int, found))
+                return parent, pids
             assert parent.poll() is None
-            time.sleep(0.05)
-            pids = [int(word) for word in note.read_text().split()] if note.exists() else []
-        parent.terminate()
-        assert "KeyboardInterrupt" in parent.communicate()[1]
-        wait_for_states(pids, [])
-    finally:
+            time.sleep(0.1)
+        raise AssertionError("the worker has not begun to start")
+
+    yield start
+    for parent in started:
         parent.kill()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(start_family):
+    parent, pids = start_family(0)
+    wait_for_states(pids, ["T", "T"])
+    parent.kill()
+    parent.wait()
+    wait_for_states(pids, [])
+
+
+def test_a_starting_worker_ends_with_its_family_when_its_parent_is_terminated(start_family):
+    """As ``kill`` and ``timeout`` do; Ctrl-C is the same to the parent."""
+    parent, pids = start_family(600)
+    parent.terminate()
+    assert "KeyboardInterrupt" in parent.communicate()[1]
+    wait_for_states(pids, [])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

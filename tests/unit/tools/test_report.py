@@ -123,7 +123,8 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert results["methods"]["eagle2"]["concurrency"]["4"]["speedup"] == 0.8
     assert list(results["methods"]["eagle2"]["categories"]) == ["maths", "<code>"]
     text = render(results, markdown=True)
-    assert "1.00-2.00x" in text and "| concurrency | " in text and "15%" in text
+    assert "1.00-2.00x" in text and "15%" in text
+    assert ["|", "concurrency", "|", "eagle2", "speedup", "|"] in [line.split() for line in text.splitlines()]
     methods = results["methods"]
     asked = {k: [b | {"questions": [f"q{i}"]} for i in range(5) for b in m["batches"]] for k, m in methods.items()}
     wide = {**results, "methods": {k: m | {"batches": asked[k]} for k, m in methods.items()}}
@@ -144,6 +145,14 @@ def test_figures_by_depth_repeat_and_concurrency(results):
         ["     - ", " 0.50x ", "     - ", "   2 "],
     ]
     assert table[-1].endswith("commit unknown")
+
+
+def test_answers_of_one_token_have_no_speedup_after_it():
+    methods = parse_methods("plain,eagle2")
+    measured = {method.label: [made("a", "maths", 0.25, [1])] for method in methods}
+    settings = {"questions": "q", "num_questions": 1, "dtype": "float32", "concurrency": "1", "max_tokens": 1}
+    text = render(build_report(methods, measured, {"plain": 1, "eagle2": 1}, settings))
+    assert "1.00x" in text and "after first token" not in text
 
 
 def test_a_page_stands_alone_and_is_well_formed(results):

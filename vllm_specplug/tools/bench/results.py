@@ -142,26 +142,24 @@ def _with_range(figures: dict[str, Any]) -> str:
 def _around_first_tokens(report: dict[str, Any], label: str) -> tuple[float | None, float | None]:
     """Return a method's speedup after the first tokens, and the share of its time before them; None if unknown.
 
-    It is known where one question runs at a time, and its first token was timed.
+    They are known where one question runs at a time, its first token was timed, and others follow.
     """
-
-    def parts(name: str) -> tuple[float, float, int] | None:
-        before, seconds, tokens = 0.0, 0.0, 0
-        for batch in report["methods"][name]["batches"]:
-            if batch["concurrency"] == report["methods"][name]["batches"][0]["concurrency"]:
-                if len(batch["questions"]) != 1 or len(batch.get("first_token_s", ())) != 1:
-                    return None
-                before += batch["first_token_s"][0]
-                seconds += batch["seconds"]
-                tokens += batch["tokens"] - 1
-        return before, seconds, tokens
-
-    own, plain = parts(label), parts(BASELINE)
+    own, plain = (_first_tokens_and_rest(report["methods"][name]["batches"]) for name in (label, BASELINE))
     if own is None or plain is None:
         return None, None
-    before, seconds, tokens = own
-    plain_before, plain_seconds, plain_tokens = plain
-    return tokens / (seconds - before) / (plain_tokens / (plain_seconds - plain_before)), before / seconds
+    (before, after, tokens), (_, plain_after, plain_tokens) = own, plain
+    return tokens / after / (plain_tokens / plain_after), before / (before + after)
+
+
+def _first_tokens_and_rest(batches: list[dict[str, Any]]) -> tuple[float, float, int] | None:
+    """Return the seconds before and after first tokens, and the tokens after them, at the first concurrency."""
+    chosen = [batch for batch in batches if batch["concurrency"] == batches[0]["concurrency"]]
+    if any(len(batch["questions"]) != 1 or len(batch.get("first_token_s", ())) != 1 for batch in chosen):
+        return None
+    before = sum(batch["first_token_s"][0] for batch in chosen)
+    after = sum(batch["seconds"] for batch in chosen) - before
+    tokens = sum(batch["tokens"] - 1 for batch in chosen)
+    return (before, after, tokens) if tokens > 0 and after > 0 else None
 
 
 def render(report: dict[str, Any], markdown: bool = False) -> str:
