@@ -2,8 +2,8 @@
 
     python benchmarks/micro/greedy_head.py --questions spec_bench_dev.jsonl --out greedy_head.json
 
-SmolLM2-135M-Instruct with its shipped drafter, bfloat16, one request at a time, in this process with the threads of a
-server's worker.  Every other step computes all logits.
+SmolLM2-135M-Instruct with its shipped drafter, one request at a time, in this process with the threads of a server's
+worker.  Every other step computes all logits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vllm_specplug.utils.tables import format_table
 LEAST_CALLS = 20
 
 
-def measure(questions: list[str], max_tokens: int) -> dict[int, dict[str, Any]]:
+def measure(questions: list[str], max_tokens: int, dtype: str) -> dict[int, dict[str, Any]]:
     """Return what the head takes by rows of the step."""
     from vllm import SamplingParams
 
-    llm = start_smollm2({"method": "eagle2", "model": "smollm2-135m-instruct"})
+    llm = start_smollm2({"method": "eagle2", "model": "smollm2-135m-instruct"}, dtype)
     model, head = runner_of(llm).model, runner_of(llm).greedy_head
     assert head is not None, "this CPU computes all logits"
     compute, seconds, shares, steps = model.compute_logits, defaultdict(list), defaultdict(list), 0
@@ -71,10 +71,11 @@ def main() -> None:
     parser.add_argument("--questions", required=True, type=Path)
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
     questions = [question.text for question in read_questions(args.questions, args.limit)]
-    if not (found := measure(questions, args.max_tokens)):
+    if not (found := measure(questions, args.max_tokens, args.dtype)):
         parser.error(f"no number of rows had {LEAST_CALLS} steps of each kind: raise --limit or --max-tokens")
     origin = provenance(baseline="all logits by the same operator on the same engine, steps in turns")
     args.out.write_text(json.dumps({"provenance": origin, "by_rows": found}, indent=2) + "\n")

@@ -53,11 +53,13 @@ void pack(const at::Tensor& weight, const at::Tensor& packed, const at::Tensor& 
   });
 }
 
-inline void write(Vec values, int64_t count, float* to) { _mm512_mask_storeu_ps(to, (1u << count) - 1, (__m512)values); }
 template <typename T>
 inline void write(Vec values, int64_t count, T* to) {
   for (int64_t lane = 0; lane < count; ++lane) to[lane] = from_float<T>(values[lane]);
 }
+#ifdef __AVX512F__
+inline void write(Vec values, int64_t count, float* to) { _mm512_mask_storeu_ps(to, (1u << count) - 1, (__m512)values); }
+#endif
 #ifdef __AVX512BF16__
 inline void write(Vec values, int64_t count, uint16_t* to) {
   _mm256_mask_storeu_epi16(to, (1u << count) - 1, (__m256i)_mm512_cvtneps_pbh((__m512)values));
@@ -152,7 +154,7 @@ at::Tensor specplug::byte_linear(const at::Tensor& x, const at::Tensor& packed, 
   });
   return out;
 #else
-  TORCH_CHECK(false, "byte_linear: this CPU lacks AVX-512 VNNI");
+  TORCH_CHECK(false, "byte_linear: this CPU does not multiply 8-bit numbers");
 #endif
 }
 

@@ -1,4 +1,5 @@
-"""Linear layers with weights and inputs rounded to 8 bits, on CPUs that multiply such numbers (AVX-512 VNNI).
+"""Linear layers with weights and inputs rounded to 8 bits, on CPUs that multiply such numbers (AVX-512 VNNI, or AVX2
+without AVX-512).
 
 They are for drafts: a draft decides how many tokens a step emits and never which ones, so that it need not be exact.
 """
@@ -22,7 +23,7 @@ class ByteLinear:
         parts: inputs come in so many parts of one size, whose scales differ; each has steps of its own.
 
     Attributes:
-        packed: uint8 ``[blocks, parts, inputs of a part, 32]``.
+        packed: uint8 ``[blocks, parts, inputs of a part, 32]``; without AVX-512 blocks have 16 outputs.
         scales: float32 ``[blocks, parts, 32]``; what a weight's step is.
         num_outputs: of the layer.
     """

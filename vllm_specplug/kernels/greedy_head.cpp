@@ -187,7 +187,7 @@ at::Tensor greedy_head(const at::Tensor& x, const at::Tensor& weight, const std:
   if (!is_usual) return specplug::row_linear(x, weight, codes, std::nullopt, outputs, std::nullopt, 0);
   return specplug::row_linear_blocks(inputs, weight, codes, outputs, found);
 #else
-  TORCH_CHECK(false, "greedy_head: this CPU lacks AVX-512 VNNI");
+  TORCH_CHECK(false, "greedy_head: this CPU does not multiply 8-bit numbers");
 #endif
 }
 

@@ -11,7 +11,7 @@ from vllm_specplug.kernels.huge_pages import empty_in_huge_pages
 from vllm_specplug.kernels.row_linear import uses_tiles
 
 #: Most rows of a call.  With more, so many blocks may hold the largest logit of a row that all are computed as fast
-#: (one core of an EPYC with VNNI, SmolLM2: alike at 96 rows).
+#: (one core of an EPYC with VNNI, SmolLM2: alike at 96 rows; without AVX-512, 64 rows still take less time).
 MOST_ROWS = 64
 #: Weights from this size on, which no model has, could make bounds overflow.
 LARGEST_WEIGHT = 1e6
@@ -22,8 +22,9 @@ def make_greedy_head(
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return ``head(hidden)``: logits whose ``argmax`` is that of all logits; None where the operator cannot do it.
 
-    ``hidden`` is ``[num_rows, hidden_size]`` of at most ``MOST_ROWS`` rows.  Logits are computed in blocks of 32, with
-    the sums of ``row_linear``; those of the other blocks, which are smaller than the largest one, are -inf.
+    ``hidden`` is ``[num_rows, hidden_size]`` of at most ``MOST_ROWS`` rows.  Logits are computed in blocks of 32 (16
+    without AVX-512), with the sums of ``row_linear``; those of the other blocks, smaller than the largest one,
+    are -inf.
 
     Args:
         weight: ``[outputs, hidden_size]``, contiguous: float32, bfloat16 or float16.  It is kept in 8 bits beside the
@@ -39,7 +40,7 @@ def make_greedy_head(
     if not (shape := ops.greedy_head_shape.default(num_tokens, size)):
         return None
     num_blocks, num_bounds = shape
-    packed = empty_in_huge_pages(torch.Size((num_blocks, size, 32)), torch.uint8)
+    packed = empty_in_huge_pages(torch.Size((num_blocks, size, num_bounds // 3)), torch.uint8)
     bounds = torch.empty(num_blocks, num_bounds, dtype=torch.float32)
     ops.greedy_head_pack.default(weight, num_tokens, packed, bounds)
     (kept, codes, outputs), head = operands, ops.greedy_head.default

@@ -31,6 +31,8 @@ namespace {
 
 // A block of outputs is two vectors wide.  The sums of a tile take 24 of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
+// Up to so many rows take two blocks at once: the sums of more, beside the weights, need more registers than there are.
+constexpr int kRowsOfTwo = kLanes == 16 ? 3 : 2;
 // Rows are computed in chunks, whose inputs stay in the second cache where they are short; inputs in panels, whose
 // weights do.
 constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048;
@@ -150,14 +152,14 @@ struct Product {
 
   // Fewer rows take more blocks at once, so that enough sums are independent of each other.
   void multiply_chunk(int64_t first, int64_t count, int64_t block, int64_t stop) const {
-    int64_t together = count == 1 ? 4 : count <= 3 ? 2 : 1;
+    int64_t together = count == 1 ? 4 : count <= kRowsOfTwo ? 2 : 1;
     for (; block < stop; block += together) {
       while (block + together > stop) together /= 2;
       const bool is_last = block + 2 * together > stop;
       if (together == 4)
         multiply_blocks<1, 4>(first, count, block, is_last);
       else if (together == 2)
-        multiply_blocks<3, 2>(first, count, block, is_last);
+        multiply_blocks<kRowsOfTwo, 2>(first, count, block, is_last);
       else
         multiply_blocks<kTileRows, 1>(first, count, block, is_last);
     }

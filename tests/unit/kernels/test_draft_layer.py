@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators c
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, PAGE = 64, 4, 2, 16, 96, 50, 32
 MAX_POSITION = 90
 CAPACITY = 9
-needs_vnni = pytest.mark.skipif(not can_multiply_bytes(), reason="this CPU lacks AVX-512 VNNI")
+needs_vnni = pytest.mark.skipif(not can_multiply_bytes(), reason="this CPU does not multiply 8-bit numbers")
 
 
 def linear_of(weight, bias=None):

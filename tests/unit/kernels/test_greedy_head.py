@@ -29,7 +29,7 @@ def make_hidden(dtype, num_rows, *, seed=1):
 def make_both(weight, dtype=None):
     linear = make_row_linear(weight, dtype)
     if linear is None or (head := make_greedy_head(weight, NUM_TOKENS, linear.operands)) is None:
-        pytest.skip("this CPU lacks AVX-512 VNNI, or multiplies in tiles")
+        pytest.skip("this CPU does not multiply 8-bit numbers, or multiplies in tiles")
     return linear, head
 
 

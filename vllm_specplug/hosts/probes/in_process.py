@@ -21,12 +21,12 @@ def start_in_process(arguments: dict[str, Any]) -> Any:
     return llm
 
 
-def start_smollm2(speculative_config: dict[str, Any]) -> Any:
-    """Start SmolLM2-135M-Instruct in bfloat16 as benchmarks of parts of a step serve it."""
+def start_smollm2(speculative_config: dict[str, Any], dtype: str = "bfloat16") -> Any:
+    """Start SmolLM2-135M-Instruct as benchmarks of parts of a step serve it."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     arguments = {
         "model": str(prepare()),
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "max_model_len": 2048,
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": 256 << 20,
