@@ -566,6 +566,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     [
         ("epyc_spec_bench", ["| method", "| category"]),
         ("epyc_code_maths", ["| method", "| category"]),
+        ("avx2_spec_bench", ["| method", "| category"]),
         ("epyc_ablation", ["| method"]),
         ("epyc_peers", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
