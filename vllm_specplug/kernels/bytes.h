@@ -4,8 +4,8 @@
 // coarse.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "vectors.h"
@@ -114,17 +114,18 @@ inline void multiply_bytes(const int8_t* x, int64_t stride, int64_t size, const 
   const auto* inputs = reinterpret_cast<const int32_t*>(x);
   const int64_t distance = ROWS <= kNearRows ? kNearBytes : kFarBytes;
   constexpr int64_t step = sizeof(Vec);
-  std::fill_n(sums[0], 2 * ROWS, VecInt{});
+  VecInt found[ROWS][2]{};
   for (int64_t k = 0; k < size / kWordInputs; ++k, weight += 2 * step) {
     for (int64_t at = 0; at < 2 * step; at += 64) __builtin_prefetch(weight + distance + at, 0, 2);
     const WeightWords low(weight), high(weight + step);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
       const int32_t word = inputs[m * (stride / kWordInputs) + k];
-      sums[m][0] = low.add(sums[m][0], word);
-      sums[m][1] = high.add(sums[m][1], word);
+      found[m][0] = low.add(found[m][0], word);
+      found[m][1] = high.add(found[m][1], word);
     }
   }
+  std::memcpy(sums, found, sizeof(found));
 }
 
 // Calls `visit(first, std::integral_constant<int, count>{})` for tiles of at most kByteRows rows.
