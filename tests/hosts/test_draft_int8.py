@@ -88,13 +88,13 @@ def config_of(checkpoints, drafter="eagle", dtype="bfloat16", **options):
     ],
 )
 def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, in_tiles, dtype, asked, rounded):
-    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: has_vnni)
+    monkeypatch.setattr(speculative_config, "has_vnni", lambda: has_vnni)
     monkeypatch.setattr(speculative_config, "has_amx", lambda: in_tiles)
     assert config_of(checkpoints, dtype=dtype, **asked).specplug.draft_int8 is rounded
 
 
 def test_a_source_is_rounded_too(checkpoints, monkeypatch):
-    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
+    monkeypatch.setattr(speculative_config, "has_vnni", lambda: True)
     monkeypatch.setattr(speculative_config, "has_amx", lambda: False)
     sources = [{"method": "eagle2", "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
     settings = {**ENGINE, "dtype": "bfloat16", "model": str(checkpoints["target"])}
@@ -104,14 +104,14 @@ def test_a_source_is_rounded_too(checkpoints, monkeypatch):
 
 
 def test_compiled_drafters_are_not_mixed_up(checkpoints, monkeypatch):
-    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
+    monkeypatch.setattr(speculative_config, "has_vnni", lambda: True)
     hashes = {config_of(checkpoints, draft_int8=rounded).compute_hash() for rounded in (True, False)}
     assert len(hashes) == 2
 
 
 @pytest.mark.parametrize(("has_vnni", "drafter"), [(False, "eagle"), (True, "eagle3")])
 def test_refused_where_it_cannot_be(checkpoints, monkeypatch, has_vnni, drafter):
-    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: has_vnni)
+    monkeypatch.setattr(speculative_config, "has_vnni", lambda: has_vnni)
     with pytest.raises(ValueError, match="draft_int8=true needs .*leave it out"):
         config_of(checkpoints, drafter, draft_int8=True)
     assert config_of(checkpoints, drafter).specplug.draft_int8 is False

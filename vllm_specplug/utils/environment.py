@@ -107,11 +107,8 @@ def multiplies_pairs() -> bool:
     return "avx512_bf16" in _cpu_flags()
 
 
-def multiplies_bytes() -> bool:
-    """Whether drafts can be computed in 8 bits: with AVX-512 VNNI.
-
-    kernels/bytes.h multiplies such numbers with AVX2 too, three instructions in the place of one.
-    """
+def has_vnni() -> bool:
+    """Whether this CPU multiplies numbers of 8 bits in AVX-512: drafts are computed in them there."""
     return _cpu_flags() >= {"avx512f", "avx512_vnni"}
 
 

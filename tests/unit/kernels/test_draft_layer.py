@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators c
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, PAGE = 64, 4, 2, 16, 96, 50, 32
 MAX_POSITION = 90
 CAPACITY = 9
-needs_vnni = pytest.mark.skipif(not can_multiply_bytes(), reason="this CPU does not multiply 8-bit numbers")
+needs_bytes = pytest.mark.skipif(not can_multiply_bytes(), reason="this CPU does not multiply 8-bit numbers")
 
 
 def linear_of(weight, bias=None):
@@ -89,8 +89,8 @@ class Reference:
         (torch.float16, "vec", False, 0.01),
         (torch.bfloat16, "vec", False, 0.06),
         (torch.bfloat16, "amx", False, 0.06),
-        pytest.param(torch.float32, "vec", True, 0.06, marks=needs_vnni),
-        pytest.param(torch.bfloat16, "vec", True, 0.08, marks=needs_vnni),
+        pytest.param(torch.float32, "vec", True, 0.06, marks=needs_bytes),
+        pytest.param(torch.bfloat16, "vec", True, 0.08, marks=needs_bytes),
     ],
 )
 def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):

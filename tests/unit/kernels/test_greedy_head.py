@@ -98,6 +98,34 @@ def test_logits_that_differ_by_less_than_the_rounding(dtype):
         check(linear, head, hidden.to(dtype))
 
 
+def unrotate(x):
+    """Turn numbers as the operator rounds them into its inputs: 64 of them times a Hadamard matrix, its own inverse."""
+    matrix = torch.ones(1, 1)
+    for _ in range(6):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (x.unflatten(1, (-1, 64)) @ matrix / 8).flatten(1)
+
+
+@pytest.mark.parametrize("rounded", ["weights", "inputs"])
+def test_bounds_hold_where_rounding_errors_add_up(rounded):
+    """All errors have one sign, so that the bounds are nearly reached: smaller ones would miss the largest logit."""
+    signs = torch.randint(0, 2, (SIZE,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    # The first number sets the size of a step.  The sum is 0.95, and -85 once the others are rounded to whole steps.
+    steps = torch.full((SIZE,), -0.55)
+    steps[0], steps[1:22] = 127, -1.55
+    weight = torch.zeros(OUTPUTS, SIZE)
+    if rounded == "weights":
+        hidden = 127 * signs
+        weight[3], weight[500] = steps * signs, -steps * signs
+    else:
+        hidden = steps * signs
+        weight[3], weight[500] = 127 * signs, -127 * signs
+    linear, head = make_both(unrotate(weight))
+    hidden = unrotate(hidden[None])
+    assert linear(hidden, None, None).argmax() == 3
+    check(linear, head, hidden)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_negative_logits_beat_the_padding(dtype):
     weight = make_weight(dtype).abs().neg()

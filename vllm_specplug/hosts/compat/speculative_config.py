@@ -40,7 +40,7 @@ from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
-from vllm_specplug.utils.environment import has_amx, has_avx2, multiplies_bytes
+from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 
@@ -294,7 +294,7 @@ def _resolve_int8(options: TreeOptions, is_supported: bool, by_default: bool) ->
     """Decide ``draft_int8``: as asked, else whether it is supported and the default."""
     if not hasattr(options, "draft_int8"):
         return options
-    asked, possible = options.draft_int8, is_supported and multiplies_bytes()
+    asked, possible = options.draft_int8, is_supported and has_vnni()
     if asked and not possible:
         raise ConfigError(
             "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI) and an "
