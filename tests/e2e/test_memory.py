@@ -3,6 +3,8 @@
 Of pages that the system cannot drop: those of a library's file, like LLVM's 80 MiB, can be read again.
 """
 
+from pathlib import Path
+
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.tools.bench.methods import METHODS, Method
 from vllm_specplug.tools.bench.questions import Question
@@ -24,6 +26,9 @@ def memory_mib(method, smollm2, tmp_path) -> dict[str, int]:
         # A server's processes.
         said = worker.log.read_text()
         assert "(EngineCore pid=" in said and "(Worker pid=" in said, said[-2000:]
+        # Only the process that drafts loads numba.
+        maps = [Path(f"/proc/{process['Pid']}/maps").read_text() for process in processes]
+        assert sum("libllvmlite" in of_process for of_process in maps) == (method != "plain")
         return {
             key: sum(int(process.get(key, "0 kB").split()[0]) for process in processes) // 1024
             for key in ("RssAnon", "VmHWM")

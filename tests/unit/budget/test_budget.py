@@ -485,20 +485,20 @@ def test_prune():
 
 STEPS = """
 import json, sys
-from numba.core.dispatcher import Dispatcher
+from vllm_specplug.utils.compiled import compiled
 from vllm_specplug.budget import budget
 from vllm_specplug.core.loops import pool, rows, warm_up
 
-def compiled():
+def signatures():
     modules = (budget, pool, rows)
-    return {n: len(f.signatures) for m in modules for n, f in vars(m).items() if isinstance(f, Dispatcher)}
+    return {n: len(f.signatures) for m in modules for n, f in vars(m).items() if isinstance(f, compiled)}
 
 warm_up.compile_loops()
 budget.compile_loops()
-before = compiled()
+before = signatures()
 from tests.unit.budget.test_budget import CHEAP, make, run
 verified = [sum(run(make({**CHEAP, "row": 0.004}), num_reqs, [0.9, 0.6, 0.1], 20)[1]) for num_reqs in (1, 3)]
-json.dump([before, compiled(), verified], sys.stdout)
+json.dump([before, signatures(), verified], sys.stdout)
 """
 
 

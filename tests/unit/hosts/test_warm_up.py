@@ -20,19 +20,19 @@ SERVE = """
 import json, sys
 from types import SimpleNamespace
 import numpy as np
-from numba.core.dispatcher import Dispatcher
+from vllm_specplug.utils.compiled import compiled
 from vllm_specplug.config import parse_options
 from vllm_specplug.hosts.drafters.model_free import make_drafting
 
-def compiled():
+def signatures():
     return {
         f"{name}.{key}": len(value.signatures)
         for name, module in sorted(sys.modules.items()) if name.startswith("vllm_specplug")
-        for key, value in vars(module).items() if isinstance(value, Dispatcher)
+        for key, value in vars(module).items() if isinstance(value, compiled)
     }
 
 drafting = make_drafting(parse_options(json.loads(sys.argv[1])), 100)
-before, drafted = compiled(), 0
+before, drafted = signatures(), 0
 for step in range(30):
     num_reqs = 1 + step % 3
     batch = SimpleNamespace(
@@ -45,7 +45,7 @@ for step in range(30):
     drafted += int(draft.tree.num_rows.sum()) - num_reqs
     if step == 19:
         drafting.finish(["0-0", "0-1", "0-2"])
-json.dump([before, compiled(), drafted], sys.stdout)
+json.dump([before, signatures(), drafted], sys.stdout)
 """
 
 

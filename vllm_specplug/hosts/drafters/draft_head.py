@@ -25,7 +25,7 @@ class DraftHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.cpu_linear = F.linear  # the name that vLLM's packing sets
         if weight.device.type == "cpu":
-            utils.dispatch_cpu_unquantized_gemm(self, remove_weight=False)  # inside `row_linear_layers` it is theirs
+            utils.dispatch_cpu_unquantized_gemm(self, remove_weight=True)  # inside `row_linear_layers` it is theirs
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
