@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.hosts.conftest import SEEDED, TREE, acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts import row_linear
 from vllm_specplug.hosts.compat import speculative_config
-from vllm_specplug.kernels.row_linear import CODED, uses_tiles
+from vllm_specplug.kernels.row_linear import CODED, RowLinearOnUse, uses_tiles
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 #: Rows of one tree; two trees are computed by vLLM's product.
@@ -104,6 +108,28 @@ def test_by_default_on_x86(engine, monkeypatch, has):
     llm = engine("reduced", max_num_seqs=2 + has)  # engines are kept by their options
     layers = [*layers_of(llm), runner_of(llm).drafter._scorer.head]
     assert all(computed_by_us(layer) == has for layer in layers)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_are_packed_only_to_multiply(engine, checkpoints, tmp_path, prompts, is_tied):
+    """A tied LM head shares its copy with the embedding; of another embedding there is none."""
+    options = {"max_num_seqs": 1}
+    if is_tied:
+        folder = shutil.copytree(checkpoints["target"], tmp_path / "tied")
+        weights = load_file(folder / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_file(weights, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        checkpoints["tied"] = folder
+        options["target"] = "tied"
+    expected = token_ids(engine(**options).generate(prompts[:4], GREEDY, use_tqdm=False))
+    llm = engine("eagle", ALL, **options)
+    assert token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == expected
+    target = runner_of(llm).model
+    embedding, head = target.model.embed_tokens.cpu_linear, target.lm_head.cpu_linear
+    assert isinstance(embedding, RowLinearOnUse) and head.dtype == kept_weights(target.lm_head).dtype
+    assert vars(embedding).get("linear") is (head if is_tied else None)
 
 
 def test_weights_that_are_kept_twice_are_bounded(engine, prompts, monkeypatch):

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from vllm_specplug.config import ALL_ROWS
-from vllm_specplug.kernels.row_linear import DTYPES, exact_dtype, make_row_linear, uses_tiles
+from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.kernels.row_linear import DTYPES, RowLinearOnUse, exact_dtype, make_row_linear, uses_tiles
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -29,7 +31,9 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
     """Let unquantised linear layers that are loaded inside compute up to ``max_rows`` rows by our operator.
 
     They get the attributes ``linear_rows`` and ``linear_dtype``.  With ``ALL_ROWS`` the operator's copy of the weights
-    takes the place of the one that vLLM packs; with a number there are both, for more rows the latter.
+    takes the place of the one that vLLM packs; with a number there are both, for more rows the latter.  With
+    ``ALL_ROWS``, an LM head shares its copy with an embedding of the same weight, and other embeddings have none until
+    they multiply; vLLM packs each.
 
     Args:
         max_rows: 0: vLLM computes all.
@@ -40,16 +44,21 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
         yield
         return
     honest, kept_twice, num_ours, num_layers = utils.dispatch_cpu_unquantized_gemm, 0, 0, 0
+    of_embeddings: dict[int, RowLinearOnUse] = {}  # by the address of the weight
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         nonlocal kept_twice, num_ours, num_layers
         num_layers += 1
         weight = layer.weight
-        if _has_kernels_of_its_own(weight):
+        if operators() is None or _has_kernels_of_its_own(weight):
             honest(layer, remove_weight)
             return
         packed, num_bytes, linear = None, 0, None
-        if max_rows == ALL_ROWS:
+        if max_rows == ALL_ROWS and not remove_weight:  # an embedding or an LM head
+            linear = of_embeddings.setdefault(weight.data_ptr(), RowLinearOnUse(weight, dtype))
+            if isinstance(layer, ParallelLMHead):
+                linear = linear.linear
+        elif max_rows == ALL_ROWS:
             linear = make_row_linear(weight, dtype)
         else:
             num_bytes = weight.numel() * exact_dtype(weight).itemsize
@@ -60,7 +69,7 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
             honest(layer, remove_weight)
             return
         layer.cpu_linear, layer.packed_weight = linear, packed  # the memory lives as long as the latter
-        layer.linear_rows, layer.linear_dtype = max_rows, linear.dtype
+        layer.linear_rows, layer.linear_dtype = max_rows, getattr(linear, "dtype", dtype)
         if remove_weight:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
         kept_twice += num_bytes if packed else 0

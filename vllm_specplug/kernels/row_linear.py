@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -53,6 +54,30 @@ def make_row_linear(
     row_linear.dtype = packed.dtype
     row_linear.operands = (packed, codes, outputs) if handle is None else None  # for other operators
     return row_linear
+
+
+class RowLinearOnUse:
+    """What ``make_row_linear`` returns, made at its first use: an input embedding has a weight, but often no product.
+
+    Args:
+        weight, dtype: of ``make_row_linear``.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype | None = None):
+        self._weight, self._dtype = weight, dtype
+
+    @cached_property
+    def linear(self) -> Callable[..., torch.Tensor]:
+        linear = make_row_linear(self._weight, self._dtype)
+        assert linear is not None, "the operators cannot be built"
+        return linear
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        return self.linear.operands
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.linear(x, weight, bias)
 
 
 def _stored(dtype: torch.dtype | None) -> torch.dtype | None:
