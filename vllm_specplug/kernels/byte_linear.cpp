@@ -2,8 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
@@ -111,8 +109,9 @@ void multiply(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& s
 
 #endif
 
-// Returns the shapes of packed weights and of their factors; none if this CPU cannot do it.
-std::vector<std::vector<int64_t>> byte_linear_shapes(int64_t outputs, int64_t inputs, int64_t parts) {
+} // namespace
+
+std::vector<std::vector<int64_t>> specplug::byte_linear_shapes(int64_t outputs, int64_t inputs, int64_t parts) {
 #ifdef SPECPLUG_BYTES
   const int64_t blocks = (outputs + kByteOutputs - 1) / kByteOutputs;
   if (outputs > 0 && parts > 0 && inputs % parts == 0 && inputs <= 1 << 16)
@@ -121,13 +120,7 @@ std::vector<std::vector<int64_t>> byte_linear_shapes(int64_t outputs, int64_t in
   return {};
 }
 
-// For shapes only, in torch.compile.
-at::Tensor byte_linear_meta(const at::Tensor& x, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                            int64_t outputs) {
-  return x.new_empty_symint({x.sym_size(0), outputs});
-}
-
-void byte_linear_pack(const at::Tensor& weight, const at::Tensor& packed, const at::Tensor& scales) {
+void specplug::byte_linear_pack(const at::Tensor& weight, const at::Tensor& packed, const at::Tensor& scales) {
 #ifdef SPECPLUG_BYTES
   const auto shapes = byte_linear_shapes(weight.size(0), weight.size(1), scales.size(1));
   TORCH_CHECK(weight.is_contiguous() && packed.is_contiguous() && scales.is_contiguous() && !shapes.empty() &&
@@ -138,8 +131,6 @@ void byte_linear_pack(const at::Tensor& weight, const at::Tensor& packed, const 
 #endif
 }
 
-} // namespace
-
 at::Tensor specplug::byte_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                                  const std::optional<at::Tensor>& bias, int64_t outputs) {
 #ifdef SPECPLUG_BYTES
@@ -147,7 +138,7 @@ at::Tensor specplug::byte_linear(const at::Tensor& x, const at::Tensor& packed, 
   TORCH_CHECK(x.dim() == 2 && !shapes.empty() && packed.sizes() == shapes[0] && scales.sizes() == shapes[1] &&
                   (!bias || (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == outputs)),
               "byte_linear: x must be [num_rows, inputs] of these weights, bias [outputs] of its type");
-  const at::Tensor inputs = x.contiguous(), out = at::empty({x.size(0), outputs}, x.options());
+  const at::Tensor inputs = x.contiguous(), out = x.new_empty({x.size(0), outputs});
   with_type(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     multiply<T>(inputs, packed, scales, bias ? data<T>(*bias) : nullptr, out);
@@ -156,12 +147,4 @@ at::Tensor specplug::byte_linear(const at::Tensor& x, const at::Tensor& packed, 
 #else
   TORCH_CHECK(false, "byte_linear: this CPU does not multiply 8-bit numbers");
 #endif
-}
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("byte_linear_shapes(int outputs, int inputs, int parts) -> int[][]", &byte_linear_shapes);
-  m.def("byte_linear_pack(Tensor weight, Tensor(a!) packed, Tensor(b!) scales) -> ()", &byte_linear_pack);
-  m.def("byte_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor");
-  m.impl("byte_linear", c10::DispatchKey::CPU, &specplug::byte_linear);
-  m.impl("byte_linear", c10::DispatchKey::Meta, &byte_linear_meta);
 }

@@ -8,7 +8,10 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +40,41 @@ def operators() -> Any:
 
 
 def _load() -> Any:
-    """Build the operators once per (source, torch, CPU) and load them."""
+    """Load the operators, built once per (source, torch, CPU)."""
+    from torch.utils import cpp_extension
+
+    library = library_file()
+    if library.is_file():
+        torch.ops.load_library(str(library))
+        return getattr(torch.ops, library.stem)
+    folder = library.parent / "build"
+    folder.mkdir(exist_ok=True)
+    # This lock ends with its process.  If cpp_extension's own lock file exists now, a killed process has left it.
+    with open(library.parent / "build.flock", "w") as lock, _scripts_on_path(), _cores_of_parent():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.is_file():  # another process has built it meanwhile
+            torch.ops.load_library(str(library))
+        else:
+            (folder / "lock").unlink(missing_ok=True)
+            cpp_extension.load(
+                library.stem,
+                [str(source) for source in _SOURCES],
+                extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={library.stem}"],
+                extra_ldflags=["-fopenmp"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
+            (folder / library.name).replace(library)  # it is complete
+            shutil.rmtree(folder, ignore_errors=True)
+    return getattr(torch.ops, library.stem)
+
+
+def library_file() -> Path:
+    """Return where the operators' library is, or will be once it is built.  Its folder is made."""
     from torch.utils import cpp_extension
 
     name = library_name(torch.__version__)
-    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-    # This lock ends with its process.  If cpp_extension's own lock file exists now, a killed process has left it.
-    with open(folder / "build.flock", "w") as lock, _scripts_on_path():
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)
-        cpp_extension.load(
-            name,
-            [str(source) for source in _SOURCES],
-            extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={name}"],
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(folder),
-            is_python_module=False,
-        )
-    return getattr(torch.ops, name)
+    return Path(cpp_extension._get_build_directory(name, verbose=False)) / f"{name}.so"
 
 
 def library_name(torch_version: str) -> str:
@@ -71,6 +91,21 @@ def _cpu_identity() -> str:
     except OSError:
         return platform.processor()
     return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+@contextmanager
+def _cores_of_parent() -> Iterator[None]:
+    """Let the compiler use the cores of the parent process: vLLM binds a worker to some, on a small machine to one."""
+    try:
+        own, parents = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    except (AttributeError, OSError):  # another system than Linux, or the parent has ended
+        yield
+        return
+    os.sched_setaffinity(0, own | parents)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 class _scripts_on_path:

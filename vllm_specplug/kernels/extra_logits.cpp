@@ -2,14 +2,13 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
 
+#include "operators.h"
 #include "types.h"
 #include "vectors.h"
 
@@ -18,7 +17,7 @@ namespace {
 constexpr int kTile = 4; // rows of hidden states that share what is read of a token
 
 template <typename T>
-void extra_logits(const at::Tensor& hidden, const at::Tensor& rows, const at::Tensor& logits, const bool* hides,
+void multiply(const at::Tensor& hidden, const at::Tensor& rows, const at::Tensor& logits, const bool* hides,
                   int64_t width) {
   const T *from = data<T>(hidden), *tokens = data<T>(rows);
   const int64_t num_rows = hidden.size(0), count = rows.size(0), size = hidden.size(1);
@@ -46,7 +45,9 @@ void extra_logits(const at::Tensor& hidden, const at::Tensor& rows, const at::Te
   });
 }
 
-at::Tensor extra_logits_op(const at::Tensor& hidden, const at::Tensor& rows, const std::optional<at::Tensor>& other_requests) {
+} // namespace
+
+at::Tensor specplug::extra_logits(const at::Tensor& hidden, const at::Tensor& rows, const std::optional<at::Tensor>& other_requests) {
   TORCH_CHECK(hidden.dim() == 2 && rows.dim() == 2 && hidden.size(1) == rows.size(1) &&
                   hidden.scalar_type() == rows.scalar_type(),
               "extra_logits: hidden and rows must be [*, hidden_size], of one type");
@@ -61,13 +62,7 @@ at::Tensor extra_logits_op(const at::Tensor& hidden, const at::Tensor& rows, con
     width = std::max<int64_t>(hidden.size(0) / others.size(0), 1);
   }
   const bool* hides = other_requests ? others.const_data_ptr<bool>() : nullptr;
-  const at::Tensor logits = at::empty({hidden.size(0), rows.size(0)}, hidden.options());
-  with_type(hidden.scalar_type(), [&](auto type) { extra_logits<decltype(type)>(from, tokens, logits, hides, width); });
+  const at::Tensor logits = hidden.new_empty({hidden.size(0), rows.size(0)});
+  with_type(hidden.scalar_type(), [&](auto type) { multiply<decltype(type)>(from, tokens, logits, hides, width); });
   return logits;
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("extra_logits(Tensor hidden, Tensor rows, Tensor? other_requests) -> Tensor", &extra_logits_op);
 }

@@ -6,7 +6,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -151,15 +150,16 @@ void pack(const at::Tensor& weight, int64_t count, const at::Tensor& packed, con
 
 #endif
 
-// Returns the number of blocks, and of floats of a block's bounds; none if this CPU or this size cannot do it.
-std::vector<int64_t> greedy_head_shape(int64_t count, int64_t size) {
+} // namespace
+
+std::vector<int64_t> specplug::greedy_head_shape(int64_t count, int64_t size) {
 #ifdef SPECPLUG_BYTES
   if (count > 0 && size > 0 && size % kRotated == 0 && size <= 1 << 16) return {(count + kByteOutputs - 1) / kByteOutputs, 3 * kByteOutputs};
 #endif
   return {};
 }
 
-void greedy_head_pack(const at::Tensor& weight, int64_t count, const at::Tensor& packed, const at::Tensor& bounds) {
+void specplug::greedy_head_pack(const at::Tensor& weight, int64_t count, const at::Tensor& packed, const at::Tensor& bounds) {
 #ifdef SPECPLUG_BYTES
   const int64_t blocks = (count + kByteOutputs - 1) / kByteOutputs, size = weight.size(1);
   TORCH_CHECK(weight.is_contiguous() && count <= weight.size(0) && packed.is_contiguous() && bounds.is_contiguous() &&
@@ -170,7 +170,7 @@ void greedy_head_pack(const at::Tensor& weight, int64_t count, const at::Tensor&
 #endif
 }
 
-at::Tensor greedy_head(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes, int64_t outputs,
+at::Tensor specplug::greedy_head(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes, int64_t outputs,
                        const at::Tensor& packed, const at::Tensor& bounds) {
 #ifdef SPECPLUG_BYTES
   const int64_t rows = x.size(0), size = x.size(1), blocks = packed.size(0);
@@ -189,13 +189,4 @@ at::Tensor greedy_head(const at::Tensor& x, const at::Tensor& weight, const std:
 #else
   TORCH_CHECK(false, "greedy_head: this CPU does not multiply 8-bit numbers");
 #endif
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("greedy_head_shape(int count, int size) -> int[]", &greedy_head_shape);
-  m.def("greedy_head_pack(Tensor weight, int count, Tensor(a!) packed, Tensor(b!) bounds) -> ()", &greedy_head_pack);
-  m.def("greedy_head(Tensor x, Tensor weight, Tensor? codes, int outputs, Tensor packed, Tensor bounds) -> Tensor",
-        &greedy_head);
 }

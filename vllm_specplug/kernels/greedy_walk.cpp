@@ -3,9 +3,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,6 +11,8 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "operators.h"
 
 namespace {
 
@@ -108,9 +107,11 @@ class Rows {
   at::Tensor logits_;
 };
 
-at::Tensor greedy_tokens(const at::Tensor& logits) {
+} // namespace
+
+at::Tensor specplug::greedy_tokens(const at::Tensor& logits) {
   const Rows rows(logits, "greedy_tokens");
-  const at::Tensor result = at::empty({rows.count(), 1}, logits.options().dtype(at::kInt));
+  const at::Tensor result = logits.new_empty({rows.count(), 1}, at::kInt);
   int32_t* tokens = result.mutable_data_ptr<int32_t>();
   at::parallel_for(0, rows.count(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) tokens[row] = static_cast<int32_t>(rows.token(row));
@@ -118,7 +119,7 @@ at::Tensor greedy_tokens(const at::Tensor& logits) {
   return result;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& logits, const at::Tensor& token_ids,
+std::tuple<at::Tensor, at::Tensor, at::Tensor> specplug::greedy_walk(const at::Tensor& logits, const at::Tensor& token_ids,
                                                            const at::Tensor& parents, const at::Tensor& first_rows,
                                                            const at::Tensor& active, int64_t max_emitted) {
   const Rows rows(logits, "greedy_walk");
@@ -148,10 +149,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& log
 
   int64_t depth = 1;
   for (const auto& path : paths) depth = std::max<int64_t>(depth, path.size());
-  const auto options = token_ids.options();
-  const at::Tensor output = at::full({num_reqs, depth}, kPadding, options.dtype(at::kInt));
-  const at::Tensor path_rows = at::full({num_reqs, depth}, kPadding, options);
-  const at::Tensor num_emitted = at::empty({num_reqs}, options);
+  const at::Tensor output = token_ids.new_full({num_reqs, depth}, kPadding, at::kInt);
+  const at::Tensor path_rows = token_ids.new_full({num_reqs, depth}, kPadding);
+  const at::Tensor num_emitted = token_ids.new_empty({num_reqs});
   for (int64_t request = 0; request < num_reqs; ++request) {
     int32_t* output_of = output.mutable_data_ptr<int32_t>() + request * depth;
     int64_t* rows_of = path_rows.mutable_data_ptr<int64_t>() + request * depth;
@@ -164,15 +164,4 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& log
     num_emitted.mutable_data_ptr<int64_t>()[request] = index;
   }
   return {output, path_rows, num_emitted};
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("greedy_tokens(Tensor logits) -> Tensor");
-  m.impl("greedy_tokens", c10::DispatchKey::CPU, &greedy_tokens);
-  m.def(
-      "greedy_walk(Tensor logits, Tensor token_ids, Tensor parents, Tensor first_rows, Tensor active, int max_emitted) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.impl("greedy_walk", c10::DispatchKey::CPU, &greedy_walk);
 }

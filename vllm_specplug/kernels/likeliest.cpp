@@ -3,8 +3,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace {
@@ -116,7 +115,9 @@ void likeliest_rows(const at::Tensor& logits, const std::optional<at::Tensor>& e
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& logits_, int64_t top_k,
+} // namespace
+
+std::tuple<at::Tensor, at::Tensor> specplug::likeliest(const at::Tensor& logits_, int64_t top_k,
                                              const std::optional<at::Tensor>& draft_ids,
                                              const std::optional<at::Tensor>& extra_) {
   TORCH_CHECK(logits_.dim() == 2, "likeliest: logits must be [num_rows, draft_vocab]");
@@ -135,8 +136,8 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& logits_, int64_t 
     TORCH_CHECK(ids.scalar_type() == at::kLong && ids.numel() == width,
                 "likeliest: draft_ids must be int64 [", width, "]");
   }
-  const at::Tensor columns = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kLong));
-  const at::Tensor log_probs = at::empty({logits.size(0), top_k}, logits.options().dtype(at::kFloat));
+  const at::Tensor columns = logits.new_empty({logits.size(0), top_k}, at::kLong);
+  const at::Tensor log_probs = logits.new_empty({logits.size(0), top_k}, at::kFloat);
   int64_t* found = columns.mutable_data_ptr<int64_t>();
   float* values = log_probs.mutable_data_ptr<float>();
   switch (logits.scalar_type()) {
@@ -150,11 +151,4 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& logits_, int64_t 
     for (int64_t i = 0; i < columns.numel(); ++i) found[i] = id_of[found[i]];
   }
   return {columns, log_probs};
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("likeliest(Tensor logits, int top_k, Tensor? draft_ids, Tensor? extra) -> (Tensor, Tensor)");
-  m.impl("likeliest", c10::DispatchKey::CPU, &likeliest);
 }

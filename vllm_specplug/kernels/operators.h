@@ -1,25 +1,55 @@
-// Operators that other operators call.
+// The operators.  Their registration, which reads torch's largest headers, is in operators.cpp: every other file is
+// compiled in a third of the time without them.  The Python modules of the same names document the arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
 #include <vector>
 
 namespace specplug {
 
+// Returns the shapes of packed weights and of their factors; none if this CPU cannot do it.
+std::vector<std::vector<int64_t>> byte_linear_shapes(int64_t outputs, int64_t inputs, int64_t parts);
+void byte_linear_pack(const at::Tensor& weight, const at::Tensor& packed, const at::Tensor& scales);
+at::Tensor byte_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                       const std::optional<at::Tensor>& bias, int64_t outputs);
+
+at::Tensor extra_logits(const at::Tensor& hidden, const at::Tensor& rows, const std::optional<at::Tensor>& other_requests);
+
+// Returns the number of blocks, and of floats of a block's bounds; none if this CPU or this size cannot do it.
+std::vector<int64_t> greedy_head_shape(int64_t count, int64_t size);
+void greedy_head_pack(const at::Tensor& weight, int64_t count, const at::Tensor& packed, const at::Tensor& bounds);
+at::Tensor greedy_head(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes, int64_t outputs,
+                       const at::Tensor& packed, const at::Tensor& bounds);
+
+at::Tensor greedy_tokens(const at::Tensor& logits);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy_walk(const at::Tensor& logits, const at::Tensor& token_ids,
+                                                           const at::Tensor& parents, const at::Tensor& first_rows,
+                                                           const at::Tensor& active, int64_t max_emitted);
+
+std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& logits, int64_t top_k,
+                                             const std::optional<at::Tensor>& draft_ids,
+                                             const std::optional<at::Tensor>& extra);
+
+std::vector<int64_t> row_linear_shape(const at::Tensor& weight);
+void row_linear_pack(const at::Tensor& weight, at::Tensor packed, at::ScalarType rows);
+// Returns int32 numbers that tell how to keep a weight in 12 bits (`Codes`); none: it is kept as it is.
+at::Tensor row_linear_codes(const at::Tensor& weight, at::ScalarType rows);
+// Writes uint8 [blocks][size][48].
+void row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at::Tensor& codes);
+bool row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows);
 at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                       const std::optional<at::Tensor>& bias, int64_t outputs, const std::optional<at::Tensor>& handle,
                       int64_t max_rows);
-
 // The same of some blocks of outputs, of two vectors each and not in tiles of AMX; the other outputs are -infinity.
 // x: [num_rows, inputs], contiguous, of few rows.
 at::Tensor row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                              int64_t outputs, const std::vector<int64_t>& blocks);
-
-// A product in 8 bits; byte_linear.py documents the arguments.
-at::Tensor byte_linear(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
-                       const std::optional<at::Tensor>& bias, int64_t outputs);
+// vLLM's own product with a weight that it has packed: output, x are [num_rows, *].
+void onednn_product(const at::Tensor& output, const at::Tensor& x, const std::optional<at::Tensor>& bias,
+                    const at::Tensor& handle);
 
 void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
@@ -27,7 +57,10 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
                     const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
                     const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
                     const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes);
-
+void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+                      const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
+                      const at::Tensor& query_lens, double scale, int64_t window, double soft_cap,
+                      const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes);
 void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows, const at::Tensor& slots);
 
 } // namespace specplug

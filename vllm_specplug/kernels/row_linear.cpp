@@ -8,13 +8,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
@@ -214,7 +209,7 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, const std::optional
   if constexpr (std::is_same_v<O, float>) {
     multiply_floats(values);
   } else {
-    const at::Tensor wide = at::empty({x.numel()}, x.options().dtype(at::kFloat));
+    const at::Tensor wide = x.new_empty({x.numel()}, at::kFloat);
     float* to = wide.mutable_data_ptr<float>();
     for (int64_t i = 0; i < x.numel(); ++i) to[i] = to_float(values[i]);
     multiply_floats(to);
@@ -236,12 +231,6 @@ void multiply_typed(const at::Tensor& x, const at::Tensor& weight, const std::op
     multiply<float, float>(x, weight, codes, bias, output, blocks);
 }
 
-at::Tensor make_output(const at::Tensor& x, int64_t outputs) {
-  auto sizes = x.sym_sizes().vec();
-  sizes.back() = outputs;
-  return at::empty_symint(sizes, x.options());
-}
-
 } // namespace
 
 at::Tensor specplug::row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
@@ -253,12 +242,12 @@ at::Tensor specplug::row_linear(const at::Tensor& x, const at::Tensor& weight, c
               "] of the weights' type or float32");
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->scalar_type() == dtype && bias->numel() == outputs),
               "row_linear: the bias must be contiguous, one number of x's type per output");
-  at::Tensor output = make_output(x, outputs);
+  auto sizes = x.sizes().vec();
+  sizes.back() = outputs;
+  at::Tensor output = x.new_empty(sizes);
   const at::Tensor contiguous = x.contiguous();
   if (handle && x.numel() > max_rows * size) {
-    static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", ""); // vLLM's
-    c10::Stack stack{output.view({-1, outputs}), contiguous.view({-1, size}), bias, *handle};
-    product.callBoxed(stack);
+    onednn_product(output.view({-1, outputs}), contiguous.view({-1, size}), bias, *handle);
   } else {
     multiply_typed(contiguous, weight, codes, bias, output, nullptr);
   }
@@ -267,17 +256,12 @@ at::Tensor specplug::row_linear(const at::Tensor& x, const at::Tensor& weight, c
 
 at::Tensor specplug::row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                                        int64_t outputs, const std::vector<int64_t>& blocks) {
-  at::Tensor output = at::full({x.size(0), outputs}, -std::numeric_limits<float>::infinity(), x.options());
+  at::Tensor output = x.new_full({x.size(0), outputs}, -std::numeric_limits<float>::infinity());
   multiply_typed(x, weight, codes, std::nullopt, output, &blocks);
   return output;
 }
 
 namespace {
-
-at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
-                           const std::optional<at::Tensor>&, int64_t outputs, const std::optional<at::Tensor>&, int64_t) {
-  return make_output(x, outputs);
-}
 
 // PAIRED: the weights of two inputs lie side by side.
 template <typename T, bool PAIRED = false>
@@ -297,12 +281,14 @@ void pack(const at::Tensor& weight, const at::Tensor& packed) {
   });
 }
 
-std::vector<int64_t> row_linear_shape(const at::Tensor& weight) {
+} // namespace
+
+std::vector<int64_t> specplug::row_linear_shape(const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2, "row_linear: weights must be a matrix");
   return {(weight.size(0) + kBlock - 1) / kBlock, weight.size(1), kBlock};
 }
 
-void row_linear_pack(const at::Tensor& weight, at::Tensor packed, at::ScalarType rows) {
+void specplug::row_linear_pack(const at::Tensor& weight, at::Tensor packed, at::ScalarType rows) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "row_linear: weights must be a contiguous matrix");
   TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == weight.scalar_type() &&
                   packed.sizes() == at::IntArrayRef(row_linear_shape(weight)),
@@ -317,24 +303,22 @@ void row_linear_pack(const at::Tensor& weight, at::Tensor packed, at::ScalarType
   }
 }
 
-bool row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows) {
+bool specplug::row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows) {
   return weight.dim() == 2 && weight.scalar_type() == at::kBFloat16 && in_tiles(rows, weight.size(1));
 }
 
-// Returns int32 numbers that tell how to keep a weight in 12 bits (`Codes`); none: it is kept as it is.
-at::Tensor row_linear_codes(const at::Tensor& weight, at::ScalarType rows) {
+at::Tensor specplug::row_linear_codes(const at::Tensor& weight, at::ScalarType rows) {
   std::vector<int32_t> numbers;
 #ifdef SPECPLUG_PAIRS
   if (weight.scalar_type() == at::kBFloat16 && in_pairs(rows, weight.size(1)) && weight.is_contiguous())
     numbers = make_codes(static_cast<const uint16_t*>(weight.const_data_ptr()), weight.size(0), weight.size(1));
 #endif
-  at::Tensor codes = at::empty({static_cast<int64_t>(numbers.size())}, weight.options().dtype(at::kInt));
+  at::Tensor codes = weight.new_empty({static_cast<int64_t>(numbers.size())}, at::kInt);
   std::copy(numbers.begin(), numbers.end(), codes.mutable_data_ptr<int32_t>());
   return codes;
 }
 
-// Writes uint8 [blocks][size][48].
-void row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at::Tensor& codes) {
+void specplug::row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at::Tensor& codes) {
 #ifdef SPECPLUG_PAIRS
   const int64_t outputs = weight.size(0), size = weight.size(1), blocks = (outputs + kBlock - 1) / kBlock;
   const int64_t block_bytes = size / 2 * kCodedPairBytes;
@@ -347,18 +331,4 @@ void row_linear_pack_coded(const at::Tensor& weight, at::Tensor packed, const at
     for (int64_t block = begin; block < end; ++block) code_block(from, outputs, size, read, block, to + block * block_bytes);
   });
 #endif
-}
-
-} // namespace
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def("row_linear(Tensor x, Tensor weight, Tensor? codes, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
-  m.impl("row_linear", c10::DispatchKey::CPU, &specplug::row_linear);
-  m.impl("row_linear", c10::DispatchKey::Meta, &row_linear_meta);
-  m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
-  m.def("row_linear_codes(Tensor weight, ScalarType rows) -> Tensor", &row_linear_codes);
-  m.def("row_linear_pack_coded(Tensor weight, Tensor(a!) packed, Tensor codes) -> ()", &row_linear_pack_coded);
-  m.def("row_linear_in_tiles(Tensor weight, ScalarType rows) -> bool", &row_linear_in_tiles);
-  m.def("row_linear_pack(Tensor weight, Tensor(a!) packed, ScalarType rows) -> ()");
-  m.impl("row_linear_pack", c10::DispatchKey::CPU, &row_linear_pack);
 }

@@ -11,11 +11,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -685,18 +682,18 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
     run_as(uint16_t{});
 }
 
-void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+} // namespace
+
+void specplug::causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                       const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
                       const at::Tensor& query_lens, double scale, int64_t window, double soft_cap,
                       const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
-  const at::Tensor no_keys = at::empty({0, kv_cache.size(1), query.size(-1)}, query.options());
-  const at::Tensor none = at::zeros({seq_lens.size(0)}, seq_lens.options());
-  const at::Tensor mask = at::empty({seq_lens.size(0), 0, 0}, query.options().dtype(at::kBool));
+  const at::Tensor no_keys = query.new_empty({0, kv_cache.size(1), query.size(-1)});
+  const at::Tensor none = seq_lens.new_zeros({seq_lens.size(0)});
+  const at::Tensor mask = query.new_empty({seq_lens.size(0), 0, 0}, at::kBool);
   attend(query, output, kv_cache, amx, block_table, seq_lens, query_start, query_lens, no_keys, no_keys, none, none, mask,
          scale, std::nullopt, window, soft_cap, sinks, slopes, true);
 }
-
-} // namespace
 
 void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                               const at::Tensor& block_table, const at::Tensor& context_lens,
@@ -778,22 +775,4 @@ void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool
     write_layers<float>(kept, kv_caches, amx, rows, slots);
   else
     write_layers<uint16_t>(kept, kv_caches, amx, rows, slots);
-}
-
-
-TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
-  m.def(
-      "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
-      "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
-      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
-      "Tensor? sinks, Tensor? slopes) -> ()");
-  m.impl("tree_attention", c10::DispatchKey::CPU, &specplug::tree_attention);
-  m.def(
-      "causal_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
-      "Tensor seq_lens, Tensor query_start, Tensor query_lens, float scale, int window, float soft_cap, Tensor? sinks, "
-      "Tensor? slopes) -> ()");
-  m.impl("causal_attention", c10::DispatchKey::CPU, &causal_attention);
-  m.def(
-      "write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
-  m.impl("write_rows", c10::DispatchKey::CPU, &specplug::write_rows);
 }

@@ -76,22 +76,14 @@ def _runner() -> Finding:
 
 
 def _attention() -> Finding:
-    """Look for the built C++ operators of a CPU; building them takes 20 s and is left to the first server."""
+    """Look for the built C++ operators of a CPU; building them is left to the first server."""
     if _installation().kind != "cpu":
         return Finding("tree attention", "Triton kernels", hint="each server compiles them when it starts")
-    if operators_file().is_file():
+    from vllm_specplug.kernels.cpu_ops import library_file
+
+    if library_file().is_file():
         return Finding("tree attention", "C++ operators are built")
     return Finding("tree attention", "C++ operators are not built", hint="the first server builds them, once")
-
-
-def operators_file() -> Path:
-    """Return the library into which ``kernels/cpu_ops.py`` builds the operators for this CPU."""
-    from torch.utils import cpp_extension
-
-    from vllm_specplug.kernels import cpu_ops
-
-    name = cpu_ops.library_name(load("torch").__version__)
-    return Path(cpp_extension._get_build_directory(name, verbose=False)) / f"{name}.so"
 
 
 def _torch() -> Finding:

@@ -1,0 +1,83 @@
+// Registers the operators with torch (draft_layer.cpp registers its classes).
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include "operators.h"
+
+void specplug::onednn_product(const at::Tensor& output, const at::Tensor& x, const std::optional<at::Tensor>& bias,
+                              const at::Tensor& handle) {
+  static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", "");
+  c10::Stack stack{output, x, bias, handle};
+  product.callBoxed(stack);
+}
+
+namespace {
+
+// For shapes only, in torch.compile:
+
+at::Tensor byte_linear_meta(const at::Tensor& x, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                            int64_t outputs) {
+  return x.new_empty_symint({x.sym_size(0), outputs});
+}
+
+at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>&,
+                           const std::optional<at::Tensor>&, int64_t outputs, const std::optional<at::Tensor>&, int64_t) {
+  auto sizes = x.sym_sizes().vec();
+  sizes.back() = outputs;
+  return x.new_empty_symint(sizes);
+}
+
+} // namespace
+
+TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
+  using namespace specplug;
+  constexpr auto cpu = c10::DispatchKey::CPU, meta = c10::DispatchKey::Meta;
+
+  m.def("byte_linear_shapes(int outputs, int inputs, int parts) -> int[][]", &byte_linear_shapes);
+  m.def("byte_linear_pack(Tensor weight, Tensor(a!) packed, Tensor(b!) scales) -> ()", &byte_linear_pack);
+  m.def("byte_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor");
+  m.impl("byte_linear", cpu, &byte_linear);
+  m.impl("byte_linear", meta, &byte_linear_meta);
+
+  m.def("extra_logits(Tensor hidden, Tensor rows, Tensor? other_requests) -> Tensor", &extra_logits);
+
+  m.def("greedy_head_shape(int count, int size) -> int[]", &greedy_head_shape);
+  m.def("greedy_head_pack(Tensor weight, int count, Tensor(a!) packed, Tensor(b!) bounds) -> ()", &greedy_head_pack);
+  m.def("greedy_head(Tensor x, Tensor weight, Tensor? codes, int outputs, Tensor packed, Tensor bounds) -> Tensor",
+        &greedy_head);
+
+  m.def("greedy_tokens(Tensor logits) -> Tensor");
+  m.impl("greedy_tokens", cpu, &greedy_tokens);
+  m.def(
+      "greedy_walk(Tensor logits, Tensor token_ids, Tensor parents, Tensor first_rows, Tensor active, int max_emitted) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.impl("greedy_walk", cpu, &greedy_walk);
+
+  m.def("likeliest(Tensor logits, int top_k, Tensor? draft_ids, Tensor? extra) -> (Tensor, Tensor)");
+  m.impl("likeliest", cpu, &likeliest);
+
+  m.def("row_linear(Tensor x, Tensor weight, Tensor? codes, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
+  m.impl("row_linear", cpu, &row_linear);
+  m.impl("row_linear", meta, &row_linear_meta);
+  m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
+  m.def("row_linear_codes(Tensor weight, ScalarType rows) -> Tensor", &row_linear_codes);
+  m.def("row_linear_pack_coded(Tensor weight, Tensor(a!) packed, Tensor codes) -> ()", &row_linear_pack_coded);
+  m.def("row_linear_in_tiles(Tensor weight, ScalarType rows) -> bool", &row_linear_in_tiles);
+  m.def("row_linear_pack(Tensor weight, Tensor(a!) packed, ScalarType rows) -> ()");
+  m.impl("row_linear_pack", cpu, &row_linear_pack);
+
+  m.def(
+      "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
+      "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
+      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
+      "Tensor? sinks, Tensor? slopes) -> ()");
+  m.impl("tree_attention", cpu, &tree_attention);
+  m.def(
+      "causal_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
+      "Tensor seq_lens, Tensor query_start, Tensor query_lens, float scale, int window, float soft_cap, Tensor? sinks, "
+      "Tensor? slopes) -> ()");
+  m.impl("causal_attention", cpu, &causal_attention);
+  m.def("write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
+  m.impl("write_rows", cpu, &write_rows);
+}
