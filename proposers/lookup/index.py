@@ -175,7 +175,7 @@ def _store(
             store[start + position] = token_ids[request, position]
         lens[slot] = count
         # The newest token is linked once its successor is known: until then, a lookup would find the query itself.
-        spans[k] = (slot, start, linked[slot], max(count - 1, 0))
+        spans[k, 0], spans[k, 1], spans[k, 2], spans[k, 3] = slot, start, linked[slot], max(count - 1, 0)
         linked[slot] = spans[k, 3]
     return spans, changed
 

@@ -181,7 +181,8 @@ def outcomes_of(
             one = features[request, row]
             others = one[0] * weights[0] + one[1] * weights[1] + one[2] * weights[2]
             logit = others + one[3] * weights[3]
-            found[count] = one
+            for feature in range(len(one)):  # not as a slice, see `pool._next_level`
+                found[count, feature] = one[feature]
             predicted[count] = 1.0 / (1.0 + np.exp(min(max(-logit, -limit), limit)))
             accepted[count] = right
             sums[request, 0] += right

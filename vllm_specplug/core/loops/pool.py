@@ -227,7 +227,10 @@ def _next_level(token_ids, log_values, level_start, size, top_k, ancestors):
                 beam_values[request, slot] = log_values[request, node]
                 sources[request * width + slot] = request * max(num_fed, 1) + parent
                 if num_fed:
-                    mask[request, slot, :before] = ancestors[request, parent]
+                    for fed in range(
+                        before
+                    ):  # not as slices: numba would also compile the text of their error, for 2 s
+                        mask[request, slot, fed] = ancestors[request, parent, fed]
                 mask[request, slot, before + slot] = True
                 slot += 1
     return beam, beam_token_ids, beam_values, sources, mask

@@ -129,7 +129,8 @@ def _lay_out(parents, depths, num_rows, context_lens):
             parent = max(parents[request, row], 0)
             if parent > max(row - 1, 0):
                 return False, positions, mask
-            mask[request, row, : parent + 1] = mask[request, parent, : parent + 1]
+            for ancestor in range(parent + 1):  # not as slices, see `pool._next_level`
+                mask[request, row, ancestor] = mask[request, parent, ancestor]
             mask[request, row, row] = True
     return True, positions, mask
 
