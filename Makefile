@@ -20,7 +20,7 @@ demo: install
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
 # Two parts run at once, each in one thread, the longest ones first.
-PARTS := v2 e2e hosts-models hosts-rest ranks unit
+PARTS := v2 e2e ranks hosts-rest hosts-models unit
 
 RANKS := tests/hosts/test_tensor_parallel.py tests/hosts/test_data_parallel.py
 RANKS_V2 := tests/v2/test_tensor_parallel.py
