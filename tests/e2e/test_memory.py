@@ -1,4 +1,4 @@
-"""What the plugin adds to a server's memory: the drafter, its paged KV, and at most 240 MB, uncompiled.
+"""What the plugin adds to a server's memory: the drafter, its paged KV, and at most 240 MiB, uncompiled.
 
 Of pages that the system cannot drop: those of a library's file, like LLVM's 80 MiB, can be read again.
 """

@@ -31,9 +31,8 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
     """Let unquantised linear layers that are loaded inside compute up to ``max_rows`` rows by our operator.
 
     They get the attributes ``linear_rows`` and ``linear_dtype``.  With ``ALL_ROWS`` the operator's copy of the weights
-    takes the place of the one that vLLM packs; with a number there are both, for more rows the latter.  With
-    ``ALL_ROWS``, an LM head shares its copy with an embedding of the same weight, and other embeddings have none until
-    they multiply; vLLM packs each.
+    takes the place of the one that vLLM packs; an embedding has a copy only if it multiplies, and shares that of an LM
+    head with the same weight.  With a number there are both, for more rows vLLM's.
 
     Args:
         max_rows: 0: vLLM computes all.

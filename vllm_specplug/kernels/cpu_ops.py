@@ -41,32 +41,34 @@ def operators() -> Any:
 
 def _load() -> Any:
     """Load the operators, built once per (source, torch, CPU)."""
+    library = library_file()
+    if not library.is_file():
+        _build(library)
+    torch.ops.load_library(str(library))
+    return getattr(torch.ops, library.stem)
+
+
+def _build(library: Path) -> None:
     from torch.utils import cpp_extension
 
-    library = library_file()
-    if library.is_file():
-        torch.ops.load_library(str(library))
-        return getattr(torch.ops, library.stem)
     folder = library.parent / "build"
-    folder.mkdir(exist_ok=True)
     # This lock ends with its process.  If cpp_extension's own lock file exists now, a killed process has left it.
     with open(library.parent / "build.flock", "w") as lock, _scripts_on_path(), _cores_of_parent():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.is_file():  # another process has built it meanwhile
-            torch.ops.load_library(str(library))
-        else:
-            (folder / "lock").unlink(missing_ok=True)
-            cpp_extension.load(
-                library.stem,
-                [str(source) for source in _SOURCES],
-                extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={library.stem}"],
-                extra_ldflags=["-fopenmp"],
-                build_directory=str(folder),
-                is_python_module=False,
-            )
-            (folder / library.name).replace(library)  # it is complete
-            shutil.rmtree(folder, ignore_errors=True)
-    return getattr(torch.ops, library.stem)
+            return
+        folder.mkdir(exist_ok=True)
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.load(
+            library.stem,
+            [str(source) for source in _SOURCES],
+            extra_cflags=[*_FLAGS, f"-DSPECPLUG_NAMESPACE={library.stem}"],
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+        (folder / library.name).replace(library)  # it is complete
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def library_file() -> Path:

@@ -1,5 +1,5 @@
-// The operators.  Their registration, which reads torch's largest headers, is in operators.cpp: every other file is
-// compiled in a third of the time without them.  The Python modules of the same names document the arguments.
+// The operators.  They are registered in operators.cpp: registration needs torch's largest headers, and a file without
+// them compiles in half the time or less.  The Python modules of the same names document the arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>

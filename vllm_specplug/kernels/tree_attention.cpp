@@ -685,9 +685,10 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
 } // namespace
 
 void specplug::causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
-                      const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
-                      const at::Tensor& query_lens, double scale, int64_t window, double soft_cap,
-                      const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes) {
+                                const at::Tensor& block_table, const at::Tensor& seq_lens,
+                                const at::Tensor& query_start, const at::Tensor& query_lens, double scale,
+                                int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks,
+                                const std::optional<at::Tensor>& slopes) {
   const at::Tensor no_keys = query.new_empty({0, kv_cache.size(1), query.size(-1)});
   const at::Tensor none = seq_lens.new_zeros({seq_lens.size(0)});
   const at::Tensor mask = query.new_empty({seq_lens.size(0), 0, 0}, at::kBool);

@@ -108,7 +108,7 @@ def multiplies_pairs() -> bool:
 
 
 def has_vnni() -> bool:
-    """Whether this CPU multiplies numbers of 8 bits in AVX-512: drafts are computed in them there."""
+    """Whether this CPU has AVX-512 and its products of 8-bit numbers, which drafts in 8 bits need."""
     return _cpu_flags() >= {"avx512f", "avx512_vnni"}
 
 

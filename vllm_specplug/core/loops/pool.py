@@ -227,9 +227,7 @@ def _next_level(token_ids, log_values, level_start, size, top_k, ancestors):
                 beam_values[request, slot] = log_values[request, node]
                 sources[request * width + slot] = request * max(num_fed, 1) + parent
                 if num_fed:
-                    for fed in range(
-                        before
-                    ):  # not as slices: numba would also compile the text of their error, for 2 s
+                    for fed in range(before):  # not as slices: numba would compile their error's text too
                         mask[request, slot, fed] = ancestors[request, parent, fed]
                 mask[request, slot, before + slot] = True
                 slot += 1
