@@ -99,11 +99,12 @@ class UnionProposer(MergeLearner):
         draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
         source_bits = _gather(valued.source_bits, np.ascontiguousarray(rows.numpy()))
         draft = Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
-        return self._without_costly(draft) if options.costly_node_floor > options.node_floor else draft
+        return self._without_costly(draft)
 
     def _without_costly(self, draft: Draft) -> Draft:
         """Leave out nodes below ``costly_node_floor`` that are not among the best ``CHEAP_NODES`` of their tree."""
-        if (draft.tree.num_rows.numpy() <= CHEAP_NODES + 1).all():
+        has_costly = self.options.costly_node_floor > self.options.node_floor
+        if not has_costly or (draft.tree.num_rows.numpy() <= CHEAP_NODES + 1).all():
             return draft
         values = draft.log_values.numpy()
         last_cheap = np.partition(values[:, 1:], -CHEAP_NODES, axis=1)[:, -CHEAP_NODES]
@@ -125,7 +126,7 @@ class UnionProposer(MergeLearner):
         bits = torch.from_numpy(is_node.astype(np.int64) << source)
         draft = Draft(draft.tree, draft.log_values, self.names, bits)
         kept = draft.log_values.numpy() >= self._log_floor
-        return prune(draft, torch.from_numpy(kept)) if (is_node & ~kept).any() else draft
+        return self._without_costly(prune(draft, torch.from_numpy(kept)) if (is_node & ~kept).any() else draft)
 
     def _learn(self, context: DraftContext) -> None:
         """Compare the last draft with the tokens that the target has chosen since."""

@@ -28,6 +28,8 @@ namespace {
 constexpr int kBlock = 2 * kLanes, kTileRows = kLanes == 16 ? 12 : 6;
 // Up to so many rows take two blocks at once: the sums of more, beside the weights, need more registers than there are.
 constexpr int kRowsOfTwo = kLanes == 16 ? 3 : 2;
+// What comes next is fetched once in so many inputs: a fetch at each input takes time from the products.
+constexpr int64_t kFetchEvery = 8;
 // Rows are computed in chunks, whose inputs stay in the second cache where they are short; inputs in panels, whose
 // weights do.
 constexpr int64_t kChunkBytes = 256 << 10, kLeastChunk = 48, kMostChunk = 192, kPanel = 2048;
@@ -75,9 +77,7 @@ template <int ROWS, int BLOCKS, typename T>
 void multiply_tile(const float* x, const T* w, int64_t size, int64_t count, const char* ahead, int64_t step, float* sums) {
   Vec totals[ROWS][BLOCKS][2];
   std::memcpy(totals, sums, sizeof(totals));
-  for (int64_t k = 0; k < count; ++k) {
-    if (ahead)
-      for (int64_t at = 0; at < step; at += 64) __builtin_prefetch(ahead + k * step + at, 0, 2);
+  const auto add = [&](int64_t k) {
     Vec weights[BLOCKS][2];
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; ++b) load_block(w + (b * size + k) * kBlock, weights[b]);
@@ -90,7 +90,15 @@ void multiply_tile(const float* x, const T* w, int64_t size, int64_t count, cons
         totals[m][b][1] = accumulate(totals[m][b][1], value, weights[b][1]);
       }
     }
+  };
+  int64_t k = 0;
+  for (; k + kFetchEvery <= count; k += kFetchEvery) {
+    if (ahead)
+      for (int64_t at = 0; at < kFetchEvery * step; at += 64) __builtin_prefetch(ahead + k * step + at, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < kFetchEvery; ++i) add(k + i);
   }
+  for (; k < count; ++k) add(k);
   std::memcpy(sums, totals, sizeof(totals));
 }
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import pickle
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,16 +208,20 @@ def test_a_draft_of_the_model_alone_is_not_merged():
     assert 9 in merged.propose(found).tree.token_ids[0].tolist() and merged._last_draft is not None
 
 
-def test_nodes_behind_the_best_eight_need_a_higher_value():
-    values = [0.4, 0.1, *[0.4] * 8, 0.2]
-    rows = [(ROOTS[0], -1), *((token, 0) for token in range(10, 10 + len(values)))]
-    draft = Draft(to_tree([rows]), torch.tensor([[0.0, *map(math.log, values)]]))
-    kept = {None: {10, *range(12, 20)}, 0.06: set(range(10, 21)), 0.15: {10, *range(12, 21)}}
-    for floor, token_ids in kept.items():
-        union = make(Fixed(draft))
-        union.options = replace(union.options, min_node_value=floor)
-        tree = union.propose(rows_context()).tree
-        assert {token for token, _ in to_rows(tree, 0)[1:]} == token_ids
+@pytest.mark.parametrize("is_alone", [False, True], ids=["merged", "the model alone"])
+def test_nodes_behind_the_best_five_need_a_higher_value(is_alone):
+    def kept(values, floor):
+        rows = [(ROOTS[0], -1), *((token, 0) for token in range(10, 10 + len(values)))]
+        draft = Draft(to_tree([rows]), torch.tensor([[0.0, *map(math.log, values)]]))
+        union = make(None if is_alone else Fixed(draft), min_node_value=floor)
+        tree = union.propose(rows_context(draft_by_model=lambda expected: draft)).tree
+        return [token - 10 for token, _ in to_rows(tree, 0)[1:]]
+
+    many = [0.4, 0.1, *[0.4] * 6, 0.2]
+    assert kept(many, None) == [0, *range(2, 8)]
+    assert kept(many, 0.06) == list(range(9)) and kept(many, 0.15) == [0, *range(2, 9)]
+    assert kept([0.4, 0.08, 0.1, 0.09, 0.4, 0.3, 0.07], None) == [0, 2, 3, 4, 5]
+    assert kept([0.4, 0.1, 0.1, 0.05], None) == [0, 1, 2]
     assert UnionOptions(sources=[{"method": "lookup"}], budget="measured").costly_node_floor == 0.01
 
 
