@@ -165,8 +165,8 @@ class Eagle2Options(RecordOptions):
             tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
             trees are those of the paper.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
-        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI); the default with bfloat16 weights,
-            unless the CPU has AMX and ``linear_rows`` is "all".
+        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI, or AVX2 and no AVX-512); the default with
+            VNNI and bfloat16 weights, unless the CPU has AMX and ``linear_rows`` is "all".
         context_vocabulary: with a draft vocabulary on a CPU: most tokens of the requests' own texts that are drafted
             beside it, over all requests of a step; 0: none.
     """

@@ -20,7 +20,7 @@ from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels
 from vllm_specplug.hosts.probes.bench_worker import prompts_of
 from vllm_specplug.hosts.probes.in_process import runner_of, start_smollm2
 from vllm_specplug.tools.bench.questions import read_questions
-from vllm_specplug.utils.environment import has_vnni, provenance
+from vllm_specplug.utils.environment import multiplies_bytes, provenance
 from vllm_specplug.utils.tables import format_table
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     questions = [question.text for question in read_questions(args.questions, args.limit)]
     found = {"bfloat16": measure(questions, args.max_tokens, draft_int8=False)}
-    if has_vnni():
+    if multiplies_bytes():
         found["8 bits"] = measure(questions, args.max_tokens, draft_int8=True)
     origin = provenance(baseline="vLLM's model of the same head on the same engine, questions in turns")
     args.out.write_text(json.dumps({"provenance": origin, "result": found}, indent=2) + "\n")

@@ -43,8 +43,8 @@ class MedusaOptions(RecordOptions):
         draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
         min_node_value: with ``dynamic``: nodes of a lower value are not verified; by default 0.06 with a fixed budget.
         coupled: above temperature 0, draft with the noise that the target's sampler will use.
-        draft_int8: compute the drafts' logits in 8 bits (V1 runner on a CPU with VNNI); by default if the weights are
-            bfloat16, unless the CPU has AMX and ``linear_rows`` is "all".
+        draft_int8: compute the drafts' logits in 8 bits (V1 runner on a CPU with VNNI, or AVX2 and no AVX-512); by
+            default with VNNI if the weights are bfloat16, unless the CPU has AMX and ``linear_rows`` is "all".
     """
 
     method: ClassVar[str] = "medusa"

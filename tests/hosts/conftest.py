@@ -30,9 +30,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
 from vllm_specplug.budget.arms import PLAIN
-from vllm_specplug.utils.environment import has_vnni
+from vllm_specplug.utils.environment import multiplies_bytes
 
-needs_vnni = pytest.mark.skipif(not has_vnni(), reason="this CPU does not multiply 8-bit numbers (VNNI)")
+needs_bytes = pytest.mark.skipif(not multiplies_bytes(), reason="this CPU does not multiply 8-bit numbers")
 
 #: Trees of full size: a random drafter believes in nothing, so that its trees would be cut down to the root.
 WHOLE = {"budget": "fixed", "min_node_value": 0.0, "min_level_value": 0.0}

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from tests.doubles import tiny
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
-from .conftest import TREE, make_prompts, needs_vnni, runner_of, token_ids
+from .conftest import TREE, make_prompts, needs_bytes, runner_of, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -56,7 +56,7 @@ def test_drafts_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafte
 
 @pytest.mark.parametrize(
     ("drafter", "options"),
-    [("eagle", {}), ("reduced", {}), pytest.param("reduced", {"draft_int8": True}, marks=needs_vnni)],
+    [("eagle", {}), ("reduced", {}), pytest.param("reduced", {"draft_int8": True}, marks=needs_bytes)],
 )
 def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafter, options):
     """Prompts in parts, several requests at once; the prefix cache is off, so that both read the same rows."""

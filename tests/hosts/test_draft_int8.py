@@ -12,12 +12,12 @@ from tests.doubles import tiny
 from vllm_specplug.hosts.compat import speculative_config
 from vllm_specplug.hosts.drafters.int8_linear import Int8LinearMethod
 
-from .conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, runner_of, token_ids
+from .conftest import ENGINE, TREE, counters, make_prompts, needs_bytes, runner_of, token_ids
 
 INT8 = {**TREE, "draft_int8": True}
 
 
-@needs_vnni
+@needs_bytes
 def test_only_the_drafter_is_rounded(engine):
     llm = engine("reduced", INT8)
     runner = runner_of(llm)
@@ -33,7 +33,7 @@ def test_only_the_drafter_is_rounded(engine):
     assert not rounded(runner.model)
 
 
-@needs_vnni
+@needs_bytes
 @pytest.mark.parametrize("drafter", ["eagle", "reduced"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_those_of_plain_decoding(engine, drafter, temperature):
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_plain_decoding(engine, drafter, temperature):
     assert counted["draft_tokens"] > 0
 
 
-@needs_vnni
+@needs_bytes
 def test_a_rounded_drafter_says_nearly_the_same(engine, monkeypatch):
     """Features and logits of the whole drafter, its attention aside."""
     generator = torch.Generator().manual_seed(1)
@@ -85,16 +85,19 @@ def config_of(checkpoints, drafter="eagle", dtype="bfloat16", **options):
         (True, False, "float32", {"draft_int8": True}, True),
         (True, False, "bfloat16", {"draft_int8": False}, False),
         (False, False, "bfloat16", {}, False),
+        (False, False, "float32", {"draft_int8": True}, True),
     ],
 )
 def test_when_drafts_are_rounded(checkpoints, monkeypatch, has_vnni, in_tiles, dtype, asked, rounded):
     monkeypatch.setattr(speculative_config, "has_vnni", lambda: has_vnni)
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
     monkeypatch.setattr(speculative_config, "has_amx", lambda: in_tiles)
     assert config_of(checkpoints, dtype=dtype, **asked).specplug.draft_int8 is rounded
 
 
 def test_a_source_is_rounded_too(checkpoints, monkeypatch):
     monkeypatch.setattr(speculative_config, "has_vnni", lambda: True)
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
     monkeypatch.setattr(speculative_config, "has_amx", lambda: False)
     sources = [{"method": "eagle2", "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
     settings = {**ENGINE, "dtype": "bfloat16", "model": str(checkpoints["target"])}
@@ -104,14 +107,14 @@ def test_a_source_is_rounded_too(checkpoints, monkeypatch):
 
 
 def test_compiled_drafters_are_not_mixed_up(checkpoints, monkeypatch):
-    monkeypatch.setattr(speculative_config, "has_vnni", lambda: True)
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: True)
     hashes = {config_of(checkpoints, draft_int8=rounded).compute_hash() for rounded in (True, False)}
     assert len(hashes) == 2
 
 
-@pytest.mark.parametrize(("has_vnni", "drafter"), [(False, "eagle"), (True, "eagle3")])
-def test_refused_where_it_cannot_be(checkpoints, monkeypatch, has_vnni, drafter):
-    monkeypatch.setattr(speculative_config, "has_vnni", lambda: has_vnni)
+@pytest.mark.parametrize(("multiplies_bytes", "drafter"), [(False, "eagle"), (True, "eagle3")])
+def test_refused_where_it_cannot_be(checkpoints, monkeypatch, multiplies_bytes, drafter):
+    monkeypatch.setattr(speculative_config, "multiplies_bytes", lambda: multiplies_bytes)
     with pytest.raises(ValueError, match="draft_int8=true needs .*leave it out"):
         config_of(checkpoints, drafter, draft_int8=True)
     assert config_of(checkpoints, drafter).specplug.draft_int8 is False

@@ -21,7 +21,7 @@ from tests.hosts.conftest import (
     check_prefix_cache_hits,
     counters,
     make_prompts,
-    needs_vnni,
+    needs_bytes,
     runner_of,
     token_ids,
 )
@@ -115,7 +115,7 @@ def test_a_tree_accepts_more_than_its_chain(engine, prompts, plain, tau):
     assert 1.2 < acceptance_length(chain) < tau
 
 
-@pytest.mark.parametrize("draft_int8", [False, pytest.param(True, marks=needs_vnni)])
+@pytest.mark.parametrize("draft_int8", [False, pytest.param(True, marks=needs_bytes)])
 def test_own_lm_heads_equal_to_the_targets_draft_the_same(engine, checkpoints, prompts, plain, heads, tau, draft_int8):
     def add_heads(tensors):
         lm_head = load_file(checkpoints["target"] / "model.safetensors")["lm_head.weight"]

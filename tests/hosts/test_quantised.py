@@ -24,7 +24,7 @@ from tests.hosts.conftest import (
     token_ids,
 )
 from vllm_specplug.hosts.drafters.target_parts import TargetHead
-from vllm_specplug.utils.environment import has_vnni
+from vllm_specplug.utils.environment import multiplies_bytes
 
 #: Seen on vLLM 0.32.0.
 pytestmark = pytest.mark.skipif(
@@ -92,7 +92,7 @@ def check(engine, prompts, drafter, most_differing=0, tree=None, **options):
 @pytest.mark.parametrize(("form", "lm_head", "dtype", "drafter"), CHECKPOINTS)
 def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter):
     most_differing = int(form == "gptq" and not SAMPLES_GPTQ_EXACTLY)
-    tree = {"draft_int8": dtype == "bfloat16" and has_vnni()}
+    tree = {"draft_int8": dtype == "bfloat16" and multiplies_bytes()}
     llm = check(engine, prompts, drafter, most_differing, tree, target=quantised(form, lm_head), dtype=dtype)
     head = runner_of(llm).drafter._scorer.head
     assert (head is not None) == (drafter == "reduced")
@@ -154,7 +154,7 @@ def medusa(engine, checkpoints, quantised, prompts, tmp_path_factory):
     checkpoints["medusa-w8a8"] = tiny.write_medusa(folder / "medusa", checkpoints["target"], features)
 
 
-@pytest.mark.parametrize("draft_int8", [False, has_vnni()])
+@pytest.mark.parametrize("draft_int8", [False, multiplies_bytes()])
 def test_medusa(engine, quantised, prompts, medusa, draft_int8):
     name = quantised("w8a8", True)
     llm = engine("medusa-w8a8", {**MEDUSA, "draft_int8": draft_int8}, target=name)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
-from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, needs_vnni, record_drafts, runner_of, token_ids
+from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, needs_bytes, record_drafts, runner_of, token_ids
 from vllm_specplug.hosts import row_linear
 from vllm_specplug.hosts.v1 import reloading
 from vllm_specplug.proposers.eagle2.checkpoint import WEIGHTS_NAME, save_head
@@ -152,7 +152,7 @@ def test_new_weights_are_computed_as_the_old_ones(start, tmp_path, monkeypatch, 
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=needs_vnni) if name == "int8" else name for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=needs_bytes) if name == "int8" else name for name in CASES])
 def test_the_new_weights_draft(start, tmp_path, monkeypatch, prompts, plain, case):
     """Drafts are those of an engine that started with the version, and the old ones when its weights come back."""
     kind, speculative = CASES[case]

@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from vllm import SamplingParams, envs
 
 from tests.doubles import tiny
-from tests.hosts.conftest import SWIFT, TREE, make_prompts, needs_vnni, token_ids
+from tests.hosts.conftest import SWIFT, TREE, make_prompts, needs_bytes, token_ids
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.utils.published import publish
@@ -219,7 +219,7 @@ def test_verification(checkpoints, plain, tmp_path, verification):
 
 
 @needs_two_cores
-@needs_vnni
+@needs_bytes
 def test_draft_int8(checkpoints, plain, tmp_path):
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "draft_int8": True}
     found = run(checkpoints["target"], speculative, tmp_path)

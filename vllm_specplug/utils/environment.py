@@ -108,8 +108,14 @@ def multiplies_pairs() -> bool:
 
 
 def has_vnni() -> bool:
-    """Whether this CPU has AVX-512 and its products of 8-bit numbers, which drafts in 8 bits need."""
+    """Whether this CPU has AVX-512 and its products of 8-bit numbers."""
     return _cpu_flags() >= {"avx512f", "avx512_vnni"}
+
+
+def multiplies_bytes() -> bool:
+    """Whether the operators multiply 8-bit numbers on this CPU: with AVX-512 they need VNNI, without it AVX2."""
+    flags = _cpu_flags()
+    return ("avx512_vnni" if "avx512f" in flags else "avx2") in flags
 
 
 def has_amx() -> bool:

@@ -24,6 +24,20 @@ def test_slow_in_bfloat16(monkeypatch, flags, slow):
     assert environment.lacks_avx512() == slow
 
 
+@pytest.mark.parametrize(
+    ("flags", "possible"),
+    [
+        ({"avx2"}, True),
+        ({"avx2", "avx512f"}, False),
+        ({"avx2", "avx512f", "avx512_vnni"}, True),
+        ({"asimd"}, False),
+    ],
+)
+def test_products_of_bytes(monkeypatch, flags, possible):
+    monkeypatch.setattr(environment, "_cpu_flags", lambda: flags)
+    assert environment.multiplies_bytes() == possible
+
+
 def test_available_memory(monkeypatch, tmp_path):
     assert 0 < environment.available_gib() < 1e5
     monkeypatch.setattr(environment, "Path", lambda _: tmp_path / "none")

@@ -40,7 +40,7 @@ from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.v2.rounds import schedule
 from vllm_specplug.proposer import DrafterConfig, find_method
-from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni
+from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multiplies_bytes
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 
@@ -144,7 +144,7 @@ def build(
         _check_record(drafter)
         supports_int8 = on_cpu and not v2 and drafter.supports_int8
         in_tiles = options.linear_rows == ALL_ROWS and has_amx()
-        by_default = target_model_config.dtype == torch.bfloat16 and not in_tiles
+        by_default = target_model_config.dtype == torch.bfloat16 and has_vnni() and not in_tiles
         resolved = _resolve_int8(drafter.options, supports_int8, by_default)
         options = with_drafter(options, resolved)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
@@ -294,10 +294,10 @@ def _resolve_int8(options: TreeOptions, is_supported: bool, by_default: bool) ->
     """Decide ``draft_int8``: as asked, else whether it is supported and the default."""
     if not hasattr(options, "draft_int8"):
         return options
-    asked, possible = options.draft_int8, is_supported and has_vnni()
+    asked, possible = options.draft_int8, is_supported and multiplies_bytes()
     if asked and not possible:
         raise ConfigError(
-            "draft_int8=true needs the V1 runner on a CPU that multiplies 8-bit numbers (VNNI) and an "
-            "EAGLE-1/2, HASS or Medusa drafter: leave it out"
+            "draft_int8=true needs the V1 runner on an x86 CPU with VNNI, or with AVX2 and without AVX-512, and "
+            "an EAGLE-1/2, HASS or Medusa drafter: leave it out"
         )
     return replace(options, draft_int8=possible and by_default if asked is None else asked)
