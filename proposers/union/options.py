@@ -16,8 +16,8 @@ from vllm_specplug.config import (
 )
 from vllm_specplug.proposer import find_method
 
-#: With a fixed budget on a CPU, so many nodes are verified from a low value on.  Rows behind them cost more: up to six
-#: rows mostly wait for memory, more of them for the CPU (docs/measurements.md, *Nodes of the union*).
+#: With a fixed budget on the V1 runner, so many nodes are verified from a low value on.  Rows behind them cost more: on
+#: a CPU, up to six rows mostly wait for memory, more of them for products (docs/measurements.md, *Nodes of the union*).
 CHEAP_NODES, COSTLY_NODE_FLOOR = 5, 0.25
 
 #: There are ``3 ** num_sources`` patterns of agreement, each with its own weights.
@@ -46,8 +46,8 @@ class UnionOptions(TreeOptions):
         sources: options of each source, given as dictionaries, each with its ``method``.  A source drafts up to its own
             ``num_speculative_tokens`` nodes; the union keeps the best of all of them.
         min_node_value: nodes below this estimated acceptance probability are not verified; by default 0.06 with a fixed
-            budget, 0.01 with a measured one.  By default, a union with a fixed budget on a CPU verifies nodes behind
-            the best 5 from 0.25 on.
+            budget, 0.01 with a measured one.  By default, a fixed budget on the V1 runner verifies nodes behind the
+            best 5 from 0.25 on.
     """
 
     method: ClassVar[str] = "union"
