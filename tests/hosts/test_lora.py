@@ -22,6 +22,7 @@ from tests.hosts.conftest import (
     acceptance_length,
     counters,
     make_prompts,
+    needs_avx512,
     needs_bytes,
     runner_of,
     token_ids,
@@ -223,6 +224,7 @@ def test_broken_mapping_is_found(engine, prompts, mixed, expected, monkeypatch):
     assert answers(llm, prompts, mixed) != expected
 
 
+@needs_avx512
 @needs_bytes
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX texts in bfloat16 differ more often")
 def test_on_quantised_weights_with_a_quantised_drafter(engine, checkpoints, prompts, mixed, tmp_path_factory):

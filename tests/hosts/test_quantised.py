@@ -20,6 +20,7 @@ from tests.hosts.conftest import (
     check_prefix_cache_hits,
     counters,
     make_prompts,
+    needs_avx512,
     runner_of,
     token_ids,
 )
@@ -34,11 +35,6 @@ pytestmark = pytest.mark.skipif(
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}
-#: Seen on vLLM 0.32.0 with AVX2 only.  Its attention in 16 bits also differs from plain rounding by twice as much.
-needs_avx512 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="without AVX-512 vLLM has no 4-bit products, 8-bit ones overflow, and attention rounds bfloat16 more often",
-)
 #: Format, whether the LM head is quantised too, dtype, drafter.  vLLM's 4-bit kernels on a CPU take no float32.
 CHECKPOINTS = [
     ("w8a8", False, "float32", "reduced"),
