@@ -547,7 +547,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     page, copy = file.read_text(), tmp_path / "page.md"
     monkeypatch.chdir(root / "benchmarks" / "results")
     if name != "under load":
-        shown = ["epyc_spec_bench.json", "--short"] if name == "README.md" else ["end_to_end.json"]
+        shown = ["epyc_spec_bench.json", "--short"] if name == "README.md" else ["epyc_peers.json"]
         marks, options = MARKS, ["--table", *shown]
     else:
         marks = CONCURRENCY_MARKS
@@ -568,7 +568,6 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
         ("epyc_code_maths", ["| method", "| category"]),
         ("avx2_spec_bench", ["| method", "| category"]),
         ("epyc_ablation", ["| method"]),
-        ("epyc_peers", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
         ("epyc_concurrency4", ["| method"]),
         ("epyc_wide", ["| method"]),
