@@ -20,7 +20,7 @@ from vllm_specplug.hosts.v2 import scheduler as v2_scheduler
 
 #: With a tokenizer, which grammars need.
 OPTIONS = {"skip_tokenizer_init": False}
-NUM_NODES = 12
+NUM_NODES = 8
 #: Trees with siblings from the head; what the grammar makes repeat is found by lookup.
 SPECULATIVE = {"method": "union", "num_speculative_tokens": NUM_NODES}
 #: The interpreter needs seconds for the noise of coupled drafts, see test_verification.
@@ -29,9 +29,9 @@ REGEX = r"(ab|er|[a-e]{2,5}): (true|false|er){3,20}[0-9]{1,12}"
 STRUCTURED = StructuredOutputsParams(regex=REGEX)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.9, seed=1, max_tokens=20, structured_outputs=STRUCTURED, logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=14, structured_outputs=STRUCTURED, logprobs=1),
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args={"speculation": False}),
-    SamplingParams(temperature=0, max_tokens=20, structured_outputs=STRUCTURED, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=14, structured_outputs=STRUCTURED, repetition_penalty=1.3),
 ]
 FREE, SEEDED, OFF, PENALISED = range(4)
 
