@@ -19,19 +19,17 @@ demo: install
 # `make test-fast` the unit tier (less than two minutes), `pytest -m hosts` any one of them.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
-# Two parts run at once, each in one thread, the longest ones first.  Then the tests of several ranks run alone: ranks that
-# wait for each other keep both cores busy.
-PARTS := v2 e2e hosts-rest hosts-models unit
+# Two parts run at once, each in one thread, the longest ones first.
+PARTS := v2 e2e ranks hosts-rest hosts-models unit
 
 RANKS := tests/hosts/test_tensor_parallel.py tests/hosts/test_data_parallel.py
 RANKS_V2 := tests/v2/test_tensor_parallel.py
 MODELS := $(filter-out $(RANKS),$(wildcard tests/hosts/test_[a-l]*.py))
 
-.PHONY: $(addprefix test-,$(PARTS) ranks)
+.PHONY: $(addprefix test-,$(PARTS))
 
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 $(addprefix test-,$(PARTS))
-	@$(MAKE) --no-print-directory test-ranks
 
 test-unit: install
 	$(PYTEST) tests/unit

@@ -23,12 +23,7 @@ from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.utils.published import publish
 
 PROGRAM = """
-import json, shutil, sys, time
-from pathlib import Path
-from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
-from tests.hosts.test_tensor_parallel import make_params
-from vllm import LLM
-from vllm_specplug.utils.published import publish
+import json, multiprocessing, shutil, sys, time
 
 def kept(worker):
     runner = worker.model_runner
@@ -55,7 +50,13 @@ def ray_serves_cpus():
 
     CpuPlatform.ray_device_key = "GPU"
 
+# Ranks run this file too, without what follows.
 if __name__ == "__main__":
+    from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
+    from tests.hosts.test_tensor_parallel import make_params
+    from vllm import LLM
+    from vllm_specplug.utils.published import publish
+
     model, options, runs, out, *new_version = sys.argv[1:]
     if "ray" in options:
         import ray
@@ -75,6 +76,9 @@ if __name__ == "__main__":
     tau = acceptance_length(llm) if llm.llm_engine.vllm_config.speculative_config else 1
     with open(out, "w") as file:
         json.dump({"results": results, "tau": tau}, file)
+    # Ranks that wait for work end seconds after they are asked to.
+    for rank in multiprocessing.active_children():
+        rank.kill()
     # Else the end of this process ends the ranks after Ray has ended, and may crash.
     llm.llm_engine.engine_core.shutdown()
 """
