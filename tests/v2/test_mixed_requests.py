@@ -105,7 +105,7 @@ def check(llm, requests, expected, watch):
     for place in (FREE, SEEDED, PENALISED):
         assert max(drafted for drafted, _, _ in seen[place]) == NUM_NODES
     for place in (SEEDED, PENALISED):
-        assert sum(accepted for _, accepted, _ in seen[place]) > 2
+        assert sum(accepted for _, accepted, _ in seen[place]) > 1
     # A request without drafts has one row in a step of trees (behind its prompt).
     assert seen[OFF][1:]
     assert all(drafted == 0 and rows == 1 for drafted, _, rows in seen[OFF][1:])
