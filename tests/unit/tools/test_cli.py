@@ -568,6 +568,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
         ("epyc_code_maths", ["| method", "| category"]),
         ("avx2_spec_bench", ["| method", "| category"]),
         ("avx2_bfloat16", ["| method"]),
+        ("avx2_code_maths", ["| method", "| category"]),
         ("epyc_ablation", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
         ("epyc_concurrency4", ["| method"]),
