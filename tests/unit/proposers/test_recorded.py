@@ -136,7 +136,8 @@ def _record(folder, first, count, both_started):
 
 
 def test_two_servers_on_one_folder_keep_to_the_limit_and_lose_nothing_else(tmp_path):
-    folder, context, most = tmp_path / "ring", multiprocessing.get_context("spawn"), 0
+    folder, context, most = tmp_path / "ring", multiprocessing.get_context("forkserver"), 0
+    context.set_forkserver_preload([__name__])  # imported once for both
     both_started = context.Barrier(2)
     servers = [context.Process(target=_record, args=(folder, 100 * n, 40, both_started)) for n in range(2)]
     for server in servers:

@@ -115,7 +115,8 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(target, feature_fi
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # Both are new processes, because another test may have initialised torch.distributed in this one.
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once for both
     both = [
         context.Process(
             target=_train_in_a_team,
