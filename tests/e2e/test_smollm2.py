@@ -109,7 +109,7 @@ def test_batch_of_8(smollm2, conversations, plain):
     found = answer(smollm2, conversations, EVERYTHING, max_num_seqs=8, speculative_config=fixed)
     for name in EVERYTHING:
         check_same(found, plain, name)
-    assert found["tau"]["greedy"] > 1.4
+    assert found["tau"]["greedy"] > 1.6 and min(found["tau"].values()) > 1.2, found["tau"]
 
 
 def test_parameters_do_something(plain):

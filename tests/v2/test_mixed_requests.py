@@ -29,9 +29,9 @@ REGEX = r"(ab|er|[a-e]{2,5}): (true|false|er){3,20}[0-9]{1,12}"
 STRUCTURED = StructuredOutputsParams(regex=REGEX)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.9, seed=1, max_tokens=14, structured_outputs=STRUCTURED, logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=17, structured_outputs=STRUCTURED, logprobs=1),
     SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args={"speculation": False}),
-    SamplingParams(temperature=0, max_tokens=14, structured_outputs=STRUCTURED, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=17, structured_outputs=STRUCTURED, repetition_penalty=1.3),
 ]
 FREE, SEEDED, OFF, PENALISED = range(4)
 
@@ -105,7 +105,7 @@ def check(llm, requests, expected, watch):
     for place in (FREE, SEEDED, PENALISED):
         assert max(drafted for drafted, _, _ in seen[place]) == NUM_NODES
     for place in (SEEDED, PENALISED):
-        assert sum(accepted for _, accepted, _ in seen[place]) > 1
+        assert sum(accepted for _, accepted, _ in seen[place]) > 2
     # A request without drafts has one row in a step of trees (behind its prompt).
     assert seen[OFF][1:]
     assert all(drafted == 0 and rows == 1 for drafted, _, rows in seen[OFF][1:])
