@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
-import subprocess
-import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from torch.utils.cpp_extension import get_default_build_root
-from vllm import SamplingParams, envs
+from vllm import LLM, SamplingParams
+from vllm.platforms.cpu import CpuPlatform
 
 from tests.doubles import tiny
-from tests.hosts.conftest import SWIFT, TREE, make_prompts, needs_bytes, token_ids
+from tests.doubles.two_ranks import answer_in_new_process, needs_two_cores
+from tests.hosts.conftest import ENGINE, SWIFT, TREE, acceptance_length, make_prompts, needs_bytes, token_ids
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.utils.published import publish
 
-PROGRAM = """
-import json, multiprocessing, shutil, sys, time
 
 def kept(worker):
     runner = worker.model_runner
@@ -34,54 +31,47 @@ def kept(worker):
     found = {"tokens": runner.input_batch.token_ids_cpu.tolist(), "version": version, "weights": weights(runner)}
     return found | {"budget": type(runner.serving_budget).__name__, "searched": swift and swift.search().all_steps}
 
+
 def weights(runner):
     model = getattr(runner.drafter, "model", None)
     return model and float(model.model.layers[0].post_attention_layernorm.weight.sum())
 
+
 def lose_time(worker):
-    # Let a measured budget draft whatever that costs: on two ranks of a busy machine drafts may not pay.
+    """Let a measured budget draft whatever that costs: on two ranks of a busy machine drafts may not pay."""
     budget = getattr(getattr(worker.model_runner, "serving_budget", None), "budget", None)
     if budget is not None:
         budget.lost_time._plain_step, budget.lost_time.left = 1.0, 1e9
 
-def ray_serves_cpus():
-    # vLLM starts Ray's actors for devices that Ray counts.
-    from vllm.platforms.cpu import CpuPlatform
 
+def ray_serves_cpus():
+    """vLLM starts Ray's actors for devices that Ray counts."""
     CpuPlatform.ray_device_key = "GPU"
 
-# Ranks run this file too, without what follows.
-if __name__ == "__main__":
-    from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
-    from tests.hosts.test_tensor_parallel import make_params
-    from vllm import LLM
-    from vllm_specplug.utils.published import publish
 
-    model, options, runs, out, *new_version = sys.argv[1:]
-    if "ray" in options:
+def program(model: str, options: dict, runs: tuple[float, ...], new_version: tuple[str, ...]) -> dict:
+    """Answer in two ranks; see ``run``."""
+    if "distributed_executor_backend" in options:
         import ray
 
         ray_serves_cpus()
+        os.environ.update(RAY_raylet_start_wait_time_s="300", RAY_USAGE_STATS_ENABLED="0")
         ray.init(num_gpus=2, include_dashboard=False, runtime_env={"worker_process_setup_hook": ray_serves_cpus})
-    llm = LLM(model, **ENGINE | json.loads(options))
+    llm = LLM(model, **ENGINE | options)
     llm.collective_rpc(lose_time)
     results = []
-    for number, temperature in enumerate(json.loads(runs)):
+    for number, temperature in enumerate(runs):
         if number == 1 and new_version:
-            head, folder = new_version
-            publish(head, lambda made: shutil.copytree(folder, made, dirs_exist_ok=True), {})
+            head, new = new_version
+            publish(head, functools.partial(shutil.copytree, new, dirs_exist_ok=True), {})
             time.sleep(3)  # it is looked for once a second
         outputs = llm.generate(make_prompts(8, seed=7), make_params(temperature), use_tqdm=False)
         results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
     tau = acceptance_length(llm) if llm.llm_engine.vllm_config.speculative_config else 1
-    with open(out, "w") as file:
-        json.dump({"results": results, "tau": tau}, file)
-    # Ranks that wait for work end seconds after they are asked to.
-    for rank in multiprocessing.active_children():
-        rank.kill()
-    # Else the end of this process ends the ranks after Ray has ended, and may crash.
-    llm.llm_engine.engine_core.shutdown()
-"""
+    if "distributed_executor_backend" in options:
+        # Else the end of this process ends the ranks after Ray has ended, and may crash.
+        llm.llm_engine.engine_core.shutdown()
+    return {"results": results, "tau": tau}
 
 
 def make_params(temperature: float) -> list[SamplingParams]:
@@ -92,7 +82,6 @@ def make_params(temperature: float) -> list[SamplingParams]:
     ]
 
 
-needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 UNION = {
@@ -111,30 +100,9 @@ def run(
     **options,
 ) -> dict:
     """Answer in two ranks; ``new_version``: a published folder, and a checkpoint to publish behind the first run."""
-    program, out = folder / "program.py", folder / "out.json"
-    program.write_text(PROGRAM)
-    # Costs are measured anew; kernels are not compiled again, and vLLM does not inspect the models again.
-    kernels = Path(get_default_build_root())
-    kernels.mkdir(parents=True, exist_ok=True)
-    (folder / "torch_extensions").symlink_to(kernels)
-    # One core each: the ranks spin while they wait for each other.
-    cores = sorted(os.sched_getaffinity(0))
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "XDG_CACHE_HOME": str(folder),
-        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,
-        "RAY_raylet_start_wait_time_s": "300",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
     options = {"tensor_parallel_size": 2, "speculative_config": speculative, **options}
-    command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(runs), str(out), *new_version]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return json.loads(out.read_text())
+    worker = "vllm_specplug.hosts.v1.cpu_worker"
+    return answer_in_new_process(program, worker, folder, str(model), options, runs, new_version)
 
 
 @pytest.fixture(scope="module")

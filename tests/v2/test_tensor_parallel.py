@@ -2,90 +2,78 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams, envs
-
-from tests.hosts.conftest import make_prompts
-from tests.v2.conftest import ENGINE
-
-PROGRAM = """
-import itertools, json, sys
-from tests.hosts import conftest
-from tests.doubles import interpreted_ranks
 from vllm import LLM, SamplingParams
+from vllm.v1.sample.ops import topk_topp_sampler
 
-if __name__ == "__main__":
-    model, options, params, out = sys.argv[1:]
-    llm = LLM(model, **conftest.ENGINE | json.loads(options))
-    round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
-    if round_budget:
-        turns = itertools.cycle((7, 0, 7, 7))
-        round_budget.plan = lambda _: next(turns)
-    params = [SamplingParams(**one) for one in json.loads(params)]
-    results, tau = [], 1
-    for number in range(3):
-        if number == 2:
-            tau = conftest.acceptance_length(llm)
-            llm.collective_rpc("spoil")
-            llm.reset_prefix_cache()
-        outputs = llm.generate(conftest.make_prompts(4, longest=40), params, use_tqdm=False)
-        results.append({"tokens": conftest.token_ids(outputs), "ranks": llm.collective_rpc("kept")})
-    with open(out, "w") as file:
-        json.dump({"results": results, "tau": tau}, file)
-    llm.llm_engine.engine_core.shutdown()
-"""
-#: Imported by Python at its start: the ranks are new processes.
-SITE = "from tests.doubles.interpreter import use_interpreter\n\nuse_interpreter()\n"
+from tests.doubles.two_ranks import answer_in_new_process, needs_two_cores
+from tests.hosts.conftest import ENGINE as HOSTS_ENGINE
+from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
+from tests.v2.conftest import ENGINE
+from vllm_specplug.core.loops import arrays
 
 #: The last request has neither a seed nor temperature 0.
 PARAMS = [
-    {"temperature": 0.8 * (i % 2), "seed": None if i == 3 else i, "max_tokens": 8, "ignore_eos": True} for i in range(4)
+    SamplingParams(temperature=0.8 * (i % 2), seed=None if i == 3 else i, max_tokens=8, ignore_eos=True)
+    for i in range(4)
 ]
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
 
-pytestmark = [
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton"),
-]
+pytestmark = [needs_two_cores, pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton")]
+
+
+def kept(worker: Any) -> dict[str, Any]:
+    """Return the tokens of this rank's requests, and what it has learned."""
+    states, speculator = worker.model_runner.req_states, getattr(worker.model_runner, "speculator", None)
+    found = {"tokens": states.all_token_ids.gpu.tolist(), "lengths": states.total_len.gpu.tolist()}
+    if learning := getattr(speculator, "learning", None):
+        found["tables"] = [table.tolist() for _, table in learning._proposer.tables()]
+    return found
+
+
+def spoil(worker: Any) -> None:
+    """Let the second rank draft other tokens than the first one."""
+    speculator = worker.model_runner.speculator
+    if worker.rank == 1:
+        honest = speculator.propose
+        speculator.propose = lambda *args, **kwargs: (honest(*args, **kwargs) + 1) % 40
+
+
+def program(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Answer twice in two ranks, and a third time while the second rank drafts other tokens."""
+    # As in conftest.py.
+    topk_topp_sampler.HAS_TRITON = False
+    with arrays.torch_operations():
+        llm = LLM(model, **HOSTS_ENGINE | options)
+        round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
+        if round_budget:
+            turns = itertools.cycle((7, 0, 7, 7))
+            round_budget.plan = lambda _: next(turns)
+        results, tau = [], 1.0
+        for number in range(3):
+            if number == 2:
+                tau = acceptance_length(llm)
+                llm.collective_rpc(spoil)
+                llm.reset_prefix_cache()
+            outputs = llm.generate(make_prompts(4, longest=40), PARAMS, use_tqdm=False)
+            results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
+    return {"results": results, "tau": tau}
 
 
 def run(model: Path, speculative: dict, folder: Path, **options) -> dict:
-    """Answer twice in two ranks, and a third time while the second rank drafts other tokens."""
-    program, out, site = folder / "program.py", folder / "out.json", folder / "site"
-    site.mkdir()
-    program.write_text(PROGRAM)
-    (site / "sitecustomize.py").write_text(SITE)
-    cores = sorted(os.sched_getaffinity(0))
-    settings = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-        "PYTHONPATH": os.pathsep.join((str(site), str(Path(__file__).parents[2]))),
-        "XDG_CACHE_HOME": str(folder),
-        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,
-    }
-    options = {
-        **ENGINE,
-        "tensor_parallel_size": 2,
-        "speculative_config": speculative,
-        "worker_extension_cls": "tests.doubles.interpreted_ranks.Rank",
-        **options,
-    }
-    command = [sys.executable, str(program), str(model), json.dumps(options), json.dumps(PARAMS), str(out)]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return json.loads(out.read_text())
+    options = {**ENGINE, "tensor_parallel_size": 2, "speculative_config": speculative, **options}
+    return answer_in_new_process(program, "tests.v2.conftest", folder, str(model), options)
 
 
 @pytest.fixture(scope="module")
 def plain(plainly):
     """Plain vLLM's answers of one rank."""
-    return plainly(make_prompts(4, longest=40), [SamplingParams(**one) for one in PARAMS])[0]
+    return plainly(make_prompts(4, longest=40), PARAMS)[0]
 
 
 def seeded(tokens: list) -> list:
