@@ -7,7 +7,6 @@ replaces it only after it was better in sum over several windows.  The Gaussian 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +63,36 @@ class _Contender:
     ahead: float
     windows: int
     last_window: Any
+
+
+def predict_scores(
+    known: np.ndarray, scores: np.ndarray, noise: np.ndarray, wanted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a Gaussian process expects of the scores of layer sets, and its standard deviation.
+
+    The squared distance of two random sets is about half the squared length scale, so the prior is nearly additive in
+    the sub-layers.  The length scale is not fitted: that takes about 100 times as long as the rest.
+
+    Args:
+        known: [num_known, num_sub_layers], 0 or 1, the scored sets.
+        scores: [num_known].
+        noise: [num_known], the variance of each score in units of the variance of all.
+        wanted: [num_wanted, num_sub_layers], 0 or 1.
+
+    Returns:
+        mean, deviation: [num_wanted] each, in the unit of the scores.
+    """
+    level, spread = scores.mean(), scores.std() or 1.0
+    across = _covariance(known, wanted)
+    weights = np.linalg.solve(_covariance(known, known) + np.diag(noise), across)
+    mean = level + (scores - level) @ weights
+    variance = 1.0 - (across * weights).sum(axis=0)
+    return mean, spread * np.sqrt(np.maximum(variance, 0.0))
+
+
+def _covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    different = one.sum(axis=1)[:, None] + other.sum(axis=1) - 2 * one @ other.T
+    return np.exp(-different / (2 * one.shape[1]))
 
 
 class LayerSearch:
@@ -147,19 +176,12 @@ class LayerSearch:
 
     def _bayesian(self) -> LayerSet:
         """Return the candidate with the highest upper confidence bound, by a Gaussian process over the scored sets."""
-        from sklearn.gaussian_process import GaussianProcessRegressor
-        from sklearn.gaussian_process.kernels import RBF
-
         points = list(self._points.items())[-MAX_POINTS:]
         known = np.stack([layer_set.vector() for layer_set, _ in points])
         totals, counts = np.array([seen for _, seen in points]).T
-        # The squared distance of two random sets is about half the squared length scale, so the prior is nearly
-        # additive in the sub-layers.  The length scale is not fitted: that takes about 100 times as long as the rest.
-        kernel = RBF(math.sqrt(known.shape[1]))
-        process = GaussianProcessRegressor(kernel, alpha=NOISE / counts, optimizer=None, normalize_y=True)
-        process.fit(known, totals / counts)
         candidates = [self._fresh() if i % 4 == 0 else self._near(self.best) for i in range(CANDIDATES)]
-        mean, deviation = process.predict(np.stack([c.vector() for c in candidates]), return_std=True)
+        wanted = np.stack([candidate.vector() for candidate in candidates])
+        mean, deviation = predict_scores(known, totals / counts, NOISE / counts, wanted)
         return candidates[int((mean + KAPPA * deviation).argmax())]
 
     def add(self, layer_set: LayerSet, matchness: float) -> bool:

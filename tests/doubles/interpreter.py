@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 
 def use_interpreter() -> None:
@@ -28,13 +32,18 @@ def use_interpreter() -> None:
 
 
 def _save_time() -> None:
-    """Leave out what takes more than half of the interpreter's time and changes no result.
-
-    It replaces Triton's language anew at each launch and each call of a function on the device, looks for overflows
-    without reporting any (they are asserted in its debug mode only), and makes the table of dtypes at each use.
-    """
+    """Leave out what takes most of the interpreter's time and changes no result."""
     from triton.runtime import interpreter
 
+    _patch_once(interpreter)
+    _know_types(interpreter)
+    # It looks for overflows without reporting any: they are asserted in its debug mode only.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _patch_once(interpreter: ModuleType) -> None:
+    """Triton's language is replaced anew at each launch and each call of a function on the device; here once."""
     honest, patched = interpreter._patch_lang, set()
 
     class Kept:
@@ -48,7 +57,28 @@ def _save_time() -> None:
             patched.add(module)
         return Kept()
 
-    interpreter._patch_lang = patch_once
+    def patch(owner, name, member, _builder, scope):
+        function, semantic = _within(member), interpreter.interpreter_semantic
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_lang, interpreter._patch_attr = patch_once, patch
+
+
+def _within(member: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the language without the wrapper that asks whether it has its ``_semantic``."""
+    is_wrapper = member.__code__.co_qualname == "builtin.<locals>.wrapper"
+    return member.__wrapped__ if is_wrapper else member
+
+
+def _know_types(interpreter: ModuleType) -> None:
+    """Each result makes its type and shape anew, from lists of constants; here equal ones are made once."""
+    from triton.language import core, semantic
+
     find_dtype, dtypes = interpreter._get_np_dtype, {}
 
     def find_dtype_once(triton_dtype):
@@ -58,5 +88,35 @@ def _save_time() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = find_dtype_once
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    make_block, blocks, shapes = core.block_type.__init__, {}, {}
+
+    def init_block(self, element_ty, shape):
+        sizes = shape.values if type(shape) is core.tuple else shape
+        sizes = tuple([size.value if type(size) is core.constexpr else size for size in sizes])
+        key = element_ty.name, sizes
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            blocks[key] = self.__dict__
+        else:
+            self.__dict__ = {**blocks[key], "element_ty": element_ty}
+
+    core.block_type.__init__ = init_block
+    facts_of = {}
+
+    def init_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in facts_of:
+            numel = core.constexpr(math.prod(sizes))
+            facts_of[sizes] = numel, core.tuple([core.constexpr(size) for size in sizes])
+        self.numel, self.shape = facts_of[sizes]
+
+    core.tensor.__init__ = init_tensor
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_others(self, lhs, rhs):
+        same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_others

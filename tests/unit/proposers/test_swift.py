@@ -15,7 +15,7 @@ from vllm_specplug.proposers.swift.drafting import DraftedLevel, chain_with_sibl
 from vllm_specplug.proposers.swift.layer_set import LayerSet, num_choices
 from vllm_specplug.proposers.swift.ledger import MAX_CREDIT, Ledger
 from vllm_specplug.proposers.swift.options import check_target
-from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
+from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions, predict_scores
 from vllm_specplug.proposers.swift.state import SwiftState, load_state
 from vllm_specplug.types import PADDING
 
@@ -277,6 +277,29 @@ def test_gaussian_process_waits_if_there_is_no_time():
             layer_set = search.next_set(window, bayesian=False)
             search.add(layer_set, problem(layer_set, window))
     assert search.wants_bayesian and search.next_set(3) is not None and not search.wants_bayesian
+
+
+def test_gaussian_process_of_two_sets():
+    """With numbers worked out by hand: in four sub-layers the two sets differ in all of them."""
+    known, scores = np.array([[1.0, 1, 0, 0], [0, 0, 1, 1]]), np.array([0.6, 0.2])
+    between, self_noise = math.exp(-4 / 8), 1.5
+    mean, deviation = predict_scores(known, scores, np.array([0.5, 0.5]), known)
+    # Level 0.4, spread 0.2; the inverse of [[1.5, b], [b, 1.5]] in closed form.
+    expected = 0.2 * (1 - between) * (self_noise + between) / (self_noise**2 - between**2)
+    assert mean == pytest.approx([0.4 + expected, 0.4 - expected])
+    variance = 1 - (self_noise - 2 * between**2 + self_noise * between**2) / (self_noise**2 - between**2)
+    assert deviation == pytest.approx([0.2 * math.sqrt(variance)] * 2)
+
+
+def test_gaussian_process_is_sure_of_what_it_knows():
+    draw = np.random.default_rng(0)
+    known, scores = draw.integers(0, 2, (20, 40)).astype(float), draw.random(20)
+    mean, deviation = predict_scores(known, scores, np.full(20, 1e-9), known)
+    assert mean == pytest.approx(scores, abs=1e-6) and deviation.max() < 1e-4
+    _, elsewhere = predict_scores(known, scores, np.full(20, 1e-9), 1 - known)
+    assert elsewhere.min() > 0.1 * scores.std()
+    mean, _ = predict_scores(known, np.full(20, 0.7), np.full(20, 0.1), 1 - known)
+    assert mean == pytest.approx(0.7)
 
 
 # ---- the ledger

@@ -99,8 +99,6 @@ class SwiftProposer(V1Drafter):
         options, path = self.options.search_options(self._skipping.num_layers), self.options.swift_state
         self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
         self.state.search()
-        if self.options.bayes_every and self.options.optimise_share:
-            import sklearn.gaussian_process  # noqa: F401 (takes a second, for which no request should wait)
         num_sub_layers = 2 * self._skipping.num_layers
         self.shortest_draft = 1 - self.state.search().best.num_skipped / num_sub_layers
 
