@@ -1,43 +1,39 @@
-"""Answers prompts in a process of its own: ``python -m tests.e2e.run_engine < request.json > answers.json``.
-
-Answers and tau are by name of the sampling parameters; tau is 0 where nothing was drafted.
-"""
+"""Answers prompts, in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections import Counter
+from typing import Any
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
-def main() -> None:
-    request = json.loads(sys.stdin.read())
-    # The engine core runs in a process of its own and logs to stdout: keep ours clean.
-    results_fd = os.dup(1)
-    os.dup2(2, 1)
+def answer(engine: dict[str, Any], conversations: list, seeds: list[int], sampling: dict[str, dict]) -> dict[str, dict]:
+    """Answer the conversations with each of the sampling parameters.
+
+    Args:
+        engine: options of ``LLM``.
+        conversations: chats without answers.
+        seeds: one for each conversation.
+        sampling: by name; ``conversations`` among them is the number to be answered, instead of all.
+
+    Returns:
+        ``answers``: token ids, and ``tau``, 0 where nothing was drafted; both by name of the sampling parameters.
+    """
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    llm = LLM(**request["engine"])
+    llm = LLM(**engine)
     answers, tau, before = {}, {}, Counter()
-    for name, params in request["sampling"].items():
-        conversations = request["conversations"][: params.pop("conversations", None)]
-        if "logit_bias" in params:
-            params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+    for name, all_params in sampling.items():
+        params = dict(all_params)
+        chosen = conversations[: params.pop("conversations", None)]
         if "structured_outputs" in params:
             params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
-        each = [SamplingParams(**params, seed=seed) for seed in request["seeds"][: len(conversations)]]
-        outputs = llm.chat(conversations, each, use_tqdm=False)
+        each = [SamplingParams(**params, seed=seed) for seed in seeds[: len(chosen)]]
+        outputs = llm.chat(chosen, each, use_tqdm=False)
         answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
         now = Counter({metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")})
         drafts, accepted = (now[key] - before[key] for key in ("vllm:spec_decode_num_drafts", ACCEPTED))
         before, tau[name] = now, drafts and 1 + accepted / drafts
-    with os.fdopen(results_fd, "w") as file:
-        json.dump({"answers": answers, "tau": tau}, file)
-
-
-if __name__ == "__main__":
-    main()
+    return {"answers": answers, "tau": tau}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.doubles.forked import answer_in_new_process
+from tests.e2e import run_engine
 from tests.host_versions import comparable
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import calibrate
@@ -17,7 +13,6 @@ from vllm_specplug.proposers.medusa.ranks import load_for_ranking, rank_answers
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 
-REPOSITORY = Path(__file__).parents[2]
 #: On all conversations, or on as many of the first ones.
 SAMPLING = {
     "greedy": {"temperature": 0.0, "max_tokens": 32},
@@ -56,38 +51,31 @@ SWIFT = {"method": "swift", "num_speculative_tokens": 4}
 pytestmark = pytest.mark.smollm2
 
 
-def answer(model: str, conversations: list, sampling: dict, places: slice = slice(None), **engine) -> dict:
+@pytest.fixture(scope="module")
+def answer(smollm2, conversations, tmp_path_factory):
     """Answer the conversations at ``places``, each with its place as its seed."""
-    request = {
-        "engine": {
-            "model": model,
+
+    def answer(sampling: dict, places: slice = slice(None), **options) -> dict:
+        engine = {
+            "model": smollm2,
             "dtype": "float32",
             "max_model_len": 512,
             "enforce_eager": True,
             "disable_log_stats": False,
             "kv_cache_memory_bytes": 512 << 20,
-            **engine,
-        },
-        "conversations": conversations[places],
-        "seeds": list(range(len(conversations))[places]),
-        "sampling": sampling,
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.run_engine"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-        timeout=1500,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout)
+            **options,
+        }
+        seeds = range(len(conversations))
+        request = engine, conversations[places], list(seeds[places]), sampling
+        folder = tmp_path_factory.mktemp("engine")
+        return answer_in_new_process(run_engine.answer, "vllm_specplug.hosts.v1.cpu_worker", folder, *request)
+
+    return answer
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2, conversations):
-    return answer(smollm2, conversations, EVERYTHING, max_num_seqs=8)["answers"]
+def plain(answer):
+    return answer(EVERYTHING, max_num_seqs=8)["answers"]
 
 
 def check_same(found: dict, plain: dict, name: str, places: slice = slice(None)) -> None:
@@ -103,10 +91,10 @@ def check_parameters(found: dict, plain: dict, places: slice) -> None:
         assert found["tau"][name]
 
 
-def test_batch_of_8(smollm2, conversations, plain):
+def test_batch_of_8(answer, plain):
     # A fixed budget: whether drafting pays at this batch size depends on the machine.  Small trees: 72 rows a step.
     fixed = {**EAGLE2, "budget": "fixed", "num_speculative_tokens": 8, "draft_depth": 4}
-    found = answer(smollm2, conversations, EVERYTHING, max_num_seqs=8, speculative_config=fixed)
+    found = answer(EVERYTHING, max_num_seqs=8, speculative_config=fixed)
     for name in EVERYTHING:
         check_same(found, plain, name)
     assert found["tau"]["greedy"] > 1.6 and min(found["tau"].values()) > 1.2, found["tau"]
@@ -119,19 +107,19 @@ def test_parameters_do_something(plain):
         assert changed == (not name.startswith("nothing")), name
 
 
-def test_swift(smollm2, conversations, plain):
-    found = answer(smollm2, conversations, HALF_OF_FEW, max_num_seqs=8, speculative_config={**SWIFT, "budget": "fixed"})
+def test_swift(answer, plain):
+    found = answer(HALF_OF_FEW, max_num_seqs=8, speculative_config={**SWIFT, "budget": "fixed"})
     check_parameters(found, plain, slice(FEW // 2))
 
 
-def test_batch_of_1(smollm2, conversations, plain):
+def test_batch_of_1(answer, plain):
     greedy = {"greedy": SAMPLING["greedy"]}
     places = slice(None, None, 3)
-    found = answer(smollm2, conversations, greedy, places, max_num_seqs=1, speculative_config=EAGLE2)
+    found = answer(greedy, places, max_num_seqs=1, speculative_config=EAGLE2)
     check_same(found, plain, "greedy", places)
 
 
-def test_medusa(smollm2, conversations, plain, tmp_path):
+def test_medusa(smollm2, conversations, answer, plain, tmp_path):
     """A tree calibrated on half of the answers is served for the other half: the same tokens, and the tau foretold."""
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
@@ -143,7 +131,7 @@ def test_medusa(smollm2, conversations, plain, tmp_path):
     tree = {"tree": result["medusa_choices"], "num_speculative_tokens": 16, "budget": "fixed"}
     sampling = HALF_OF_FEW | {"greedy": SAMPLING["greedy"]}
     places = slice(1, None, 2)
-    found = answer(smollm2, conversations, sampling, places, max_num_seqs=8, speculative_config=MEDUSA | tree)
+    found = answer(sampling, places, max_num_seqs=8, speculative_config=MEDUSA | tree)
     check_parameters(found, plain, places)
     check_same(found, plain, "greedy", places)
     assert found["tau"]["greedy"] == pytest.approx(result["expected_tau"][-1], rel=0.15)

@@ -15,7 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.doubles import tiny
-from tests.doubles.two_ranks import answer_in_new_process, needs_two_cores
+from tests.doubles.forked import answer_in_new_process, needs_two_cores
 from tests.hosts.conftest import ENGINE, SWIFT, TREE, acceptance_length, make_prompts, needs_bytes, token_ids
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads

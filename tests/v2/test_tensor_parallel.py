@@ -11,7 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from tests.doubles.two_ranks import answer_in_new_process, needs_two_cores
+from tests.doubles.forked import answer_in_new_process, needs_two_cores
 from tests.hosts.conftest import ENGINE as HOSTS_ENGINE
 from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
 from tests.v2.conftest import ENGINE

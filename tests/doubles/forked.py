@@ -1,7 +1,7 @@
-"""Programs whose engine has two tensor-parallel ranks, each rank in a process of its own on a core of its own.
+"""Programs whose engine has processes of its own, all of them forked from one that has imported what they need.
 
-All processes are forked from one that has imported what they need: in a new process vLLM's imports take ten seconds
-and more, three times per program.
+In a new process vLLM's imports take ten seconds and more: three times for an engine with one rank.  Programs as users
+start them, without forks, are in tests/e2e.
 """
 
 from __future__ import annotations
@@ -35,30 +35,34 @@ def answer_in_new_process(program: Callable[..., Any], first: str, folder: Path,
     (folder / "torch_extensions").symlink_to(kernels)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([first, program.__module__])
-    process = context.Process(target=_answer, args=(program, folder, args))
+    settings = {
+        **os.environ,
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions for the ranks
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    process = context.Process(target=_answer, args=(settings, program, folder, args))
     process.start()
-    process.join(900)
+    process.join(1500)
     process.kill()
     assert process.exitcode == 0, (folder / "log").read_text()[-3000:]
     return json.loads((folder / "answer.json").read_text())
 
 
-def _answer(program: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
+def _answer(settings: dict[str, str], program: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
     from vllm import envs
-    from vllm.v1.executor import multiproc_executor
+    from vllm.utils import system_utils
+    from vllm.v1.executor.multiproc_executor import WorkerProc
 
+    os.environ.clear()
+    os.environ.update(settings)
+    # vLLM does not inspect the models again.
+    os.environ.update(VLLM_CACHE_ROOT=envs.VLLM_CACHE_ROOT, XDG_CACHE_HOME=str(folder))
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # functions for the ranks
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_CACHE_ROOT=envs.VLLM_CACHE_ROOT,  # vLLM does not inspect the models again
-        XDG_CACHE_HOME=str(folder),
-        PYTHONPATH=str(Path(__file__).parents[2]),
-    )
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-    multiproc_executor.WorkerProc.worker_main = _on_a_core(multiproc_executor.WorkerProc.worker_main)
+    system_utils._maybe_force_spawn = _fork
+    WorkerProc.worker_main = _on_a_core(WorkerProc.worker_main)
     found = program(*args)
     (folder / "answer.json").write_text(json.dumps(found))
     # Ranks that wait for work end seconds after they are asked to.
@@ -66,11 +70,17 @@ def _answer(program: Callable[..., Any], folder: Path, args: tuple[Any, ...]) ->
         rank.kill()
 
 
+def _fork() -> None:
+    """What vLLM asks for before it starts a process."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
 def _on_a_core(worker_main: Callable[..., None]) -> Callable[..., None]:
-    """The ranks spin while they wait for each other."""
+    """Two ranks have a core each: they spin while they wait for each other."""
 
     def run(*args, **kwargs):
-        os.sched_setaffinity(0, {CORES[kwargs["rank"] % len(CORES)]})
+        if kwargs["vllm_config"].parallel_config.world_size > 1:
+            os.sched_setaffinity(0, {CORES[kwargs["rank"] % len(CORES)]})
         worker_main(*args, **kwargs)
 
     return run
