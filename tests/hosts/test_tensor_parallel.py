@@ -225,6 +225,7 @@ def test_both_ranks_take_a_new_version(checkpoints, plain, tmp_path, kind):
 @needs_two_cores
 @needs_ray
 def test_ray(checkpoints, plain, tmp_path):
+    """Its ranks are not forked: they load the plugin themselves."""
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "budget": "measured"}
     found = run(checkpoints["target"], speculative, tmp_path, distributed_executor_backend="ray")
     (result,) = found["results"]
