@@ -82,7 +82,8 @@ def predict_scores(
     Returns:
         mean, deviation: [num_wanted] each, in the unit of the scores.
     """
-    level, spread = scores.mean(), scores.std() or 1.0
+    # Above 0: among equal scores the deviation decides, and not how they are rounded.
+    level, spread = scores.mean(), max(scores.std(), 1e-9)
     across = _covariance(known, wanted)
     weights = np.linalg.solve(_covariance(known, known) + np.diag(noise), across)
     mean = level + (scores - level) @ weights

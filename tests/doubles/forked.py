@@ -1,7 +1,7 @@
 """Programs whose engine has processes of its own, all of them forked from one that has imported what they need.
 
-In a new process vLLM's imports take ten seconds and more: three times for an engine with one rank.  Programs as users
-start them, without forks, are in tests/e2e.
+In a new process vLLM's imports take ten seconds and more: three times for an engine with one rank.  Without forks, as
+users start them, are the servers of the tests.
 """
 
 from __future__ import annotations

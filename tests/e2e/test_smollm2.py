@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.doubles.forked import answer_in_new_process
-from tests.e2e import run_engine
 from tests.host_versions import comparable
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import calibrate
@@ -48,7 +49,42 @@ EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 MEDUSA = {"method": "medusa", "model": "smollm2-135m-instruct"}
 SWIFT = {"method": "swift", "num_speculative_tokens": 4}
 
+COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+
 pytestmark = pytest.mark.smollm2
+
+
+def program(engine: dict, conversations: list, seeds: list[int], sampling: dict[str, dict]) -> dict[str, dict]:
+    """Answer the conversations with each of the sampling parameters, in a process of its own.
+
+    Args:
+        engine: options of ``LLM``.
+        conversations: chats without answers.
+        seeds: one for each conversation.
+        sampling: by name; ``conversations`` among them is the number to be answered, instead of all.
+
+    Returns:
+        ``answers``: token ids, and ``tau``, 0 where nothing was drafted; both by name of the sampling parameters.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = LLM(**engine)
+    answers, tau, before = {}, {}, Counter()
+    for name, all_params in sampling.items():
+        params = dict(all_params)
+        chosen = conversations[: params.pop("conversations", None)]
+        if "structured_outputs" in params:
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        each = [SamplingParams(**params, seed=seed) for seed in seeds[: len(chosen)]]
+        outputs = llm.chat(chosen, each, use_tqdm=False)
+        answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
+        now = Counter({metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")})
+        drafts, accepted = (
+            now[key] - before[key] for key in ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        )
+        before, tau[name] = now, drafts and 1 + accepted / drafts
+    return {"answers": answers, "tau": tau}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +104,7 @@ def answer(smollm2, conversations, tmp_path_factory):
         seeds = range(len(conversations))
         request = engine, conversations[places], list(seeds[places]), sampling
         folder = tmp_path_factory.mktemp("engine")
-        return answer_in_new_process(run_engine.answer, "vllm_specplug.hosts.v1.cpu_worker", folder, *request)
+        return answer_in_new_process(program, "vllm_specplug.hosts.v1.cpu_worker", folder, *request)
 
     return answer
 

@@ -298,8 +298,8 @@ def test_gaussian_process_is_sure_of_what_it_knows():
     assert mean == pytest.approx(scores, abs=1e-6) and deviation.max() < 1e-4
     _, elsewhere = predict_scores(known, scores, np.full(20, 1e-9), 1 - known)
     assert elsewhere.min() > 0.1 * scores.std()
-    mean, _ = predict_scores(known, np.full(20, 0.7), np.full(20, 0.1), 1 - known)
-    assert mean == pytest.approx(0.7)
+    mean, deviation = predict_scores(known, np.full(20, 0.7), np.full(20, 0.1), 1 - known)
+    assert mean == pytest.approx(0.7) and deviation.min() > 0
 
 
 # ---- the ledger
