@@ -80,9 +80,7 @@ def program(engine: dict, conversations: list, seeds: list[int], sampling: dict[
         outputs = llm.chat(chosen, each, use_tqdm=False)
         answers[name] = [list(output.outputs[0].token_ids) for output in outputs]
         now = Counter({metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")})
-        drafts, accepted = (
-            now[key] - before[key] for key in ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-        )
+        drafts, accepted = (now[key] - before[key] for key in COUNTERS)
         before, tau[name] = now, drafts and 1 + accepted / drafts
     return {"answers": answers, "tau": tau}
 
