@@ -53,8 +53,10 @@ class ContextVocabulary:
         self._extra_ids: list[tuple[int, ...]] = []  # of each request of the draft phase
         #: int64 ``[draft_vocab + num_extra]``; target id of each draft id, the extra ones behind.
         self.ids = draft_ids
-        self._extra_rows: torch.Tensor | None = None
-        self._other_requests: torch.Tensor | None = None  # bool [num_reqs, num_extra]
+        #: ``[num_extra, hidden_size]``, the extra tokens' rows of the LM head; None if there are no extra tokens.
+        self.extra_rows: torch.Tensor | None = None
+        #: bool ``[num_reqs, num_extra]``; extra tokens that a request does not draft; None: it drafts all.
+        self.other_requests: torch.Tensor | None = None
 
     def update(self, request_ids: Sequence[str], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
         """Begin a draft phase of these requests.
@@ -84,17 +86,17 @@ class ContextVocabulary:
     def _gather(self, extra_ids: list[tuple[int, ...]]) -> None:
         union = sorted(set().union(*extra_ids))
         if not union:
-            self.ids, self._extra_rows, self._other_requests = self._draft_ids, None, None
+            self.ids, self.extra_rows, self.other_requests = self._draft_ids, None, None
             return
         union_ids = torch.tensor(union)
         self.ids = torch.cat((self._draft_ids, union_ids))
-        self._extra_rows = self._rows(union_ids)
-        self._other_requests = None
+        self.extra_rows = self._rows(union_ids)
+        self.other_requests = None
         if len(extra_ids) > 1:
             column = {token_id: index for index, token_id in enumerate(union)}
-            self._other_requests = torch.ones(len(extra_ids), len(union), dtype=torch.bool)
+            self.other_requests = torch.ones(len(extra_ids), len(union), dtype=torch.bool)
             for index, ids in enumerate(extra_ids):
-                self._other_requests[index, [column[token_id] for token_id in ids]] = False
+                self.other_requests[index, [column[token_id] for token_id in ids]] = False
 
     def extra_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute the extra tokens' logits: ``[num_rows, num_extra]``, -inf for tokens of other requests.
@@ -105,9 +107,9 @@ class ContextVocabulary:
         Returns:
             None if there are no extra tokens.
         """
-        if self._extra_rows is None:
+        if self.extra_rows is None:
             return None
-        return extra_logits(hidden, self._extra_rows, self._other_requests)
+        return extra_logits(hidden, self.extra_rows, self.other_requests)
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""

@@ -133,9 +133,9 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
     from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 
     found: dict[tuple[int, ...], list[int]] = {}
-    honest = TreeEagleProposer._grow
+    honest = TreeEagleProposer._without_unread
 
-    def grow(self, *args):
+    def recorded(self, *args):
         draft = honest(self, *args)
         batch = self.runner.input_batch
         for place in range(batch.num_reqs):
@@ -144,7 +144,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
                 found[context] = draft.tree.token_ids[place, : draft.tree.num_rows[place]].tolist()
         return draft
 
-    monkeypatch.setattr(TreeEagleProposer, "_grow", grow)
+    monkeypatch.setattr(TreeEagleProposer, "_without_unread", recorded)
     return found
 
 

@@ -23,14 +23,14 @@ def prompts():
 def drafted(llm, prompts, monkeypatch, context, operator=None):
     """Answers, the draft of every round, and how many rows were written."""
     drafter, drafts, written = runner_of(llm).drafter, [], []
-    honest = type(drafter)._grow
+    honest = type(drafter)._without_unread
 
-    def recorded(self, *args):
-        drafts.append(honest(self, *args))
+    def recorded(self, draft):
+        drafts.append(honest(self, draft))
         return drafts[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(drafter), "_grow", recorded)
+        patch.setattr(type(drafter), "_without_unread", recorded)
         patch.setattr(drafter, "context", context)
         patch.setattr(drafter, "operator", operator)
         if context is not None:
@@ -63,10 +63,12 @@ def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, mon
     llm = engine(drafter, {**TREE, **options}, enable_prefix_caching=False, max_num_batched_tokens=64)
     operator = runner_of(llm).drafter.operator
     assert operator is not None
-    calls, first = [], operator.first
+    calls, first, grown, grow = [], operator.first, [], operator.grow
     monkeypatch.setattr(operator, "first", lambda *args: calls.append(args) or first(*args))
+    monkeypatch.setattr(operator, "grow", lambda *args: grown.append(args) or grow(*args))
     answers, drafts, _ = drafted(llm, prompts, monkeypatch, None, operator)
     assert len(calls) == len(drafts)
+    assert len(grown) == (len(drafts) if drafter == "reduced" else 0)  # "eagle" has the target's LM head
     expected, whole, _ = drafted(llm, prompts, monkeypatch, None)
     assert answers == expected and len(calls) == len(drafts) == len(whole)
     for ours, theirs in zip(drafts, whole, strict=True):
@@ -74,15 +76,18 @@ def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, mon
         assert torch.equal(ours.tree.token_ids, theirs.tree.token_ids)
 
 
-@pytest.mark.parametrize("part", ["first", "forward"])
-def test_a_wrong_operator_drafts_something_else(engine, prompts, monkeypatch, part):
+@pytest.mark.parametrize(("drafter", "part"), [("eagle", "first"), ("eagle", "forward"), ("reduced", "grow")])
+def test_a_wrong_operator_drafts_something_else(engine, prompts, monkeypatch, drafter, part):
     """The control: the tokens stay, the drafts do not."""
-    llm = engine("eagle", enable_prefix_caching=False, max_num_batched_tokens=64)
+    llm = engine(drafter, enable_prefix_caching=False, max_num_batched_tokens=64)
     operator = runner_of(llm).drafter.operator
     answers, drafts, _ = drafted(llm, prompts, monkeypatch, None, operator)
     honest = getattr(operator, part)
 
     def wrong(*args):
+        if part == "grow":
+            root_token_ids, root, *rest = args
+            return honest(root_token_ids, -root, *rest)
         features = honest(*args)
         return DraftFeatures(-features.score, -features.feed)
 

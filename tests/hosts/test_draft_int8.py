@@ -29,7 +29,7 @@ def test_only_the_drafter_is_rounded(engine):
     layer = "model.layers.0"
     names = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
     assert rounded(runner.drafter.model) == {"model.fc", *(f"{layer}.{name}" for name in names)}
-    assert runner.drafter._scorer.head._quantised is not None
+    assert runner.drafter._scorer.head.quantised is not None
     assert not rounded(runner.model)
 
 

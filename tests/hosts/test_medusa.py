@@ -124,7 +124,7 @@ def test_own_lm_heads_equal_to_the_targets_draft_the_same(engine, checkpoints, p
 
     variant(checkpoints, heads, "full", add_heads)
     llm = engine("full", {**MEDUSA, "draft_int8": draft_int8})
-    assert all((head._quantised is not None) == draft_int8 for head in runner_of(llm).drafter.heads._lm_heads)
+    assert all((head.quantised is not None) == draft_int8 for head in runner_of(llm).drafter.heads._lm_heads)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) == pytest.approx(tau, rel=0.02)
 

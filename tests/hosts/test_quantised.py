@@ -93,7 +93,7 @@ def test_same_as_plain(engine, quantised, prompts, form, lm_head, dtype, drafter
     head = runner_of(llm).drafter._scorer.head
     assert (head is not None) == (drafter == "reduced")
     if head is not None and dtype == "bfloat16":
-        assert (head._quantised is not None) == tree["draft_int8"]  # the drafter's own 8 bits, of dequantised rows
+        assert (head.quantised is not None) == tree["draft_int8"]  # the drafter's own 8 bits, of dequantised rows
 
 
 @needs_avx512

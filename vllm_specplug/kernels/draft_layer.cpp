@@ -1,5 +1,6 @@
-// The forwards of an EAGLE head of one layer on a CPU: the first one of a draft phase, over the accepted rows, and those of
-// the levels.  draft_layer.py documents them; their reference is vLLM's model of the head.
+// The draft phase of an EAGLE head of one layer on a CPU: its first forward, over the accepted rows, those of the levels, and
+// the growth of trees between them.  draft_layer.py documents them.  The reference of the forwards is vLLM's model of the
+// head, that of the growth grow_tree in proposers/eagle2/drafting.py.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -9,7 +10,10 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <tuple>
+#include <vector>
 
+#include "draft_growth.h"
 #include "operators.h"
 #include "types.h"
 #include "vectors.h"
@@ -155,6 +159,88 @@ struct DraftLayer : torch::CustomClassHolder {
 
   at::Tensor level(int64_t number, const at::Tensor& token_ids, const at::Tensor& features, const at::Tensor& mask,
                    int64_t capacity) {
+    return level_of_rows(number, token_ids, features.flatten(0, 1), nullptr, mask, capacity);
+  }
+
+  // Returns what grow_tree does: token_ids, parents, depths, num_rows and log_values.
+  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> grow(
+      const at::Tensor& root_token_ids, const at::Tensor& root, const Linear& head, const std::optional<at::Tensor>& ids,
+      const std::optional<at::Tensor>& extra_rows, const std::optional<at::Tensor>& other_requests, int64_t num_nodes,
+      int64_t depth, int64_t top_k, double min_log_value, double min_level_value, int64_t capacity) {
+    const int64_t num_reqs = root_token_ids.numel();
+    TORCH_CHECK(root_token_ids.scalar_type() == at::kLong && root.size(0) == num_reqs && num_reqs > 0,
+                "draft_layer: root_token_ids must be int64, with a row of features for each");
+    std::vector<GrowingTree> trees(num_reqs);
+    at::Tensor features = root;
+    for (int64_t number = 0;; ++number) {
+      std::optional<at::Tensor> extra;
+      if (extra_rows) extra = specplug::extra_logits(features, *extra_rows, other_requests);
+      const auto [token_ids, log_probs] = specplug::likeliest((*head)(features), top_k, ids, extra);
+      const int64_t num_children = token_ids.numel() / num_reqs;
+      bool grows = false;
+      for (int64_t r = 0; r < num_reqs; ++r) {
+        trees[r].append(data<int64_t>(token_ids) + r * num_children, data<float>(log_probs) + r * num_children, top_k);
+        grows |= trees[r].can_grow(num_nodes);
+      }
+      if (!grows || number + 1 == depth) break;
+      float beam_values = 0;
+      for (GrowingTree& tree : trees) {
+        tree.pick_beam(top_k);
+        for (const int64_t node : tree.beam) beam_values += std::exp(tree.log_values[node]);
+      }
+      if (beam_values < min_level_value * num_reqs) break;
+      features = next_level(number, trees, features, num_children / top_k, capacity);
+    }
+    return best_trees(trees, root_token_ids, num_nodes, min_log_value);
+  }
+
+ private:
+  // Runs the drafter over the beams; `features` are those of the level before, `num_read` rows of each request.
+  at::Tensor next_level(int64_t number, const std::vector<GrowingTree>& trees, const at::Tensor& features, int64_t num_read,
+                        int64_t capacity) {
+    const int64_t num_reqs = trees.size(), width = trees[0].beam.size(), num_seen = (number + 1) * width;
+    const at::Tensor token_ids = at::empty({num_reqs, width}, at::kLong), rows = at::empty({num_reqs * width}, at::kLong);
+    const at::Tensor mask = at::empty({num_reqs, width, num_seen}, at::kBool);
+    for (int64_t r = 0; r < num_reqs; ++r) {
+      for (int64_t i = 0; i < width; ++i) {
+        const int64_t row = r * width + i;
+        data<int64_t>(token_ids)[row] = trees[r].token_ids[trees[r].beam[i]];
+        data<int64_t>(rows)[row] = r * num_read + trees[r].sources[i];
+        std::copy_n(trees[r].sees[i].begin(), num_seen, data<bool>(mask) + row * num_seen);
+      }
+    }
+    return level_of_rows(number, token_ids, features, data<int64_t>(rows), mask, capacity).flatten(0, 1);
+  }
+
+  // Keeps the best nodes of each tree, in the order of drafting (rerank_draft in core/pruning.py).
+  static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> best_trees(
+      const std::vector<GrowingTree>& trees, const at::Tensor& root_token_ids, int64_t num_nodes, float floor) {
+    const int64_t num_reqs = trees.size(), width = num_nodes + 1;
+    const at::Tensor token_ids = root_token_ids.new_full({num_reqs, width}, -1), parents = token_ids.clone();
+    const at::Tensor depths = token_ids.new_zeros({num_reqs, width}), num_rows = token_ids.new_empty({num_reqs});
+    const at::Tensor log_values = token_ids.new_full({num_reqs, width}, kNever, at::kFloat);
+    for (int64_t r = 0; r < num_reqs; ++r) {
+      const GrowingTree& tree = trees[r];
+      const auto kept = best_indices(tree.log_values.data(), tree.log_values.size(), num_nodes, floor);
+      std::vector<int64_t> row_of(tree.token_ids.size());
+      int64_t row = r * width;
+      data<int64_t>(token_ids)[row] = root_token_ids.const_data_ptr<int64_t>()[r];
+      data<float>(log_values)[row] = 0;
+      for (const int64_t node : kept) {
+        row_of[node] = ++row - r * width;
+        data<int64_t>(token_ids)[row] = tree.token_ids[node];
+        data<int64_t>(parents)[row] = tree.parents[node] < 0 ? 0 : row_of[tree.parents[node]]; // its value is no lower
+        data<int64_t>(depths)[row] = tree.depths[node];
+        data<float>(log_values)[row] = tree.log_values[node];
+      }
+      data<int64_t>(num_rows)[r] = kept.size() + 1;
+    }
+    return {token_ids, parents, depths, num_rows, log_values};
+  }
+
+  // Runs a level; `rows` are the nodes' rows of features; null: one for each, in their order.
+  at::Tensor level_of_rows(int64_t number, const at::Tensor& token_ids, const at::Tensor& features, const int64_t* rows,
+                           const at::Tensor& mask, int64_t capacity) {
     const int64_t num_reqs = token_ids.size(0), width = token_ids.size(1), num_rows = num_reqs * width;
     TORCH_CHECK(context_lens_.defined() && context_lens_.numel() == num_reqs && (number + 1) * width <= capacity &&
                     token_ids.scalar_type() == at::kLong,
@@ -178,7 +264,7 @@ struct DraftLayer : torch::CustomClassHolder {
     at::Tensor result;
     with_type(embedding_.scalar_type(), [&](auto type) {
       using T = decltype(type);
-      const at::Tensor inputs = joined<T>(token_ids.contiguous(), features.flatten(0, 1), nullptr);
+      const at::Tensor inputs = joined<T>(token_ids.contiguous(), features, rows);
       const at::Tensor residual = (*fc_)(inputs), projected = (*qkv_)(residual);
       rotate<T>(projected, positions);
       const int64_t bytes = num_kv_heads * head_size() * sizeof(T);
@@ -197,7 +283,6 @@ struct DraftLayer : torch::CustomClassHolder {
     return result;
   }
 
- private:
   int64_t head_size() const { return kv_cache_.size(3) / 2; }
 
   // Queries (0), keys (1) or values (2) of projected rows: [n, heads, head_size].
@@ -282,5 +367,6 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
       .def(torch::init<at::Tensor, at::Tensor, at::Tensor, double, double, int64_t, Linear, Linear, Linear, Linear, Linear,
                        int64_t>())
       .def("first", &DraftLayer::first)
-      .def("level", &DraftLayer::level);
+      .def("level", &DraftLayer::level)
+      .def("grow", &DraftLayer::grow);
 }

@@ -1,17 +1,22 @@
-"""The forwards of an EAGLE head of one Llama layer on a CPU, in C++: a call for each level of a tree.
+"""The draft phase of an EAGLE head of one Llama layer on a CPU, in C++: a call for each level of a tree, or for all.
 
-Its reference is vLLM's model of such a head, which runs where this cannot.  A draft decides how many tokens a step
-emits and never which ones, so that sums may be rounded elsewhere.
+Its references are vLLM's model of such a head and ``grow_tree`` of EAGLE-2, which run where this cannot.  A
+draft decides how many tokens a step emits and never which ones, so that sums may be rounded elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_specplug.kernels.cpu_ops import operators
+from vllm_specplug.types import Draft, TokenTree
+
+#: The lowest finite float32: only values of -inf are below it.
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class DraftLinear:
@@ -63,6 +68,22 @@ class LayerWeights:
     gate_up: DraftLinear
     down: DraftLinear
     max_position: int
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """What an EAGLE head's tokens are chosen from.
+
+    Attributes:
+        head: the LM head; its input is a hidden state.
+        ids: int64 ``[draft_vocab + num_extra]``; the target's id of each token; None: the same.
+        extra_rows, other_requests: of further tokens behind the head's, see ``extra_logits``; None: there are none.
+    """
+
+    head: DraftLinear
+    ids: torch.Tensor | None
+    extra_rows: torch.Tensor | None = None
+    other_requests: torch.Tensor | None = None
 
 
 class DraftLayer:
@@ -128,6 +149,43 @@ class DraftLayer:
             ``[num_reqs, width, hidden_size]``.
         """
         return self._layer.level(number, token_ids, features, mask, capacity or self.capacity)
+
+    def grow(
+        self,
+        root_token_ids: torch.Tensor,
+        root: torch.Tensor,
+        vocabulary: DraftVocabulary,
+        *,
+        num_nodes: int,
+        draft_depth: int,
+        draft_top_k: int,
+        min_node_value: float = 0.0,
+        min_level_value: float = 0.0,
+    ) -> Draft:
+        """Draft a tree for each request behind ``first``, as ``grow_tree`` does with the likeliest tokens.
+
+        Args:
+            root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
+            root: ``[num_reqs, hidden_size]``; what ``first`` returned.
+            vocabulary: to draft from.
+            num_nodes, draft_depth, draft_top_k, min_node_value: of ``grow_tree``; ``capacity`` must hold all levels.
+            min_level_value: a level is not drafted if its nodes' values sum to less, in the mean of the requests.
+        """
+        *tree, log_values = self._layer.grow(
+            root_token_ids,
+            root,
+            vocabulary.head.linear,
+            vocabulary.ids,
+            vocabulary.extra_rows,
+            vocabulary.other_requests,
+            num_nodes,
+            draft_depth,
+            draft_top_k,
+            math.log(min_node_value) if min_node_value > 0 else _LOWEST,
+            min_level_value,
+            self.capacity,
+        )
+        return Draft(TokenTree(*tree), log_values)
 
 
 def _classes() -> Any:

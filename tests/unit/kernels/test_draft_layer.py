@@ -1,4 +1,4 @@
-"""An EAGLE head's draft phase in C++ operators, against the same layer in torch."""
+"""An EAGLE head's draft phase in C++ operators, against the same layer in torch and trees grown level by level."""
 
 import math
 
@@ -8,9 +8,12 @@ from torch.nn import functional as F
 
 from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
 from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, LayerWeights
+from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, DraftVocabulary, LayerWeights
+from vllm_specplug.kernels.extra_logits import extra_logits
+from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.kernels.row_linear import make_row_linear
 from vllm_specplug.kernels.tree_attention import pack_pages
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, PAGE = 64, 4, 2, 16, 96, 50, 32
@@ -142,6 +145,84 @@ def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):
 def assert_close(found, expected, tolerance):
     error = (found.double() - expected).norm() / expected.norm()
     assert error < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "vocabulary", ["the target's", "a draft one", "with extra tokens", "each request with extra tokens"]
+)
+@pytest.mark.parametrize(
+    ("num_nodes", "draft_depth", "min_node_value", "min_level_value"),
+    [
+        (8, 4, 0.0, 0.0),
+        (30, 4, 0.0, 0.0),  # more nodes than are drafted
+        (2, 4, 0.0, 0.0),  # soon no deeper node can be among the best
+        (8, 4, 0.05, 0.0),
+        (8, 4, 0.0, 0.4),
+        (8, 1, 0.0, 0.0),
+    ],
+)
+def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_value, min_level_value):
+    """They are the trees that grow level by level, their values included."""
+    layer, root_token_ids, root, weight = begun(dtype)
+    head, generator = make_row_linear(weight), torch.Generator().manual_seed(6)
+    ids, rows, others = None, None, None
+    if vocabulary != "the target's":
+        ids = torch.randperm(VOCAB, generator=generator)
+    if "with" in vocabulary:
+        rows = (torch.randn(5, HIDDEN, generator=generator) / 2).to(dtype)
+        ids = torch.cat((ids, torch.arange(100, 105)))
+    if "each request" in vocabulary:
+        others = torch.tensor([[False, True, False, True, True], [True, False, False, True, False]])
+
+    def score(_, hidden, top_k):
+        extra = None if rows is None else extra_logits(hidden, rows, others)
+        return likeliest(head(hidden, weight, None), top_k, ids, extra)
+
+    def forward(*level):
+        return DraftFeatures(*[layer.level(*level)] * 2)
+
+    options = {"num_nodes": num_nodes, "draft_depth": draft_depth, "draft_top_k": 3, "min_node_value": min_node_value}
+    expected = grow_tree(
+        root_token_ids,
+        DraftFeatures(root, root),
+        score,
+        forward,
+        **options,
+        may_grow=lambda values: float(values.sum()) >= min_level_value * len(values),
+    )
+    drafted_from = DraftVocabulary(linear_of(weight), ids, rows, others)
+    found = layer.grow(root_token_ids, root, drafted_from, **options, min_level_value=min_level_value)
+    assert_same_draft(found, expected)
+    assert (found.tree.num_rows > 1).all() and (min(draft_depth, num_nodes) < 4 or found.tree.depths.max() > 1)
+
+
+def begun(dtype):
+    """A layer behind the first forward of two requests, the requests' roots, its outputs, and weights of an LM head."""
+    layer, generator = Reference(dtype, False).operator(), torch.Generator().manual_seed(5)
+    token_ids = torch.randint(VOCAB, (2, 40), generator=generator, dtype=torch.int32)
+    hidden = torch.randn(22, HIDDEN, generator=generator).to(dtype)
+    kv_cache, block_table = torch.zeros(3, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=dtype), torch.tensor([[1], [2]]).int()
+    starts, counts = torch.zeros(2, dtype=torch.int64), torch.tensor([12, 10])
+    root = layer.first(token_ids, starts, counts, hidden, None, kv_cache, False, block_table)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator) / 2
+    return layer, token_ids[torch.arange(2), counts].long(), root, weight.to(dtype)
+
+
+def assert_same_draft(found, expected):
+    for name in ("token_ids", "parents", "depths", "num_rows"):
+        assert torch.equal(getattr(found.tree, name), getattr(expected.tree, name)), name
+    assert torch.equal(found.log_values, expected.log_values)
+
+
+def test_trees_without_usable_logits():
+    layer, root_token_ids, root, weight = begun(torch.float32)
+    head = linear_of(torch.full_like(weight, math.nan))
+    options = {"num_nodes": 4, "draft_depth": 3, "draft_top_k": 3}
+    found = layer.grow(root_token_ids, root, DraftVocabulary(head, None), **options)
+    assert found.tree.num_rows.tolist() == [1, 1]
+    assert found.tree.token_ids[:, 0].tolist() == root_token_ids.tolist()
+    assert (found.tree.token_ids[:, 1:] == -1).all() and torch.isneginf(found.log_values[:, 1:]).all()
 
 
 def test_rows_out_of_range():

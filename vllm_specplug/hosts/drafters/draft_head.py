@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch.nn import functional as F
 from vllm.model_executor.layers import utils
 
+from vllm_specplug.hosts.drafters.draft_linear import draft_linear
 from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
+from vllm_specplug.kernels.draft_layer import DraftLinear
 
 
 class DraftHead(torch.nn.Module):
@@ -19,16 +23,21 @@ class DraftHead(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, in_int8: bool = False):
         super().__init__()
-        self._quantised = ByteLinear(weight) if in_int8 and can_multiply_bytes() else None
-        if self._quantised is not None:
+        self.quantised = ByteLinear(weight) if in_int8 and can_multiply_bytes() else None
+        if self.quantised is not None:
             return
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.cpu_linear = F.linear  # the name that vLLM's packing sets
         if weight.device.type == "cpu":
             utils.dispatch_cpu_unquantized_gemm(self, remove_weight=True)  # inside `row_linear_layers` it is theirs
 
+    @cached_property
+    def linear(self) -> DraftLinear | None:
+        """The head for ``DraftLayer``, see ``draft_linear``; the weights are packed before first use."""
+        return draft_linear(self)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, draft_vocab]``."""
-        if self._quantised is not None:
-            return self._quantised(hidden)
+        if self.quantised is not None:
+            return self.quantised(hidden)
         return self.cpu_linear(hidden, self.weight, None)

@@ -16,10 +16,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.llama import LlamaAttention, LlamaMLP
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 
+from vllm_specplug.config import Eagle2Options
 from vllm_specplug.hosts.drafters.draft_linear import draft_linear
 from vllm_specplug.hosts.drafters.eagle_model import SpecPlugEagleForCausalLM
-from vllm_specplug.kernels.draft_layer import DraftLayer, LayerWeights
+from vllm_specplug.kernels.draft_layer import DraftLayer, DraftVocabulary, LayerWeights
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
+from vllm_specplug.types import Draft
 
 #: Lengths that vectors of each CPU divide.
 _LANES = 16
@@ -105,6 +107,21 @@ class DraftOperator:
         """Run a level, see ``proposers.eagle2.drafting.grow_tree``."""
         outputs = self._layer.level(level, token_ids, features, mask)
         return DraftFeatures(outputs, outputs)
+
+    def grow(
+        self, root_token_ids: torch.Tensor, root: torch.Tensor, vocabulary: DraftVocabulary, options: Eagle2Options
+    ) -> Draft:
+        """Draft all levels in one call, see ``DraftLayer.grow``."""
+        return self._layer.grow(
+            root_token_ids,
+            root,
+            vocabulary,
+            num_nodes=options.num_speculative_tokens,
+            draft_depth=options.draft_depth,
+            draft_top_k=options.draft_top_k,
+            min_node_value=options.node_floor,
+            min_level_value=options.level_floor,
+        )
 
     def run(self, rows: int, hidden_states: torch.Tensor, is_first: bool, block_table: torch.Tensor) -> torch.Tensor:
         """Run a forward over rows of one request, to time it; a first one writes to the blocks of ``block_table``."""

@@ -30,6 +30,7 @@ from vllm_specplug.hosts.drafters.eagle_parallel import ParallelLevels
 from vllm_specplug.hosts.drafters.eagle_version import NewEagleVersion
 from vllm_specplug.hosts.drafters.growth import Growth
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
+from vllm_specplug.kernels.draft_layer import DraftVocabulary
 from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow_tree
@@ -244,6 +245,9 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         root = self.operator.first(token_ids, torch.from_numpy(starts), counts, hidden_states, rows, block_table)
         first_pass = time.perf_counter() - begin
         root_token_ids = torch.from_numpy(batch.token_ids_cpu[np.arange(num_reqs), starts + accepted.counts]).long()
+        if (vocabulary := self._vocabulary_at_once()) is not None:
+            draft = self.operator.grow(root_token_ids, root.score, vocabulary, self.options)
+            return self._without_unread(draft)
         return self._grow(root_token_ids, root, self.operator.forward, first_pass, len(rows))
 
     def _accepted_rows(self, sampled_token_ids: list[list[int]], num_drafts: np.ndarray) -> AcceptedRows:
@@ -255,9 +259,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self, root_token_ids: torch.Tensor, root: DraftFeatures, forward: Forward, first_pass: float, num_read: int
     ) -> Draft:
         """Grow the trees behind the first forward, which read ``num_read`` rows in ``first_pass`` seconds."""
-        if self._vocabulary is not None:
-            batch = self.runner.input_batch
-            self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
+        self._read_texts()
         growth = Growth(self.options.level_floor, self.runner.serving_budget)
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
@@ -278,10 +280,34 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             may_grow=growth.may_grow,
         )
         growth.report(first_pass, num_read, len(root_token_ids) * self.options.draft_top_k)
-        if unread := self.missed.unread:
-            read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])
-            draft = prune(draft, read[:, None].expand_as(draft.log_values))
-        return draft
+        return self._without_unread(draft)
+
+    def _vocabulary_at_once(self) -> DraftVocabulary | None:
+        """Return what ``operator`` drafts all levels from in one call.
+
+        None: the levels are timed, or a draft is sampled, or the operator cannot compute the LM head.
+        """
+        runner, scorer = self.runner, self._scorer
+        head = None if runner.serving_budget.is_measured or scorer.head is None else scorer.head.linear
+        if head is None or runner.draft_noise.samples:
+            return None
+        if (texts := self._read_texts()) is None:
+            return DraftVocabulary(head, scorer.draft_ids)
+        return DraftVocabulary(head, texts.ids, texts.extra_rows, texts.other_requests)
+
+    def _read_texts(self) -> ContextVocabulary | None:
+        """Bring the rows of the requests' own tokens, if there are any, up to date."""
+        if self._vocabulary is not None:
+            batch = self.runner.input_batch
+            self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
+        return self._vocabulary
+
+    def _without_unread(self, draft: Draft) -> Draft:
+        """Remove the drafts of requests with rows that the drafter has not read."""
+        if not (unread := self.missed.unread):
+            return draft
+        read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])
+        return prune(draft, read[:, None].expand_as(draft.log_values))
 
     def _level_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Put M-RoPE positions of a level where the compiled drafter reads them, see ``EagleLevels``."""

@@ -54,6 +54,7 @@ class PartsClock:
             if (operator := getattr(drafter, "operator", None)) is not None:
                 self._wrap(operator, "first")
                 self._wrap(operator, "forward")
+                self._wrap(operator, "grow")
             self._wrap(*((drafter, "_score") if hasattr(drafter, "_score") else (drafter.model, "compute_logits")))
         elif hasattr(drafter, "heads"):  # Medusa's
             self._wrap(drafter.heads, "_logits", "draft_forward")

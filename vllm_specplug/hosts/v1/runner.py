@@ -304,7 +304,9 @@ class TreeModelRunner(DraftPhase, ABC):
 
     def _walker(self, step: StagedStep, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
-        metadata = replace(batch.sampling_metadata, generators=self.draft_noise.generators())
+        metadata, generators = batch.sampling_metadata, self.draft_noise.generators()
+        if generators is not metadata.generators:
+            metadata = replace(metadata, generators=generators)
         arguments = (self.sampler, metadata, batch.req_output_token_ids[:num_reqs])
         # Custom processors change what only the exact walk evaluates.
         if options.verification == "exact" or self._has_custom_processors:
