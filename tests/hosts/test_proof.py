@@ -20,6 +20,7 @@ from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed
 from vllm_specplug.hosts.proof import worker
 from vllm_specplug.hosts.proof.driver import DriverV1
+from vllm_specplug.hosts.proof.proof import Proof
 from vllm_specplug.hosts.proof.worker import facts_of, prove
 from vllm_specplug.hosts.v1 import cpu_runner, runner
 from vllm_specplug.types import TreeLayout
@@ -199,6 +200,20 @@ def test_an_engine_without_proof_does_not_start(checkpoints, kept_nothing, monke
     mask_off_by_one_level(monkeypatch)
     with pytest.raises(ProofFailed, match='at depth .*"on_failure": "plain"'):
         LLM(str(checkpoints["target"]), **ENGINE, speculative_config={"method": "lookup"})
+
+
+@pytest.mark.parametrize("on_failure", ["refuse", "plain"])
+def test_a_model_that_fails_without_trees(proven, kept_nothing, monkeypatch, on_failure):
+    """As a GPTQ model does where vLLM lacks an operator: plain decoding would fail with the first request."""
+
+    def fail(*_args, **_kwargs):
+        raise AttributeError("there is no such operator")
+
+    monkeypatch.setattr(Proof, "_read", fail)
+    options = runner_of(proven).speculative_config.specplug
+    monkeypatch.setattr(runner_of(proven).speculative_config, "specplug", replace(options, on_failure=on_failure))
+    with pytest.raises(ProofFailed, match="step without trees raised AttributeError: there is no .* cannot run it on"):
+        prove_again(proven)
 
 
 def test_or_it_decodes_plainly(engine, checkpoints, kept_nothing, monkeypatch):

@@ -27,6 +27,10 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2.6 * 2**-10, torch.bfloat16: 2.
 CONTROL_SHARE = 0.25
 
 
+#: How a fault begins if a step without trees raised: trees are not its cause.
+WITHOUT_TREES = "a step without trees raised"
+
+
 class ProofFailed(RuntimeError):
     """Trees do not compute here what plain decoding computes."""
 

@@ -40,9 +40,14 @@ class Proof:
         driver: of the worker's runner.
         seed: of the text.
 
+    Attributes:
+        has_read: whether the first steps, which have no trees, have run.
+
     Raises:
         CannotProve: a request or the KV cache is too short.
     """
+
+    has_read = False
 
     def __init__(self, driver: Driver, seed: int = 0):
         self._driver, runner = driver, driver.runner
@@ -88,6 +93,7 @@ class Proof:
         """
         with self._driver.quiet():
             read = self._read()
+            self.has_read = True
             self._verify()
             plain, alone = self._decode_plainly()
         if alone is None:

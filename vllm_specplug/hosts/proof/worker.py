@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 import vllm_specplug
 from vllm_specplug.config import parts_of
-from vllm_specplug.core.proof import Evidence, ProofFailed
+from vllm_specplug.core.proof import WITHOUT_TREES, Evidence, ProofFailed
 from vllm_specplug.hosts.compat.check import find_vllm
 from vllm_specplug.hosts.proof.driver import Driver, DriverV1, DriverV2, no_drafts_v1
 from vllm_specplug.hosts.proof.proof import CannotProve, Proof
@@ -49,7 +49,7 @@ def prove(driver: Driver) -> None:
     """Prove the runner's trees, unless that was done before; all ranks do the same.
 
     Raises:
-        ProofFailed: the proof failed, and the options do not ask to serve plainly then.
+        ProofFailed: the proof failed, and the options do not ask to serve plainly then, or steps without trees fail.
     """
     config = driver.runner.vllm_config.speculative_config
     facts = facts_of(driver.runner)
@@ -72,10 +72,14 @@ def prove(driver: Driver) -> None:
         if numbers:
             logger.info_once("vllm-specplug: proof at start: passed in %.2f s: %s", seconds, describe(numbers))
         return
-    if config.specplug.on_failure == "refuse":
+    advice = 'or add "on_failure": "plain", which decodes plainly where trees are not proven'
+    if fault.startswith(WITHOUT_TREES):
+        advice = "and if that fails too, vLLM cannot run it on this machine"
+    elif config.specplug.on_failure == "plain":
+        advice = None
+    if advice is not None:
         raise ProofFailed(
-            f"vllm-specplug: the proof at start failed: {fault}. Serve this model without speculative_config, or add "
-            '"on_failure": "plain", which decodes plainly where trees are not proven'
+            f"vllm-specplug: the proof at start failed: {fault}. Serve this model without speculative_config, {advice}"
         )
     logger.error("vllm-specplug: the proof at start failed, and the server decodes plainly: %s", fault)
     Counters(config.metrics_file).add("proof_failures")
@@ -99,15 +103,15 @@ def _run(driver: Driver) -> Evidence | str | None:
     devices = [] if driver.runner.device.type == "cpu" else [driver.runner.device]
     with torch.random.fork_rng(devices):
         for seed in range(MOST_TEXTS):
+            proof = Proof(driver, seed)
             try:
-                evidence = Proof(driver, seed).run()
+                evidence = proof.run()
             except ProofFailed as error:
                 return str(error)
-            except CannotProve:
-                raise
             except Exception as error:  # of any part of the runner: trees do not run here
                 logger.exception("vllm-specplug: the proof at start broke off")
-                return f"{type(error).__name__}: {error}"
+                fault = f"{type(error).__name__}: {error}"
+                return fault if proof.has_read else f"{WITHOUT_TREES} {fault}"
             if any(_from_all_ranks(evidence is not None and not evidence.fault())):
                 break
     return evidence
