@@ -133,7 +133,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
     from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
 
     found: dict[tuple[int, ...], list[int]] = {}
-    honest = TreeEagleProposer._without_unread
+    honest = TreeEagleProposer._end_growth
 
     def recorded(self, *args):
         draft = honest(self, *args)
@@ -144,7 +144,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
                 found[context] = draft.tree.token_ids[place, : draft.tree.num_rows[place]].tolist()
         return draft
 
-    monkeypatch.setattr(TreeEagleProposer, "_without_unread", recorded)
+    monkeypatch.setattr(TreeEagleProposer, "_end_growth", recorded)
     return found
 
 
@@ -158,7 +158,7 @@ def drafts_after_pauses(
     """
     budget, steps = runner_of(llm).serving_budget.budget, itertools.count()
     monkeypatch.setattr(budget, "wants_model_drafter", lambda *_: True)
-    monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
+    monkeypatch.setattr(budget, "level_floors", lambda num_levels, _num_rows: [0.0] * num_levels)
     monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
     monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
     always = record_drafts(monkeypatch)

@@ -113,7 +113,7 @@ def toggled(monkeypatch):
 
         monkeypatch.setattr(budget, "plan", plan)
         monkeypatch.setattr(budget, "wants_model_drafter", wants_model_drafter)
-        monkeypatch.setattr(budget, "may_grow", lambda _beam: True)
+        monkeypatch.setattr(budget, "level_floors", lambda num_levels, _num_rows: [0.0] * num_levels)
         monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
         return ran
 
@@ -216,7 +216,7 @@ def test_a_fixed_budget_runs_everything():
     """And has every method of the measured one that the runner calls."""
     budget, draft, ran = FixedBudget(), object(), []
     arm = budget.plan(np.ones(2, dtype=bool))
-    assert arm.model and arm.model_free and budget.wants_model_drafter(None) and budget.may_grow(torch.zeros(1, 1))
+    assert arm.model and arm.model_free and budget.wants_model_drafter(None) and budget.level_floors(2, 6) == [0, 0]
     assert budget.propose(lambda: draft) is budget.timed(lambda: draft) is budget.select(draft, None) is draft
     budget.catch_up(lambda: ran.append(True))
     assert ran == [True]

@@ -23,14 +23,14 @@ def prompts():
 def drafted(llm, prompts, monkeypatch, context, operator=None):
     """Answers, the draft of every round, and how many rows were written."""
     drafter, drafts, written = runner_of(llm).drafter, [], []
-    honest = type(drafter)._without_unread
+    honest = type(drafter)._end_growth
 
-    def recorded(self, draft):
-        drafts.append(honest(self, draft))
+    def recorded(self, *args):
+        drafts.append(honest(self, *args))
         return drafts[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(drafter), "_without_unread", recorded)
+        patch.setattr(type(drafter), "_end_growth", recorded)
         patch.setattr(drafter, "context", context)
         patch.setattr(drafter, "operator", operator)
         if context is not None:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_specplug.budget.arms import PLAIN, Arm, best_sums
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, Reliability
@@ -157,17 +156,27 @@ class Budget:
         catch_up = 0.0 if self._missed_rows else self.reading.mean_catch_up
         return self.model_drafter.runs(expected, wanted, planner.regime, planner.rate, catch_up)
 
-    def may_grow(self, beam_values: torch.Tensor) -> bool:
-        """Decide whether the next level is worth its cost.
+    def level_floors(self, num_levels: int, num_rows: int) -> list[float]:
+        """Return of each level what the values of the nodes that it runs over must sum to, so that it is drafted.
 
         Args:
-            beam_values: float ``[num_reqs, beam_width]``; values of the nodes that it would run over.
+            num_levels: levels behind the first one.
+            num_rows: rows of each.
+
+        Returns:
+            Infinity for levels that would lose more time than may be lost.
         """
-        levels, planner = self.growth.num_levels, self.planner
-        spent = self.forecast.usual_draft(planner.running, planner.num_reqs, levels, self._missed_rows)
-        if math.isfinite(spent) and not planner.may_spend(spent + self.costs["level"].at(beam_values.numel())):
-            return False
-        return self.growth.may_grow(beam_values, planner.rate)
+        planner, seconds = self.planner, self.costs["level"].at(num_rows)
+
+        def may_follow(level: int) -> bool:
+            spent = self.forecast.usual_draft(planner.running, planner.num_reqs, level, self._missed_rows)
+            return not math.isfinite(spent) or planner.may_spend(spent + seconds)
+
+        allowed = num_levels
+        if num_levels and not may_follow(num_levels):  # a deeper level never comes earlier
+            allowed = next(level - 1 for level in range(1, num_levels + 1) if not may_follow(level))
+        floors = self.growth.floors(num_levels, planner.rate * seconds)
+        return floors[:allowed] + [math.inf] * (num_levels - allowed)
 
     # ---- after drafting
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from vllm_specplug.budget.costs import CostModel
 
@@ -39,19 +38,15 @@ class LevelGrowth:
         """Start a step."""
         self.beams = []
 
-    def may_grow(self, beam_values: torch.Tensor, rate: float) -> bool:
-        """Decide whether the next level is worth its cost.
+    def floors(self, num_levels: int, tokens: float) -> list[float]:
+        """Return what the values of the nodes that a level runs over must sum to, so that it is worth its cost.
 
         Args:
-            beam_values: float ``[num_reqs, beam_width]``; values of the nodes that it would run over.
-            rate: tokens that a second is worth.
+            num_levels: levels behind the first one.
+            tokens: what a level costs.
         """
-        beam = float(beam_values.sum())
-        gained, grown_from = self._yields[min(self.num_levels, len(self._yields) - 1)]
-        if beam * gained / grown_from <= rate * self._costs["level"].at(beam_values.numel()):
-            return False
-        self.beams.append(beam)
-        return True
+        yields = self._yields[np.minimum(np.arange(1, num_levels + 1), len(self._yields) - 1)]
+        return (tokens * yields[:, 1] / yields[:, 0]).tolist()
 
     def learn(self, values: np.ndarray, keep: np.ndarray, depths: np.ndarray, num_reqs: int, rate: float) -> None:
         """Add what the levels of this step were worth.

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -162,17 +163,21 @@ struct DraftLayer : torch::CustomClassHolder {
     return level_of_rows(number, token_ids, features.flatten(0, 1), nullptr, mask, capacity);
   }
 
-  // Returns what grow_tree does: token_ids, parents, depths, num_rows and log_values.
-  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> grow(
+  // Returns token_ids, parents, depths, num_rows and log_values of the trees, and of each level behind the first one the sum
+  // of the values of its beam, and the seconds.
+  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<double>, std::vector<double>> grow(
       const at::Tensor& root_token_ids, const at::Tensor& root, const Linear& head, const std::optional<at::Tensor>& ids,
       const std::optional<at::Tensor>& extra_rows, const std::optional<at::Tensor>& other_requests, int64_t num_nodes,
-      int64_t depth, int64_t top_k, double min_log_value, double min_level_value, int64_t capacity) {
+      int64_t top_k, const std::vector<double>& level_floors, double min_log_value, int64_t capacity) {
     const int64_t num_reqs = root_token_ids.numel();
     TORCH_CHECK(root_token_ids.scalar_type() == at::kLong && root.size(0) == num_reqs && num_reqs > 0,
                 "draft_layer: root_token_ids must be int64, with a row of features for each");
     std::vector<GrowingTree> trees(num_reqs);
+    std::vector<double> beams, seconds;
     at::Tensor features = root;
-    for (int64_t number = 0;; ++number) {
+    for (size_t number = 0;; ++number) {
+      const auto begin = std::chrono::steady_clock::now();
+      if (number > 0) features = next_level(number - 1, trees, features, features.size(0) / num_reqs, capacity);
       std::optional<at::Tensor> extra;
       if (extra_rows) extra = specplug::extra_logits(features, *extra_rows, other_requests);
       const auto [token_ids, log_probs] = specplug::likeliest((*head)(features), top_k, ids, extra);
@@ -182,16 +187,17 @@ struct DraftLayer : torch::CustomClassHolder {
         trees[r].append(data<int64_t>(token_ids) + r * num_children, data<float>(log_probs) + r * num_children, top_k);
         grows |= trees[r].can_grow(num_nodes);
       }
-      if (!grows || number + 1 == depth) break;
-      float beam_values = 0;
+      if (number > 0) seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+      if (!grows || number == level_floors.size()) break;
+      double beam = 0;
       for (GrowingTree& tree : trees) {
         tree.pick_beam(top_k);
-        for (const int64_t node : tree.beam) beam_values += std::exp(tree.log_values[node]);
+        for (const int64_t node : tree.beam) beam += std::exp(tree.log_values[node]);
       }
-      if (beam_values < min_level_value * num_reqs) break;
-      features = next_level(number, trees, features, num_children / top_k, capacity);
+      if (beam < level_floors[number]) break;
+      beams.push_back(beam);
     }
-    return best_trees(trees, root_token_ids, num_nodes, min_log_value);
+    return std::tuple_cat(best_trees(trees, root_token_ids, num_nodes, min_log_value), std::make_tuple(beams, seconds));
   }
 
  private:

@@ -157,21 +157,24 @@ class DraftLayer:
         vocabulary: DraftVocabulary,
         *,
         num_nodes: int,
-        draft_depth: int,
         draft_top_k: int,
+        level_floors: list[float],
         min_node_value: float = 0.0,
-        min_level_value: float = 0.0,
-    ) -> Draft:
+    ) -> tuple[Draft, list[float], list[float]]:
         """Draft a tree for each request behind ``first``, as ``grow_tree`` does with the likeliest tokens.
 
         Args:
             root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
             root: ``[num_reqs, hidden_size]``; what ``first`` returned.
             vocabulary: to draft from.
-            num_nodes, draft_depth, draft_top_k, min_node_value: of ``grow_tree``; ``capacity`` must hold all levels.
-            min_level_value: a level is not drafted if its nodes' values sum to less, in the mean of the requests.
+            num_nodes, draft_top_k, min_node_value: of ``grow_tree``.
+            level_floors: of each level behind the first one; the growth ends at a level that runs over nodes whose
+                values sum to less, over all requests.  ``capacity`` must hold these levels.
+
+        Returns:
+            The trees; of each level behind the first one that was drafted, the sum of its nodes' values; its seconds.
         """
-        *tree, log_values = self._layer.grow(
+        *tree, log_values, beams, seconds = self._layer.grow(
             root_token_ids,
             root,
             vocabulary.head.linear,
@@ -179,13 +182,12 @@ class DraftLayer:
             vocabulary.extra_rows,
             vocabulary.other_requests,
             num_nodes,
-            draft_depth,
             draft_top_k,
+            level_floors,
             math.log(min_node_value) if min_node_value > 0 else _LOWEST,
-            min_level_value,
             self.capacity,
         )
-        return Draft(TokenTree(*tree), log_values)
+        return Draft(TokenTree(*tree), log_values), beams, seconds
 
 
 def _classes() -> Any:

@@ -124,7 +124,7 @@ def test_steps_with_room_for_few_nodes(max_rows):
     wanted, num_tokens = np.ones(1, dtype=bool), np.full(1, 5)
     for _ in range(8):
         if budget.plan(1) is EAGLE:
-            budget.may_grow(torch.full((1, 1), 0.9))
+            budget.growth.beams = [0.9] if budget.level_floors(2, 1)[0] < 0.9 else []
             kept = budget.select(chains(1, [0.9, 0.9]), names(1), num_tokens, wanted, 1e-3)
             assert kept.tree.num_rows.item() <= max_rows
             budget.lost_time.accept(1, 1)
@@ -209,8 +209,18 @@ def test_a_union_drafts_with_all_where_the_drafter_is_cheap():
 def test_levels_grow_while_they_are_worth_their_cost():
     budget = make({**CHEAP, "level": 0.002})
     budget.plan(1)
-    assert budget.may_grow(torch.tensor([[0.7, 0.2, 0.1]]))
-    assert not budget.may_grow(torch.tensor([[0.03, 0.02, 0.01]]))
+    floors = budget.level_floors(5, 3)
+    assert len(floors) == 5 and all(0.06 < floor < 1 for floor in floors)
+
+
+def test_no_level_follows_where_no_time_may_be_lost():
+    budget = make({**CHEAP, "level": 0.002})
+    budget.plan(1)
+    usual = budget.forecast.usual_draft(budget.running, 1, 3, 0) + budget.costs["level"].at(3)
+    budget.planner.may_spend = lambda seconds: seconds < usual
+    floors = budget.level_floors(5, 3)
+    assert max(floors[:2]) < 1 and floors[2:] == [math.inf] * 3
+    assert budget.level_floors(0, 3) == []
 
 
 def test_trials_wait_while_the_drafter_has_much_to_catch_up_with():

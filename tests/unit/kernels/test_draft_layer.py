@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from vllm_specplug.hosts.drafters.growth import Growth
 from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
 from vllm_specplug.kernels.cpu_ops import operators
 from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, DraftVocabulary, LayerWeights
@@ -152,17 +153,17 @@ def assert_close(found, expected, tolerance):
     "vocabulary", ["the target's", "a draft one", "with extra tokens", "each request with extra tokens"]
 )
 @pytest.mark.parametrize(
-    ("num_nodes", "draft_depth", "min_node_value", "min_level_value"),
+    ("num_nodes", "draft_depth", "min_node_value", "level_floor"),
     [
         (8, 4, 0.0, 0.0),
         (30, 4, 0.0, 0.0),  # more nodes than are drafted
         (2, 4, 0.0, 0.0),  # soon no deeper node can be among the best
         (8, 4, 0.05, 0.0),
-        (8, 4, 0.0, 0.4),
+        (8, 4, 0.0, 0.8),
         (8, 1, 0.0, 0.0),
     ],
 )
-def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_value, min_level_value):
+def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_value, level_floor):
     """They are the trees that grow level by level, their values included."""
     layer, root_token_ids, root, weight = begun(dtype)
     head, generator = make_row_linear(weight), torch.Generator().manual_seed(6)
@@ -182,18 +183,22 @@ def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_v
     def forward(*level):
         return DraftFeatures(*[layer.level(*level)] * 2)
 
-    options = {"num_nodes": num_nodes, "draft_depth": draft_depth, "draft_top_k": 3, "min_node_value": min_node_value}
+    options = {"num_nodes": num_nodes, "draft_top_k": 3, "min_node_value": min_node_value}
+    floors = [0.0, level_floor, level_floor][: draft_depth - 1]
+    growth = Growth(floors)
     expected = grow_tree(
         root_token_ids,
         DraftFeatures(root, root),
         score,
         forward,
         **options,
-        may_grow=lambda values: float(values.sum()) >= min_level_value * len(values),
+        draft_depth=draft_depth,
+        may_grow=growth.may_grow,
     )
     drafted_from = DraftVocabulary(linear_of(weight), ids, rows, others)
-    found = layer.grow(root_token_ids, root, drafted_from, **options, min_level_value=min_level_value)
+    found, beams, seconds = layer.grow(root_token_ids, root, drafted_from, **options, level_floors=floors)
     assert_same_draft(found, expected)
+    assert beams == pytest.approx(growth.beams) and len(seconds) == len(beams) and all(one > 0 for one in seconds)
     assert (found.tree.num_rows > 1).all() and (min(draft_depth, num_nodes) < 4 or found.tree.depths.max() > 1)
 
 
@@ -218,8 +223,9 @@ def assert_same_draft(found, expected):
 def test_trees_without_usable_logits():
     layer, root_token_ids, root, weight = begun(torch.float32)
     head = linear_of(torch.full_like(weight, math.nan))
-    options = {"num_nodes": 4, "draft_depth": 3, "draft_top_k": 3}
-    found = layer.grow(root_token_ids, root, DraftVocabulary(head, None), **options)
+    options = {"num_nodes": 4, "draft_top_k": 3, "level_floors": [0.0, 0.0]}
+    found, beams, _ = layer.grow(root_token_ids, root, DraftVocabulary(head, None), **options)
+    assert beams == []
     assert found.tree.num_rows.tolist() == [1, 1]
     assert found.tree.token_ids[:, 0].tolist() == root_token_ids.tolist()
     assert (found.tree.token_ids[:, 1:] == -1).all() and torch.isneginf(found.log_values[:, 1:]).all()

@@ -19,6 +19,7 @@ from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.hosts.drafters.draft_linear import draft_linear
 from vllm_specplug.hosts.drafters.eagle_model import SpecPlugEagleForCausalLM
+from vllm_specplug.hosts.drafters.growth import Growth
 from vllm_specplug.kernels.draft_layer import DraftLayer, DraftVocabulary, LayerWeights
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 from vllm_specplug.types import Draft
@@ -109,19 +110,24 @@ class DraftOperator:
         return DraftFeatures(outputs, outputs)
 
     def grow(
-        self, root_token_ids: torch.Tensor, root: torch.Tensor, vocabulary: DraftVocabulary, options: Eagle2Options
+        self,
+        root_token_ids: torch.Tensor,
+        root: torch.Tensor,
+        vocabulary: DraftVocabulary,
+        growth: Growth,
+        options: Eagle2Options,
     ) -> Draft:
-        """Draft all levels in one call, see ``DraftLayer.grow``."""
-        return self._layer.grow(
+        """Draft all levels in one call, see ``DraftLayer.grow``; ``growth`` gets what they were."""
+        draft, growth.beams, growth.level_seconds = self._layer.grow(
             root_token_ids,
             root,
             vocabulary,
             num_nodes=options.num_speculative_tokens,
-            draft_depth=options.draft_depth,
             draft_top_k=options.draft_top_k,
+            level_floors=growth.floors,
             min_node_value=options.node_floor,
-            min_level_value=options.level_floor,
         )
+        return draft
 
     def run(self, rows: int, hidden_states: torch.Tensor, is_first: bool, block_table: torch.Tensor) -> torch.Tensor:
         """Run a forward over rows of one request, to time it; a first one writes to the blocks of ``block_table``."""

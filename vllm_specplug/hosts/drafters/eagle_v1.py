@@ -227,8 +227,9 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         )
         if (mask_rows := getattr(self.model, "mask_rows", None)) is not None:
             levels = ParallelLevels(levels, mask_rows, self.model.embed_input_ids, self.options.draft_depth - 1)
-        root, num_read = DraftFeatures(score[rows], feed[rows]), len(kwargs["target_token_ids"])
-        return self._grow(kwargs["next_token_ids"].long(), root, levels.forward, first_pass, num_read)
+        root, growth = DraftFeatures(score[rows], feed[rows]), self._begin_growth(len(rows))
+        draft = self._grow(kwargs["next_token_ids"].long(), root, levels.forward, growth)
+        return self._end_growth(draft, growth, first_pass, len(kwargs["target_token_ids"]))
 
     def propose_by_operator(
         self, hidden_states: torch.Tensor, sampled_token_ids: list[list[int]], num_drafts: np.ndarray
@@ -245,22 +246,28 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         root = self.operator.first(token_ids, torch.from_numpy(starts), counts, hidden_states, rows, block_table)
         first_pass = time.perf_counter() - begin
         root_token_ids = torch.from_numpy(batch.token_ids_cpu[np.arange(num_reqs), starts + accepted.counts]).long()
+        growth = self._begin_growth(num_reqs)
         if (vocabulary := self._vocabulary_at_once()) is not None:
-            draft = self.operator.grow(root_token_ids, root.score, vocabulary, self.options)
-            return self._without_unread(draft)
-        return self._grow(root_token_ids, root, self.operator.forward, first_pass, len(rows))
+            draft = self.operator.grow(root_token_ids, root.score, vocabulary, growth, self.options)
+        else:
+            draft = self._grow(root_token_ids, root, self.operator.forward, growth)
+        return self._end_growth(draft, growth, first_pass, len(rows))
 
     def _accepted_rows(self, sampled_token_ids: list[list[int]], num_drafts: np.ndarray) -> AcceptedRows:
         query_start = self.runner.query_start_loc.np[: self.runner.input_batch.num_reqs + 1]
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
         return AcceptedRows.make(query_start, emitted, num_drafts, self.path_index)
 
-    def _grow(
-        self, root_token_ids: torch.Tensor, root: DraftFeatures, forward: Forward, first_pass: float, num_read: int
-    ) -> Draft:
-        """Grow the trees behind the first forward, which read ``num_read`` rows in ``first_pass`` seconds."""
-        self._read_texts()
-        growth = Growth(self.options.level_floor, self.runner.serving_budget)
+    def _begin_growth(self, num_reqs: int) -> Growth:
+        """Begin to grow trees: bring the rows of the requests' own tokens up to date, and ask how deep trees may be."""
+        batch, options = self.runner.input_batch, self.options
+        if self._vocabulary is not None:
+            self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
+        floors = self.runner.serving_budget.level_floors(options.draft_depth - 1, num_reqs * options.draft_top_k)
+        return Growth([max(floor, options.level_floor * num_reqs) for floor in floors])
+
+    def _grow(self, root_token_ids: torch.Tensor, root: DraftFeatures, forward: Forward, growth: Growth) -> Draft:
+        """Grow the trees level by level."""
         sampling = self.runner.draft_noise.sampling(self.options.draft_depth, self.options.draft_top_k)
 
         def score_level(number: int, hidden: torch.Tensor, top_k: int) -> Children:
@@ -268,7 +275,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             growth.scored(number)
             return children
 
-        draft = grow_tree(
+        return grow_tree(
             root_token_ids,
             root,
             score_level,
@@ -279,31 +286,31 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             min_node_value=self.options.node_floor,
             may_grow=growth.may_grow,
         )
-        growth.report(first_pass, num_read, len(root_token_ids) * self.options.draft_top_k)
-        return self._without_unread(draft)
 
     def _vocabulary_at_once(self) -> DraftVocabulary | None:
         """Return what ``operator`` drafts all levels from in one call.
 
-        None: the levels are timed, or a draft is sampled, or the operator cannot compute the LM head.
+        None: a draft is sampled, or the operator cannot compute the LM head.
         """
-        runner, scorer = self.runner, self._scorer
-        head = None if runner.serving_budget.is_measured or scorer.head is None else scorer.head.linear
-        if head is None or runner.draft_noise.samples:
+        scorer, texts = self._scorer, self._vocabulary
+        head = None if scorer.head is None else scorer.head.linear
+        if head is None or self.runner.draft_noise.samples:
             return None
-        if (texts := self._read_texts()) is None:
+        if texts is None:
             return DraftVocabulary(head, scorer.draft_ids)
         return DraftVocabulary(head, texts.ids, texts.extra_rows, texts.other_requests)
 
-    def _read_texts(self) -> ContextVocabulary | None:
-        """Bring the rows of the requests' own tokens, if there are any, up to date."""
-        if self._vocabulary is not None:
-            batch = self.runner.input_batch
-            self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
-        return self._vocabulary
+    def _end_growth(self, draft: Draft, growth: Growth, first_pass: float, num_read: int) -> Draft:
+        """Report the growth, and remove the drafts of requests with rows that the drafter has not read.
 
-    def _without_unread(self, draft: Draft) -> Draft:
-        """Remove the drafts of requests with rows that the drafter has not read."""
+        Args:
+            draft: the trees.
+            growth: of these.
+            first_pass: seconds of the first forward.
+            num_read: rows that it read.
+        """
+        level_rows = len(draft.log_values) * self.options.draft_top_k
+        self.runner.serving_budget.drafted(first_pass, num_read, growth.beams, growth.level_seconds, level_rows)
         if not (unread := self.missed.unread):
             return draft
         read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])

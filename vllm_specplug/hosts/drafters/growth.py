@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
 
 class Growth:
-    """Decides whether the next level is drafted, and times the levels."""
+    """Decides which levels behind the first one are drafted, and times them.
 
-    def __init__(self, floor: float, budget: Any):
-        self.floor, self.budget = floor, budget
+    Args:
+        floors: of each level, see ``FixedBudget.level_floors``.
+
+    Attributes:
+        beams: of each level that was drafted, the sum that its floor is compared with.
+        level_seconds: what each of these took.
+    """
+
+    def __init__(self, floors: list[float]):
+        self.floors = floors
+        self.beams: list[float] = []
+        self.level_seconds: list[float] = []
         self._asked = 0.0
-        self._level_seconds: list[float] = []
 
     def may_grow(self, beam_values: torch.Tensor) -> bool:
+        """Decide whether the next level is drafted; it runs over nodes of these values, float ``[num_reqs, width]``."""
         self._asked = time.perf_counter()
-        grows = not self.floor or float(beam_values.sum()) >= self.floor * len(beam_values)
-        return grows and self.budget.may_grow(beam_values)
+        beam = float(beam_values.sum())
+        if beam < self.floors[len(self.beams)]:
+            return False
+        self.beams.append(beam)
+        return True
 
     def scored(self, level: int) -> None:
-        """Note that a level was scored; the first level comes with the first pass."""
+        """Note that a level was scored; the first one comes with the first pass."""
         if level:
-            self._level_seconds.append(time.perf_counter() - self._asked)
-
-    def report(self, first_pass: float, num_rows: int, level_rows: int) -> None:
-        """Report times to the budget: ``first_pass`` seconds over ``num_rows`` rows, and the levels."""
-        self.budget.drafted(first_pass, num_rows, self._level_seconds, level_rows)
+            self.level_seconds.append(time.perf_counter() - self._asked)

@@ -32,7 +32,7 @@ from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 _PARTS = ("verify", "draft", "draft_forward", "decide")
 #: Methods of the measured budget that decide something.
-_DECISIONS = ("begin", "plan", "wants_model_drafter", "may_grow", "select", "end")
+_DECISIONS = ("begin", "plan", "wants_model_drafter", "level_floors", "select", "end")
 
 
 class PartsClock:

@@ -245,13 +245,16 @@ class MeasuredBudget(FixedBudget):
             if not self._runner.drafter.grows_by_level:  # else ``drafted`` observes the forwards
                 self.observe("first_pass", self._phase.num_wanted, self._phase.by_model)
 
-    def may_grow(self, beam_values: torch.Tensor) -> bool:
-        return agreed(self.budget.may_grow(beam_values))
+    def level_floors(self, num_levels: int, num_rows: int) -> list[float]:
+        return agreed(self.budget.level_floors(num_levels, num_rows))
 
     def may_spend(self, seconds: float) -> bool:
         return agreed(self.budget.planner.may_spend(time.perf_counter() - self._phase.began + seconds))
 
-    def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
+    def drafted(
+        self, first_pass: float, num_rows: int, beams: list[float], level_seconds: list[float], level_rows: int
+    ) -> None:
+        self.budget.growth.beams = beams
         self._phase.forwards = first_pass + sum(level_seconds)
         self.observe("first_pass", num_rows, first_pass)
         if level_seconds:
@@ -328,7 +331,7 @@ class FollowingBudget(FixedBudget):
     def wants_model_drafter(self, expected: torch.Tensor | None) -> bool:
         return agreed(None)
 
-    def may_grow(self, beam_values: torch.Tensor) -> bool:
+    def level_floors(self, num_levels: int, num_rows: int) -> list[float]:
         return agreed(None)
 
     def may_spend(self, seconds: float) -> bool:

@@ -78,24 +78,28 @@ class FixedBudget:
         """Call ``draft_by_model``, which runs the model drafter."""
         return draft_by_model()
 
-    def may_grow(self, beam_values: torch.Tensor) -> bool:
-        """Decide whether the model drafter drafts one more level.
+    def level_floors(self, num_levels: int, num_rows: int) -> list[float]:
+        """Return of each level what the values of the nodes that it runs over must sum to, so that it is drafted.
 
         Args:
-            beam_values: float ``[num_reqs, beam_width]``; values of the nodes that the level would run over.
+            num_levels: levels of the model drafter behind the first one.
+            num_rows: rows of each, over all requests.
         """
-        return True
+        return [0.0] * num_levels
 
     def may_spend(self, seconds: float) -> bool:
         """Decide whether the draft phase may take so many further seconds that a plain step would not take."""
         return True
 
-    def drafted(self, first_pass: float, num_rows: int, level_seconds: list[float], level_rows: int) -> None:
-        """Note what a drafter that grows by levels has taken.
+    def drafted(
+        self, first_pass: float, num_rows: int, beams: list[float], level_seconds: list[float], level_rows: int
+    ) -> None:
+        """Note what a drafter that grows by levels has drafted.
 
         Args:
             first_pass: seconds of its first forward.
             num_rows: rows of that forward.
+            beams: of each further level, the sum that ``level_floors`` is about.
             level_seconds: seconds of each further level.
             level_rows: rows of each further level.
         """
