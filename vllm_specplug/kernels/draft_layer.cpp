@@ -46,6 +46,9 @@ struct DraftLinear : torch::CustomClassHolder {
 
 using Linear = c10::intrusive_ptr<DraftLinear>;
 
+// token_ids, parents, depths, num_rows and log_values (types.py).
+using Trees = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
 // x [n][size] times the factor that makes its mean square 1, and times `weight`.
 template <typename T>
 at::Tensor normalised(const at::Tensor& x, const at::Tensor& weight, float epsilon) {
@@ -163,8 +166,7 @@ struct DraftLayer : torch::CustomClassHolder {
     return level_of_rows(number, token_ids, features.flatten(0, 1), nullptr, mask, capacity);
   }
 
-  // Returns token_ids, parents, depths, num_rows and log_values of the trees, and of each level behind the first one the sum
-  // of the values of its beam, and the seconds.
+  // Returns the parts of `Trees`, and of each level behind the first one the sum of the values of its beam, and the seconds.
   std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<double>, std::vector<double>> grow(
       const at::Tensor& root_token_ids, const at::Tensor& root, const Linear& head, const std::optional<at::Tensor>& ids,
       const std::optional<at::Tensor>& extra_rows, const std::optional<at::Tensor>& other_requests, int64_t num_nodes,
@@ -219,8 +221,8 @@ struct DraftLayer : torch::CustomClassHolder {
   }
 
   // Keeps the best nodes of each tree, in the order of drafting (rerank_draft in core/pruning.py).
-  static std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> best_trees(
-      const std::vector<GrowingTree>& trees, const at::Tensor& root_token_ids, int64_t num_nodes, float floor) {
+  static Trees best_trees(const std::vector<GrowingTree>& trees, const at::Tensor& root_token_ids, int64_t num_nodes,
+                          float floor) {
     const int64_t num_reqs = trees.size(), width = num_nodes + 1;
     const at::Tensor token_ids = root_token_ids.new_full({num_reqs, width}, -1), parents = token_ids.clone();
     const at::Tensor depths = token_ids.new_zeros({num_reqs, width}), num_rows = token_ids.new_empty({num_reqs});
