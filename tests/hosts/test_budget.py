@@ -120,7 +120,7 @@ def toggled(monkeypatch):
     return toggle
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "reduced"])  # the last one grows trees in one operator
 def test_identity_while_drafting_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified, drafter):
     llm = start(eagle(checkpoints, drafter))
     ran = toggled(budget_of(llm))
@@ -181,7 +181,7 @@ def agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter="eagle"
     return np.mean(drafted), len(both) - len(drafted)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "reduced"])
 def test_drafts_after_a_pause_are_the_same_as_without(monkeypatch, start, checkpoints, prompts, toggled, drafter):
     share, empty = agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter)
     assert share > 0.98 and empty == 0

@@ -33,7 +33,7 @@ class DraftHead(torch.nn.Module):
 
     @cached_property
     def linear(self) -> DraftLinear | None:
-        """The head for ``DraftLayer``, see ``draft_linear``; the weights are packed before first use."""
+        """The head for ``DraftLayer``, see ``draft_linear``."""
         return draft_linear(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -103,15 +103,18 @@ def _run(driver: Driver) -> Evidence | str | None:
     devices = [] if driver.runner.device.type == "cpu" else [driver.runner.device]
     with torch.random.fork_rng(devices):
         for seed in range(MOST_TEXTS):
-            proof = Proof(driver, seed)
+            proof = None
             try:
+                proof = Proof(driver, seed)
                 evidence = proof.run()
             except ProofFailed as error:
                 return str(error)
+            except CannotProve:
+                raise
             except Exception as error:  # of any part of the runner: trees do not run here
                 logger.exception("vllm-specplug: the proof at start broke off")
                 fault = f"{type(error).__name__}: {error}"
-                return fault if proof.has_read else f"{WITHOUT_TREES} {fault}"
+                return fault if proof is None or proof.has_read else f"{WITHOUT_TREES} {fault}"
             if any(_from_all_ranks(evidence is not None and not evidence.fault())):
                 break
     return evidence
