@@ -27,11 +27,10 @@ from vllm_specplug.tools.bench.server import Server
 from vllm_specplug.tools.bench.workers import Measurement, MemoryCheck, Part, Worker, measure
 
 
-def test_mixed_batches_are_full():
-    questions = [Question(str(i), "abc"[i % 3], "?") for i in range(7)]
-    batches = make_batches(questions, 4, mixed=True)
-    assert [len(batch) for batch in batches] == [4, 3]
-    assert sorted(question.name for batch in batches for question in batch) == [str(i) for i in range(7)]
+def test_several_at_once_are_asked_in_batches_of_any_category():
+    questions = [Question(str(i), "abc"[i % 3], "?") for i in range(20)]
+    assert make_batches(questions, 2) == [questions[:16], questions[16:]]
+    assert make_batches(questions, 1) == [[question] for question in questions]
 
 
 def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
@@ -101,7 +100,7 @@ def test_engines_take_turns_and_each_begins_sometimes(monkeypatch):
     monkeypatch.setattr(FakeEngine, "calls", [])
     questions = [Question(str(i), "ab"[i % 2], "?") for i in range(4)]
     parts = [Part(1, repeat, make_batches(questions, 1)) for repeat in range(2)]
-    parts.append(Part(4, 0, make_batches(questions, 4, mixed=True)))
+    parts.append(Part(4, 0, make_batches(questions, 4)))
     results, peaks = measure([FakeEngine("x"), FakeEngine("y")], parts, 8)
     assert peaks == {"x": 7, "y": 7}
     warm_ups, calls = FakeEngine.calls[:6], FakeEngine.calls[6:]

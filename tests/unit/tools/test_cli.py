@@ -18,7 +18,7 @@ from vllm_specplug.budget import cost_files, costs
 from vllm_specplug.config import parse_options
 from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
-from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions
+from vllm_specplug.tools.bench.questions import Question, read_questions
 from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report, render
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.tools.demo_prompts import PROMPTS
@@ -457,12 +457,6 @@ def test_a_limit_spreads_over_the_file(tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps({"question": str(i)}) + "\n" for i in range(10)))
     assert [question.text for question in read_questions(file, 4)] == ["0", "2", "5", "7"]
-
-
-def test_batches_keep_to_one_category():
-    questions = [Question(str(i), "ab"[i % 2], "?") for i in range(5)]
-    batches = make_batches(questions, 2)
-    assert [[question.name for question in batch] for batch in batches] == [["0", "2"], ["4"], ["1", "3"]]
 
 
 def test_method_variants_and_overrides():

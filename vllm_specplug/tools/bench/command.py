@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_levels,
         default=[1],
         metavar="C,..",
-        help="numbers of questions at once, like 1,4,8; the table by category is of the first (default: 1)",
+        help="numbers of questions at once, like 1,4,8; categories are mixed where it is more than 1 (default: 1)",
     )
     parser.add_argument(
         "--repeats", type=int, default=1, metavar="R", help="passes over the questions (default: %(default)s)"
@@ -166,19 +166,9 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} needs its own engines: remove --server")
 
 
-def batch_size(concurrency: int) -> int:
-    """Return how many questions one method answers per turn; many, because the last ones of a turn run alone."""
-    return 1 if concurrency == 1 else 8 * concurrency
-
-
 def make_parts(questions: list[Question], concurrency: list[int], repeats: int) -> list[Part]:
-    """Return the passes over the questions: by category at the first concurrency, mixed at the others."""
-    first, *more = concurrency
-    parts = [Part(first, repeat, make_batches(questions, batch_size(first))) for repeat in range(repeats)]
-    for c in more:
-        batches = make_batches(questions, batch_size(c), mixed=True)
-        parts += [Part(c, repeat, batches) for repeat in range(repeats)]
-    return parts
+    """Return the passes over the questions."""
+    return [Part(c, repeat, make_batches(questions, c)) for c in concurrency for repeat in range(repeats)]
 
 
 def interruption(results: dict[str, list[Measurement]], parts: list[Part]) -> dict[str, str]:

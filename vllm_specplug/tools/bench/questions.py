@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-MIXED = "mixed"
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,10 @@ def spread_lengths(questions: list[Question], max_tokens: int, spread: float) ->
     ]
 
 
-def make_batches(questions: list[Question], size: int, mixed: bool = False) -> list[list[Question]]:
-    """Split into batches of at most ``size`` questions, each of one category, or of all with ``mixed``."""
-    by_category: dict[str, list[Question]] = defaultdict(list)
-    for question in questions:
-        by_category[MIXED if mixed else question.category].append(question)
-    return [group[i : i + size] for group in by_category.values() for i in range(0, len(group), size)]
+def make_batches(questions: list[Question], concurrency: int) -> list[list[Question]]:
+    """Split into what one method answers per turn.
+
+    With several questions at once these are many, of any category, because the last ones of a turn run alone.
+    """
+    size = 1 if concurrency == 1 else 8 * concurrency
+    return [questions[i : i + size] for i in range(0, len(questions), size)]

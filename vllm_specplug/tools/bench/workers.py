@@ -255,7 +255,7 @@ def measure(
     results: dict[str, list[Measurement]] = {engine.method.label: [] for engine in engines}
     for engine in engines:
         for batch in (parts[0].batches * _NUM_WARM_UPS)[:_NUM_WARM_UPS]:
-            engine.generate(batch, max_tokens, temperature)
+            engine.generate(batch[: parts[0].concurrency], max_tokens, temperature)
     turns = [(part, batch) for part in parts for batch in part.batches]
     done, total = 0, len(turns)
     try:
