@@ -268,7 +268,7 @@ def measure(
                     found.category = "mixed"
                 results[engine.method.label].append(found)
             done += 1
-            where = f"{done}/{total} at concurrency {part.concurrency}: {batch[0].category}"
+            where = f"{done}/{total} at concurrency {part.concurrency}: {found.category}"
             print(f"\r{where:<60}", end="", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         if not done:
