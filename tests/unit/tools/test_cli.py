@@ -19,7 +19,7 @@ from vllm_specplug.config import parse_options
 from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
 from vllm_specplug.tools.bench.questions import Question, read_questions
-from vllm_specplug.tools.bench.results import CONCURRENCY_MARKS, MARKS, build_report, render
+from vllm_specplug.tools.bench.results import MARKS, build_report, render
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.tools.demo_prompts import PROMPTS
 from vllm_specplug.utils import environment, proof_files, smollm2
@@ -533,25 +533,16 @@ def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
     fails_with(capsys, ["bench", "--table", str(file), "--into", str(page)], "results")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md", "under load"])
+@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
 def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
     """Each generated table equals the table of the result files that it names."""
     root = Path(__file__).parents[3]
-    file = root / ("docs/measurements.md" if name == "under load" else name)
-    page, copy = file.read_text(), tmp_path / "page.md"
+    page, copy = (root / name).read_text(), tmp_path / "page.md"
     monkeypatch.chdir(root / "benchmarks" / "results")
-    if name != "under load":
-        shown = ["epyc_spec_bench.json", "--short"] if name == "README.md" else ["epyc_peers.json"]
-        marks, options = MARKS, ["--table", *shown]
-    else:
-        marks = CONCURRENCY_MARKS
-        under_load = page.partition(marks[0])[2].partition(marks[1])[0]
-        files = re.findall(r"^\d\. `(\w+\.json)`", under_load, re.MULTILINE)
-        assert files
-        options = ["--concurrency-table", *files]
-    assert all(page.count(mark) == 1 for mark in marks)
+    shown = ["epyc_spec_bench.json", "--short"] if name == "README.md" else ["epyc_peers.json"]
+    assert all(page.count(mark) == 1 for mark in MARKS)
     copy.write_text(page)
-    assert cli.main(["bench", *options, "--into", str(copy)]) == 0
+    assert cli.main(["bench", "--table", *shown, "--into", str(copy)]) == 0
     assert copy.read_text() == page
 
 
@@ -565,6 +556,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
         ("avx2_code_maths", ["| method", "| category"]),
         ("epyc_ablation", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
+        ("concurrency_others", ["| concurrency"]),
         ("epyc_wide", ["| method"]),
         ("epyc_stages", ["| method | ms per step"]),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_specplug.tools import cli, report
 from vllm_specplug.tools.bench.methods import parse_methods
-from vllm_specplug.tools.bench.results import build_report, render, render_concurrency
+from vllm_specplug.tools.bench.results import build_report, render
 from vllm_specplug.tools.bench.workers import Measurement
 from vllm_specplug.utils import charts
 
@@ -133,18 +133,6 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert row[5:8] == ["1.33x", "|", "1.00-2.00x"]  # two questions are too few for an interval
     assert row[9:12] == ["1.40x", "|", "17%"]  # after the first token (19 tokens a question), and the time until then
     assert "1.33x (1.00-2.00)" in text  # by concurrency, with the passes
-    other = {
-        **results,
-        "provenance": results["provenance"] | {"commit": None},  # an installed package has no commit
-        "methods": {k: {**m, "concurrency": {"2": {"speedup": 0.5}}} for k, m in results["methods"].items()},
-    }
-    table = render_concurrency({"a.json": results, "b.json": other}).splitlines()
-    assert table[0].split() == ["|", "at", "once", "|", "1", "|", "2", "|", "4", "|", "run", "|"]
-    assert [row.split("|")[2:-1] for row in table[2:4]] == [
-        [" 1.33x ", "     - ", " 0.80x ", "   1 "],
-        ["     - ", " 0.50x ", "     - ", "   2 "],
-    ]
-    assert table[-1].endswith("commit unknown")
 
 
 def test_answers_of_one_token_have_no_speedup_after_it():

@@ -16,11 +16,8 @@ from vllm_specplug.tools.bench.look_inside import look_inside
 from vllm_specplug.tools.bench.methods import BASELINE, METHODS, parse_methods
 from vllm_specplug.tools.bench.questions import Question, make_batches, read_questions, spread_lengths
 from vllm_specplug.tools.bench.results import (
-    CONCURRENCY_MARKS,
-    MARKS,
     build_report,
     render,
-    render_concurrency,
     render_short,
     write_table,
 )
@@ -132,17 +129,10 @@ def _add_table_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--short", action="store_true", help="with --table: only the overall figures")
     parser.add_argument(
-        "--concurrency-table",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="measure nothing; print the speedups by concurrency of such files",
-    )
-    parser.add_argument(
         "--into",
         type=Path,
         metavar="PAGE",
-        help="with --table or --concurrency-table: write the table into this page, between its marks",
+        help="with --table: write the table into this page, between its marks",
     )
 
 
@@ -226,16 +216,10 @@ def _read_result(file: Path) -> dict:
 
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug bench``."""
-    tables: list[tuple[str, tuple[str, str]]] = []
     if args.table is not None:
         report = _read_result(args.table)
-        tables.append((render_short(report) if args.short else render(report, markdown=True), MARKS))
-    if args.concurrency_table is not None:
-        reports = {file.name: _read_result(file) for file in args.concurrency_table}
-        tables.append((render_concurrency(reports), CONCURRENCY_MARKS))
-    for table, marks in tables:
-        print(table) if args.into is None else write_table(table, args.into, marks)
-    if tables:
+        table = render_short(report) if args.short else render(report, markdown=True)
+        print(table) if args.into is None else write_table(table, args.into)
         return
     report = run_benchmark(args)
     print(render(report))

@@ -15,7 +15,6 @@ from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
 
 MARKS = ("<!-- results -->", "<!-- /results -->")
-CONCURRENCY_MARKS = ("<!-- concurrency -->", "<!-- /concurrency -->")
 
 
 def mark_agreement(results: dict[str, list[Measurement]]) -> None:
@@ -220,33 +219,6 @@ def render_short(report: dict[str, Any]) -> str:
     ]
     headers = ["method", "tokens/s", "speedup", "after first token", "tau", "same text"]
     return "\n\n".join([format_table(headers, rows, markdown=True), origin(report)])
-
-
-def render_concurrency(reports: dict[str, dict[str, Any]]) -> str:
-    """Return a Markdown table of speedups over plain by concurrent requests, with a row per method and run.
-
-    Args:
-        reports: reports by the name of their file.
-    """
-    found = {
-        (label, name): {int(c): summary["speedup"] for c, summary in method["concurrency"].items()}
-        for name, report in reports.items()
-        for label, method in report["methods"].items()
-        if label != BASELINE
-    }
-    levels = sorted({level for speedups in found.values() for level in speedups})
-    runs = {name: str(number) for number, name in enumerate(reports, start=1)}
-    rows = [
-        [label, *(_or_dash(speedups.get(level), "{:.2f}x") for level in levels), runs[name]]
-        for (label, name), speedups in found.items()
-    ]
-    origins = []
-    for name, number in runs.items():
-        s, found_by = reports[name]["settings"], reports[name]["provenance"]
-        origin = f"{s['num_questions']} questions of {s['questions']}, {_lengths(s)}; {found_by['date'][:10]}"
-        origins.append(f"{number}. `{name}`: {origin}, commit {(found_by['commit'] or 'unknown')[:7]}")
-    table = format_table(["at once", *map(str, levels), "run"], rows, markdown=True)
-    return "\n".join([table, "", *origins])
 
 
 def stage_table(stages: dict[str, dict[str, float]]) -> tuple[list[str], list[list[str]]]:
