@@ -556,7 +556,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
         ("avx2_code_maths", ["| method", "| category"]),
         ("epyc_ablation", ["| method"]),
         ("epyc_concurrency", ["| concurrency"]),
-        ("concurrency_others", ["| concurrency"]),
+        ("epyc_fixed_budgets", ["| concurrency"]),
         ("epyc_wide", ["| method"]),
         ("epyc_stages", ["| method | ms per step"]),
     ],
