@@ -16,8 +16,8 @@ from vllm_specplug.budget.reading import Reading
 from vllm_specplug.budget.regimes import Regimes
 
 #: Calls for which an outlook is kept while the batch size stays the same: values and costs change little in 4 steps,
-#: and the decision has to stay below 1% of a step at 32 requests (docs/measurements.md, *What the decision takes*).
-#: The number is chosen by hand; not swept.
+#: and the decision has to stay below 1% of a step at 32 requests (docs/measurements.md, *Time of the budget's
+#: decision*).  The number is chosen by hand; not swept.
 KEPT_CALLS = 4
 #: A step without room for a node is expected to take so many times a plain one, so that its arm never runs.
 NO_ROOM = 10

@@ -20,7 +20,7 @@ CALIBRATION_MEMORY = 3000.0
 RECORD_DECAY = 0.9
 #: Batches of so many requests are learned from at every step, twice as many at every second step, and so on, up to
 #: every fourth.  So the decision takes a third of the time that it took without (commit 07cdc05); the goal is 1% of a
-#: step at 32 requests (docs/measurements.md, *What the decision takes*).
+#: step at 32 requests (docs/measurements.md, *Time of the budget's decision*).
 LEARN_REQUESTS, LEARN_SELDOM = 8, 4
 #: Most requests with a record: vLLM reports requests that have ended; this bounds the memory if it does not.
 MAX_RECORDS = 4096
