@@ -133,6 +133,8 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     assert row[5:8] == ["1.33x", "|", "1.00-2.00x"]  # two questions are too few for an interval
     assert row[9:12] == ["1.40x", "|", "17%"]  # after the first token (19 tokens a question), and the time until then
     assert "1.33x (1.00-2.00)" in text  # by concurrency, with the passes
+    installed = results | {"provenance": results["provenance"] | {"commit": None}}  # a package has no commit
+    assert "; commit unknown; " in render(installed)
 
 
 def test_answers_of_one_token_have_no_speedup_after_it():
