@@ -1,7 +1,7 @@
 """What the plugin adds to a server's memory: the drafter, its paged KV, and at most 240 MiB, uncompiled.
 
-Of pages that the system cannot drop: those of a library's file, like LLVM's 80 MiB, can be read again.  It may be
-less than nothing: with AVX-512, vLLM's own linear layers leave freed memory behind (95 of 1955 MiB).
+Of pages that the system cannot drop: those of a library's file, like LLVM's 80 MiB, can be read again.  The amount may
+be negative: with AVX-512, vLLM's own linear layers leave freed memory behind (95 of 1955 MiB).
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_memory(smollm2, tmp_path):
     # The paged KV of the drafter is cut out of the same KV space.
     added = {key: with_trees[key] - plain[key] for key in plain}
     print(f"MiB added: {added}; {weights_mib:.0f} of them the drafter's weights")
-    # Nobody serves in less than the KV cache and the model's weights: what was read is the servers' memory.
+    # A server holds at least its KV cache and the model's weights; with less, another process was read.
     least = KV_GIB * 1024 + (Path(smollm2) / "model.safetensors").stat().st_size / 2**20
     assert least < plain["RssAnon"] and least < with_trees["RssAnon"]
     assert added["RssAnon"] <= weights_mib + 240

@@ -30,7 +30,7 @@ PARTS = {
 TERMS = {"verify": {"requests": 0.02, "nodes": 0.02, "trees": 0.05}}
 
 #: A part that runs is learned from about once in so many steps, by the mean of their times, since learning costs time.
-#: By one time in 16 instead of the mean, a plain step of 8 requests was estimated 12% too fast (off
+#: By one time in 16 instead of the mean, a plain step of 8 requests was estimated 12% too fast (not in the
 #: repository).  The number is chosen by hand; not swept.
 USUAL = 16
 #: A part that was not seen for so many steps does not run at present.  As many as lie between two plain steps among

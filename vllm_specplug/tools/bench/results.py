@@ -194,7 +194,8 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
             cells = (_with_interval(report, name, category) for name in others)
             by_category.append([category, str(base["questions"]), *cells])
         titles = [f"{name} speedup" for name in others]
-        parts.append(format_table(["category", "answers", *titles], by_category, markdown))
+        if len(by_category) > 1:  # of one, the table above has the figures
+            parts.append(format_table(["category", "answers", *titles], by_category, markdown))
         levels = list(methods[BASELINE].get("concurrency", {}))
         if len(levels) > 1:
             body = [[c, *(_with_range(methods[name]["concurrency"][c]) for name in others)] for c in levels]
