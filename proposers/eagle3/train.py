@@ -40,11 +40,15 @@ class Eagle3Task(EagleTask):
     def new_head(self) -> Eagle3Head:
         return Eagle3Head(HeadConfig.from_dict(self.target_config, bias=False), self.draft_ids.numel())
 
-    def _check_initial_checkpoint(self) -> None:
-        config = self.target_config
-        validate_checkpoint(self.init_from, config["hidden_size"], config["vocab_size"], self.kind)
-        if not torch.equal(load_trained(self.init_from)[1], self.draft_ids):
+    @classmethod
+    def check_start(cls, init_from: str, target_config: dict, options: Eagle3Options) -> None:
+        """Check that training can start from a head; errors as of `Task`."""
+        validate_checkpoint(init_from, target_config["hidden_size"], target_config["vocab_size"], cls.kind)
+
+    def _start_from(self, tensors: dict[str, torch.Tensor], data: FeatureSet) -> None:
+        if not torch.equal(target_ids(tensors["d2t"]), self.draft_ids):
             raise ValueError(f"the head at {self.init_from} has another draft vocabulary: its LM head cannot be kept")
+        super()._start_from(tensors, data)
 
     def _input_scale(self, data: FeatureSet) -> torch.Tensor:
         if data.layer_features is None:

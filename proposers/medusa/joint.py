@@ -191,7 +191,7 @@ def _with_adapter(target_dir: str, options: JointTraining) -> tuple[nn.Module, n
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug train medusa2`."""
-    command.add_data_arguments(parser, attention=False)
+    command.add_data_arguments(parser, attention=False, method="medusa")
     command.add_option_arguments(parser, JointTraining())
 
 

@@ -55,19 +55,20 @@ class MedusaTask(Task):
         if self.options.own_lm_heads and self.head.lm_heads is None:
             self.head.add_lm_heads(self.draft_head)
         if fresh and self.init_from is not None:
-            self.head.load_state_dict(self._load_initial(self.init_from).state_dict())
+            shape = self.options.num_heads, self.options.num_layers
+            self.head.load_state_dict(heads_from_state(load_medusa(self.init_from), *shape).state_dict())
 
-    def _load_initial(self, path: str) -> MedusaHeads:
-        options, config = self.options, self.target_config
-        info = validate_medusa(path, config["hidden_size"], config["vocab_size"])
+    @classmethod
+    def check_start(cls, init_from: str, target_config: dict, options: MedusaTraining) -> None:
+        """Check that training can start from heads; errors as of `Task`."""
+        info = validate_medusa(init_from, target_config["hidden_size"], target_config["vocab_size"])
         shape, wanted = (info.num_heads, info.num_layers), (options.num_heads, options.num_layers)
         if shape != wanted or info.has_lm_heads != options.own_lm_heads:
             raise ValueError(
-                f"the checkpoint at {path} has {shape[0]} heads of {shape[1]} layers "
+                f"the checkpoint at {init_from} has {shape[0]} heads of {shape[1]} layers "
                 f"{'with' if info.has_lm_heads else 'without'} LM heads of their own: train heads of that shape to "
                 "start from it"
             )
-        return heads_from_state(load_medusa(path), *shape)
 
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return self.head_losses(self.head, batch, batch.features)
@@ -137,7 +138,7 @@ class MedusaTask(Task):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `specplug train medusa`."""
-    command.add_data_arguments(parser, attention=False)
+    command.add_data_arguments(parser, attention=False, method="medusa")
     command.add_option_arguments(parser, MedusaTraining())
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from vllm_specplug.config import ConfigError, resolve_drafter
 from vllm_specplug.utils.lazy import load
 
 from ..eagle2.alignment import ATTENTIONS
@@ -43,10 +45,13 @@ class Material:
     facts: dict  # about the data, for the checkpoint
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, attention: bool = True) -> None:
+def add_data_arguments(
+    parser: argparse.ArgumentParser, training: bool = True, attention: bool = True, method: str = "eagle2"
+) -> None:
     """Add the arguments for a run's data, its results and its device.
 
     training: false for a command that only measures. attention: whether the training uses multi-pass attention.
+    method: serves what is trained.
     """
     parser.add_argument("--target", metavar="DIR", required=True, help="Hugging Face folder of the target")
     parser.add_argument("--data", metavar="DIR", help="folder that `specplug data` wrote, or a server recorded")
@@ -77,7 +82,12 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
     parser.add_argument(
         "--dev-answers", metavar="FILE", help="file of answers on which acceptance is measured; they are not trained on"
     )
-    parser.add_argument("--init-from", metavar="DIR", help="checkpoint of the same shape to start from")
+    parser.add_argument(
+        "--init-from",
+        metavar="DRAFTER",
+        type=partial(_start, method),
+        help="checkpoint of the same shape to start from: a folder, or a name that --speculative-config takes",
+    )
     parser.add_argument(
         "--eval-every",
         metavar="N",
@@ -93,6 +103,14 @@ def add_data_arguments(parser: argparse.ArgumentParser, training: bool = True, a
             help="attention over several passes: plain torch, or flex, torch's compiled flex attention, for CUDA "
             "(default: %(default)s)",
         )
+
+
+def _start(method: str, name: str) -> str:
+    """The folder of a drafter to start from, so that a wrong name ends a run before its long work."""
+    try:
+        return str(resolve_drafter(name, method))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_option_arguments(parser: argparse.ArgumentParser, defaults: LoopOptions) -> None:
@@ -125,7 +143,7 @@ def training(
 
 def run(
     args: argparse.Namespace,
-    task_type: Callable[..., Task],
+    task_type: type[Task],
     *phases: LoopOptions,
     layers: tuple[int, ...] = (),
     **task_arguments: object,
@@ -135,6 +153,8 @@ def run(
     phases: options of the training's phases; each starts from the checkpoint of the one before, which lies in
     OUT/phaseN. task_arguments: of `task_type` besides those that every task has.
     """
+    if args.init_from is not None:  # before the answers and hidden states, which can take hours
+        task_type.check_start(args.init_from, read_target_config(args.target), phases[0])
     with training(args, phases[0], layers) as (team, material):
         settings = RunSettings(material.dev, material.facts, args.eval_every, team=team)
         start = args.init_from

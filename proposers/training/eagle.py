@@ -81,8 +81,6 @@ class EagleTask(Task):
         attention: str = "auto",
     ):
         super().__init__(target_dir, draft_ids, options, init_from, device)
-        if init_from:
-            self._check_initial_checkpoint()
         self.embedding = self.embedding.to(self.device)
         self.draft_head = self.draft_head.to(compute_dtype(self.device))
         self.head.attend = choose_attention(attention, self.device, self.head.config.head_dim)
@@ -90,12 +88,13 @@ class EagleTask(Task):
     def new_head(self) -> EagleHead:
         return EagleHead(HeadConfig.from_dict(self.target_config, bias=self.options.bias))
 
-    def _check_initial_checkpoint(self) -> None:
-        config = self.target_config
-        info = validate_checkpoint(self.init_from, config["hidden_size"], config["vocab_size"], self.kind)
-        if info.has_bias != self.options.bias:
+    @classmethod
+    def check_start(cls, init_from: str, target_config: dict, options: EagleOptions) -> None:
+        """Check that training can start from a head; errors as of `Task`."""
+        info = validate_checkpoint(init_from, target_config["hidden_size"], target_config["vocab_size"], cls.kind)
+        if info.has_bias != options.bias:
             raise ValueError(
-                f"the head at {self.init_from} has {'a' if info.has_bias else 'no'} fc.bias: train "
+                f"the head at {init_from} has {'a' if info.has_bias else 'no'} fc.bias: train "
                 f"{'with' if info.has_bias else 'without'} --bias to start from it"
             )
 

@@ -35,20 +35,25 @@ class ParallelTask(EagleTask):
 
     @property
     def mask_token_id(self) -> int:
-        """The token whose embedding the mask rows read: the target's first end token, or 0 if it has none."""
-        return (end_ids_of(self.target_config) or [0])[0]
+        """The token whose embedding the mask rows read."""
+        return _mask_token(self.target_config)
 
     def new_head(self) -> ParallelHead:
         config = HeadConfig.from_dict(self.target_config, bias=self.options.bias)
         return ParallelHead(config, self.embedding[self.mask_token_id], self.options.rank)
 
-    def _check_initial_checkpoint(self) -> None:
-        super()._check_initial_checkpoint()
-        config = read_config(Path(self.init_from))
-        own, found = (self.mask_token_id, self.options.rank), (config.get(MASK_TOKEN_KEY), config.get(FOLLOW_RANK_KEY))
+    @classmethod
+    def check_start(cls, init_from: str, target_config: dict, options: ParallelOptions) -> None:
+        """Check that training can start from an EAGLE head or a parallel one; errors as of `Task`."""
+        super().check_start(init_from, target_config, options)
+        config = read_config(Path(init_from))
+        own, found = (
+            (_mask_token(target_config), options.rank),
+            (config.get(MASK_TOKEN_KEY), config.get(FOLLOW_RANK_KEY)),
+        )
         if MASK_TOKEN_KEY in config and found != own:
             raise ValueError(
-                f"the parallel head at {self.init_from} has mask token {found[0]} and rank {found[1]}, not {own[0]} "
+                f"the parallel head at {init_from} has mask token {found[0]} and rank {found[1]}, not {own[0]} "
                 f"and {own[1]}: train with --rank {found[1]} and its own target, or start from an EAGLE head"
             )
 
@@ -73,6 +78,11 @@ class ParallelTask(EagleTask):
         """As for EAGLE, with `mask_hidden`, `follow` and the id of the mask token (P-EAGLE's `ptd_token_id`)."""
         config = {"bias": self.head.config.bias, MASK_TOKEN_KEY: self.mask_token_id}
         self.save(out_dir, facts, config | {FOLLOW_RANK_KEY: self.options.rank})
+
+
+def _mask_token(target_config: dict) -> int:
+    """The target's first end token, or 0 if it has none."""
+    return (end_ids_of(target_config) or [0])[0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

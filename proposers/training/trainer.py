@@ -85,6 +85,8 @@ class Task(ABC):
         self.device = device or torch.device("cpu")
         self.target_dir, self.draft_ids, self.options, self.init_from = target_dir, draft_ids, options, init_from
         self.target_config, self.embedding, lm_head = target_head(target_dir)
+        if init_from is not None:
+            self.check_start(init_from, self.target_config, options)
         # [draft_vocab, h], the target's rows of `draft_ids`; float32 where products of bfloat16 are slow:
         self.draft_head = lm_head[draft_ids].to(
             self.device, torch.promote_types(lm_head.dtype, compute_dtype(self.device))
@@ -92,6 +94,15 @@ class Task(ABC):
         self.in_draft = torch.zeros(lm_head.shape[0], dtype=torch.bool, device=self.device)  # [vocab]
         self.in_draft[draft_ids.to(self.device)] = True
         self.head = self.new_head()
+
+    @classmethod
+    @abstractmethod
+    def check_start(cls, init_from: str, target_config: dict, options: LoopOptions) -> None:
+        """Check that training can start from a checkpoint.
+
+        Raises:
+            ValueError: it belongs to another target or has another shape.
+        """
 
     @abstractmethod
     def new_head(self) -> torch.nn.Module:

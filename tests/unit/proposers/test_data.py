@@ -241,6 +241,20 @@ def test_from_prompts_to_features_and_into_training(target, engine, tmp_path, ca
     fails(capsys, "give either --data or --prompts")
 
 
+def test_a_drafter_to_start_from(target, engine, tmp_path, capsys):
+    prompts = write_rows(tmp_path / "p.jsonl", {"prompt": "w1 w2"})
+    out = tmp_path / "out"
+    argv = ["train", "hass", "--target", target, "--prompts", str(prompts), "--out", str(out), "--init-from"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*argv, "nowhere"])
+    error = capsys.readouterr().err
+    assert "argument --init-from: drafter 'nowhere' does not exist" in error and "smollm2-135m-instruct" in error
+    assert not out.exists()  # the target has answered nothing
+    assert cli.main([*argv, "smollm2-135m-instruct"]) == 2  # of another target
+    fails(capsys, "hidden size 576")
+    assert not out.exists()
+
+
 def test_layer_features_are_the_inputs_of_the_layers(target, tmp_path):
     from transformers import AutoModel
 

@@ -129,8 +129,9 @@ def test_bad_input(target, data, tmp_path):
     assert not has_layer_features(tmp_path / "plain") and not has_layer_features(tmp_path / "nowhere")
     train(target, data, tmp_path / "head")
     options = eagle3.Eagle3Options()
+    other = eagle3.Eagle3Task(target, IDS[:-1], options, str(tmp_path / "head"))
     with pytest.raises(ValueError, match="another draft vocabulary"):
-        eagle3.Eagle3Task(target, IDS[:-1], options, str(tmp_path / "head"))
+        other.prepare(data, fresh=True)
     assert eagle3.Eagle3Task(target, IDS, options, str(tmp_path / "head")).head.lm_head.out_features == DRAFT
 
 

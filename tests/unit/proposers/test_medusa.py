@@ -447,9 +447,8 @@ def test_exported_heads_are_valid_and_start_a_new_run(target, data, tmp_path, ow
     task = train.MedusaTask(target, ids, options, init_from=str(tmp_path / "a"))
     task.prepare(data, fresh=True)
     assert torch.equal(task.head.weight, again.weight)
-    other = train.MedusaTask(target, ids, train.MedusaTraining(num_heads=2), init_from=str(tmp_path / "a"))
     with pytest.raises(ValueError, match="3 heads of 2 layers"):
-        other.prepare(data, fresh=True)
+        train.MedusaTask(target, ids, train.MedusaTraining(num_heads=2), init_from=str(tmp_path / "a"))
 
 
 def test_command_lines_from_answers_to_a_calibrated_checkpoint(target, tmp_path, capsys):
