@@ -230,7 +230,7 @@ def _draft_vocabulary(answers: list[Answer], size: int, target_config: dict, ini
     """int64 [draft_vocab]: of a head to start from, what it has and the answers lack stays where there is room."""
     end_ids = end_ids_of(target_config)
     state = {}
-    with suppress(CheckpointError):  # the task refuses it, or it is of another kind
+    with suppress(CheckpointError):  # a drafter of another kind: the vocabulary is chosen anew
         state = load_head(init_from)[1] if init_from else {}
     if "d2t" not in state or len(state["d2t"]) != size:
         return select_draft_vocabulary(answers, size, target_config["vocab_size"], end_ids)
