@@ -115,7 +115,8 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
 
 def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
     """A runner takes the first rows of each tree for the accepted ones from now on; ``caller`` uses ``plan_step``."""
-    from vllm_specplug.core import step
+    from vllm_specplug.core.step import StepPlan
+    from vllm_specplug.hosts.v1 import step
 
     caller = caller or step
     honest = caller.plan_step
@@ -123,7 +124,7 @@ def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
     def flat(walk, row_start, num_flat_rows):
         plan = honest(walk, row_start, num_flat_rows)
         rows, last = plan.target_rows, plan.target_rows.amax(dim=1)
-        return step.StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
+        return StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
 
     monkeypatch.setattr(caller, "plan_step", flat)
 

@@ -16,8 +16,8 @@ from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.v1 import budgeting
 from vllm_specplug.hosts.v1 import runner as v1_runner
-from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
+from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

@@ -151,10 +151,10 @@ def test_control_with_a_broken_plan(engine, prompts, plain, monkeypatch, batch):
 
 def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
     """The second control: tree rows at their flat positions."""
-    from vllm_specplug.hosts.v1 import runner as v1_runner
+    from vllm_specplug.hosts.v1 import step
     from vllm_specplug.types import TreeLayout
 
-    honest = v1_runner.lay_out
+    honest = step.lay_out
 
     def flat(tree, context_lens, max_depth=None):
         import torch
@@ -164,5 +164,5 @@ def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
         return TreeLayout(context_lens.long().unsqueeze(1) + rows, layout.mask)
 
     llm = engine("eagle", {"draft_depth": 3}, enable_prefix_caching=False)
-    monkeypatch.setattr(v1_runner, "lay_out", flat)
+    monkeypatch.setattr(step, "lay_out", flat)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain

@@ -82,9 +82,9 @@ def test_same_seed_same_tokens(start, prompts):
 
 
 def test_control_with_positions_that_are_not_moved(start, prompts, plain, monkeypatch):
-    from vllm_specplug.hosts.v1.runner import TreeModelRunner
+    from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 
-    monkeypatch.setattr(TreeModelRunner, "_move_rope_positions", lambda *_: None)
+    monkeypatch.setattr(TreeCPUModelRunner, "_move_rope_positions", lambda *_: None)
     llm = start("eagle")
     llm.reset_prefix_cache()
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != plain

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from tests.unit.hosts.test_grammars import VERSIONS, request
 from vllm_specplug.hosts.v1 import draft_phase, scheduler
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
-from vllm_specplug.hosts.v1.runner import TreeModelRunner
+from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 
 
@@ -21,7 +21,7 @@ def test_a_step_without_drafts_has_no_metadata():
         _step=None, serving_budget=FixedBudget(), _sample_plainly=lambda logits: sampled.append(logits) or "tokens"
     )
     logits = torch.zeros(2, 5)
-    assert TreeModelRunner._sample(runner, logits, None) == "tokens" and sampled == [logits]
+    assert TreeCPUModelRunner._sample(runner, logits, None) == "tokens" and sampled == [logits]
     assert draft_phase._num_drafts(None, 2).tolist() == [0, 0]
 
 

@@ -22,7 +22,7 @@ from vllm_specplug.hosts.proof import worker
 from vllm_specplug.hosts.proof.driver import DriverV1
 from vllm_specplug.hosts.proof.proof import Proof
 from vllm_specplug.hosts.proof.worker import facts_of, prove
-from vllm_specplug.hosts.v1 import cpu_runner, runner
+from vllm_specplug.hosts.v1 import step
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.utils import proof_files
 from vllm_specplug.utils.files import kept_path, kept_paths
@@ -53,7 +53,7 @@ def changed_layout(monkeypatch: pytest.MonkeyPatch, change: Callable[..., dict[s
         honest = lay_out(tree, context_lens, max_depth)
         return TreeLayout(**{**vars(honest), **change(tree, context_lens, honest)})
 
-    monkeypatch.setattr(runner, "lay_out", faulty)
+    monkeypatch.setattr(step, "lay_out", faulty)
 
 
 def mask_off_by_one_level(monkeypatch):
@@ -80,15 +80,15 @@ def positions_not_moved(monkeypatch):
 
 
 def a_row_not_moved(monkeypatch):
-    honest = cpu_runner.TreeCPUModelRunner.commit
+    honest = step.write_accepted
 
-    def commit(self, plan):
+    def write_accepted(rows, plan, *args):
         sources = plan.source_rows.clone()
         last = int((sources[0] >= 0).sum()) - 1
         sources[0, last] = -1
-        honest(self, replace(plan, source_rows=sources))
+        honest(rows, replace(plan, source_rows=sources), *args)
 
-    monkeypatch.setattr(cpu_runner.TreeCPUModelRunner, "commit", commit)
+    monkeypatch.setattr(step, "write_accepted", write_accepted)
 
 
 FAULTS = (mask_off_by_one_level, mask_of_the_row_before, positions_not_moved, a_row_not_moved)

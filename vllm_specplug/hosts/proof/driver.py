@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -250,12 +250,15 @@ class DriverV1(Driver):
     @contextmanager
     def mask_off(self) -> Iterator[None]:
         """Let every row of a tree see all rows before it."""
-        honest = self.runner._tree_rows
+        honest = self.runner._stage
 
-        def all_seen(context_lens, start, lens, mask, *args):
-            return honest(context_lens, start, lens, torch.ones_like(mask).tril(), *args)
+        def all_seen(*args):
+            step = honest(*args)
+            if step.rows is None:
+                return step
+            return replace(step, rows=replace(step.rows, mask=torch.ones_like(step.rows.mask).tril()))
 
-        with attributes(self.runner, _tree_rows=all_seen):
+        with attributes(self.runner, _stage=all_seen):
             yield
 
 

@@ -14,8 +14,8 @@ from vllm_specplug.config import ConfigError
 from vllm_specplug.hosts.attention.cpu import check_layers, tree_backend_selected
 from vllm_specplug.hosts.proof.worker import ProvesTrees
 from vllm_specplug.hosts.row_linear import row_linear_layers
-from vllm_specplug.hosts.v1.cpu_runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden
+from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 from vllm_specplug.kernels.tree_attention import select_backend
 
 

@@ -1,77 +1,51 @@
-"""The V1 model runner with trees: stage -> (vLLM's forward) -> walk -> commit -> draft phase, see ``core/step.py``.
-
-Trees, walks and drafts are values in CPU memory here, on every device: this runner knows each step's tokens before the
-next step.  Attention's inputs and the commit depend on the device: ``cpu_runner``, ``gpu_runner``.
-"""
+"""vLLM's CPU runner with draft trees: its overrides call the phases of ``step.py`` one to one."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_specplug.core.kv import KvScratch
-from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.loops.warm_up import compile_loops
-from vllm_specplug.core.step import StepPlan, after_forward, before_forward
-from vllm_specplug.core.tree import from_flat
+from vllm_specplug.core.step import StepPlan
+from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.plain_sampling import limits_of
 from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
+from vllm_specplug.hosts.v1.greedy_head import GreedyHead
+from vllm_specplug.hosts.v1.kv import KeptRows
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
 from vllm_specplug.hosts.v1.reloading import Reloading, StaticDrafter
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
+from vllm_specplug.hosts.v1.step import Step, commit, plain_plan, stage, verify, walk
 from vllm_specplug.hosts.v1.typical_walk import TypicalWalk
 from vllm_specplug.kernels import greedy_walk
-from vllm_specplug.types import TokenTree
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.utils.processes import ChildProgram
 
 
-@dataclass
-class StagedStep:
-    """The trees of one verification forward.
-
-    Attributes:
-        tree: trees of all requests, in batch order; a request without drafts is a root.
-        row_start: int64 ``[num_reqs]``; flat row of each root in the forward.
-        logits_start: int64 ``[num_reqs]``; row of each root in the logits.
-        is_masked: bool ``[num_reqs]``; requests whose rows attend by the tree mask.
-        num_tokens: flat rows of the forward.
-        drafts: each request's draft if all of it is verified, else None.
-        moves: of an M-RoPE target, int64 ``[num_rows]`` each: flat rows, and their tree positions less the flat ones.
-        rows: what attention needs to know of the masked requests (the device's type); None if there are none.
-    """
-
-    tree: TokenTree
-    row_start: torch.Tensor
-    logits_start: torch.Tensor
-    is_masked: np.ndarray
-    num_tokens: int
-    drafts: list[FlatDraft | None]
-    moves: tuple[torch.Tensor, torch.Tensor] | None = None
-    rows: Any = None
-
-
-class TreeModelRunner(DraftPhase, ABC):
-    """Mixed into a V1 runner of vLLM, whose drafts then are trees; implements ``core.step.StepRunner``."""
+class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
+    """vLLM's CPU runner, whose drafts are trees."""
 
     #: Whether drafts may be coupled with the sampler's noise.
     may_couple = True
+    level_metadata = staticmethod(level_metadata)
+    greedy_head: GreedyHead | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device):
         compile_loops()
@@ -85,7 +59,7 @@ class TreeModelRunner(DraftPhase, ABC):
         )
         self._verify_start = 0.0
         self._trace = TreeTrace(options.trace_trees if reports else None)
-        self._step: StagedStep | None = None
+        self._step: Step | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
         self.reloading = StaticDrafter()
         self.trainer: ChildProgram | None = None
@@ -102,6 +76,13 @@ class TreeModelRunner(DraftPhase, ABC):
         target = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
         #: The target's layers, for the commit.
         self.alike_layers = alike_layers(self.kv_cache_config, target)
+        self._kept_rows = KeptRows(self.alike_layers, self.model_config.dtype)
+
+    def prepare_greedy_head(self) -> None:
+        """Let greedy steps compute fewer logits; called at the end of the start, when the weights are packed."""
+        config = self.model_config
+        if not self.lora_config and get_pp_group().is_last_rank:
+            self.greedy_head = GreedyHead.make(self.model, config.get_hidden_size(), config.dtype)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.reloading.before_step()
@@ -137,113 +118,51 @@ class TreeModelRunner(DraftPhase, ABC):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if scheduler_output.scheduled_spec_decode_tokens:
             begin = time.perf_counter()
-            self._step = self._stage(scheduler_output, num_scheduled_tokens, prepared[1])
-            self._step.rows = before_forward(self, self._step)
+            self._step = self._stage(scheduler_output, num_scheduled_tokens, np.asarray(prepared[1].num_draft_tokens))
+            self._move_positions(self._step)
             self.serving_budget.staged(time.perf_counter() - begin)
-        else:  # a plain step: vLLM's attention, sampler and cost
-            last = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
-            self.follow(StepPlan(last.unsqueeze(1), last.unsqueeze(1), self._flat_rows, last))
+        else:
+            self._follow(plain_plan(num_scheduled_tokens, self._flat_rows))
+        if self.greedy_head is not None:
+            self.greedy_head.expect(
+                self.speculative_config.specplug.verification == "exact"
+                and not scheduler_output.has_structured_output_requests
+                and is_argmax(self.input_batch.sampling_metadata)
+            )
         return prepared
 
-    def _stage(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray, spec_decode_metadata: Any) -> StagedStep:
-        num_drafts = np.asarray(spec_decode_metadata.num_draft_tokens)
-        num_rows = num_drafts + 1
-        last = np.cumsum(num_scheduled_tokens)
-        row_start = last - num_rows
-        width = int(num_rows.max())
-        parents = np.tile(np.arange(-1, width - 1), (len(num_drafts), 1))  # chains, unless the draft is known
+    def _stage(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray, num_drafts: np.ndarray) -> Step:
+        parents = np.tile(np.arange(-1, int(num_drafts.max())), (len(num_drafts), 1))  # chains, unless known
         drafts: list[FlatDraft | None] = [None] * len(num_drafts)
         for index, req_id in enumerate(self.input_batch.req_ids):
             if num_drafts[index]:
                 drafts[index] = self._fill_parents(parents[index], req_id, scheduler_output)
-        flat_rows = np.minimum(row_start[:, None] + np.arange(width), last[-1] - 1)
-        # vLLM clamps its -1 placeholders in input_ids only at the forward: here they still match nothing.
-        token_ids = self.input_ids.cpu[torch.from_numpy(flat_rows)]
-        return StagedStep(
-            tree=from_flat(token_ids, torch.from_numpy(parents), torch.from_numpy(num_rows)),
-            row_start=torch.from_numpy(row_start),
-            logits_start=torch.from_numpy(np.cumsum(num_rows) - num_rows),
-            is_masked=num_scheduled_tokens == num_rows,
-            num_tokens=int(last[-1]),
-            drafts=drafts,
-        )
+        context_lens = self.input_batch.num_computed_tokens_cpu_tensor[: len(num_drafts)]
+        sizes = num_scheduled_tokens, num_drafts
+        return stage(self.input_ids.cpu, *sizes, parents, drafts, context_lens, self._kept_rows)
 
-    def lay_out_trees(self, step: StagedStep) -> Any | None:
-        """Rewrite the positions of tree rows (their slots were derived from the flat ones) and build the masks."""
-        masked = np.flatnonzero(step.is_masked).tolist()
-        if not masked:
-            return None
-        tree, row_start, num_rows = step.tree, step.row_start.numpy(), step.tree.num_rows.numpy()
-        num_reqs, width = tree.parents.shape
-        context_lens = self.input_batch.num_computed_tokens_cpu_tensor[:num_reqs]
-        layout = lay_out(tree, context_lens, int(tree.depths.numpy().max()))
-        valid = (np.arange(width) < num_rows[:, None]) & step.is_masked[:, None]
-        flat_rows = torch.from_numpy((row_start[:, None] + np.arange(width))[valid])
-        positions = torch.from_numpy(layout.positions.numpy()[valid])
-        self.positions[flat_rows.to(self.positions.device)] = positions.to(self.positions.device)
-        if self.uses_mrope:
-            moves = torch.from_numpy((tree.depths.numpy() - np.arange(width))[valid])
-            step.moves = flat_rows, moves
-            self._move_rope_positions(self.mrope_positions.gpu, step)
-        start, lens = torch.from_numpy(row_start.astype(np.int32)), torch.from_numpy(num_rows.astype(np.int32))
-        all_rows = flat_rows.numel() == step.num_tokens
-        return self._tree_rows(context_lens.to(torch.int32), start, lens, layout.mask, masked, flat_rows, all_rows)
+    def _move_positions(self, step: Step) -> None:
+        """Rewrite the positions of tree rows; vLLM has derived their cache slots from the flat ones."""
+        if step.rows is not None:
+            self.positions[step.rows.commit_rows] = step.positions
+            if self.uses_mrope:
+                self._move_rope_positions(self.mrope_positions.gpu, step)
 
     @staticmethod
-    def _move_rope_positions(positions: torch.Tensor, step: StagedStep) -> None:
-        """Move M-RoPE positions as far as the plain ones: behind a prompt, all components advance alike."""
-        if step.moves is not None:
-            rows, moves = (values.to(positions.device) for values in step.moves)
-            positions[:, rows] += moves
+    def _move_rope_positions(positions: torch.Tensor, step: Step) -> None:
+        """Move M-RoPE positions as far as the plain ones: after a prompt, all components advance alike."""
+        positions[:, step.rows.commit_rows] += step.moves
 
     def _calc_mrope_positions(self, scheduler_output: Any) -> None:
         super()._calc_mrope_positions(scheduler_output)
-        if self._step is not None:  # vLLM computes them again, and copies them, after it has pruned a video
+        # vLLM computes them again, and copies them, after it has pruned a video.
+        if self._step is not None and self._step.rows is not None:
             self._move_rope_positions(self.mrope_positions.cpu, self._step)
-
-    @abstractmethod
-    def _tree_rows(
-        self,
-        context_lens: torch.Tensor,
-        start: torch.Tensor,
-        lens: torch.Tensor,
-        mask: torch.Tensor,
-        masked: list[int],
-        flat_rows: torch.Tensor,
-        all_rows: bool,
-    ) -> Any:
-        """Return what attention needs to know of a forward with trees.
-
-        Args:
-            context_lens: int32 ``[num_reqs]``, in CPU memory as the other tensors; cached tokens that every row sees.
-            start, lens: int32 ``[num_reqs]``; the tree's rows in the flat batch.
-            mask: bool ``[num_reqs, width, width]``.
-            masked: requests whose rows attend by it.
-            flat_rows: int64 ``[num_rows]``; their flat rows.
-            all_rows: whether the forward has no others.
-        """
-
-    @staticmethod
-    @abstractmethod
-    def level_metadata(
-        block_table: torch.Tensor,
-        context_lens: torch.Tensor,
-        tree_start: torch.Tensor,
-        mask: torch.Tensor,
-        scratch: dict[str, KvScratch],
-    ) -> Any:
-        """Return the metadata of a draft level, see ``attention.cpu.level_metadata``."""
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
-        if self._step is not None and self._step.rows is not None and isinstance(attn_metadata, dict):
-            with_trees: dict[int, Any] = {}  # layers share their metadata
-            for layer_name, metadata in attn_metadata.items():
-                if layer_name in self.drafter.draft_layers:
-                    continue
-                if id(metadata) not in with_trees:
-                    with_trees[id(metadata)] = replace(metadata, tree=self._step.rows)
-                attn_metadata[layer_name] = with_trees[id(metadata)]
+        if self._step is not None and isinstance(attn_metadata, dict):
+            verify(self._step, attn_metadata, self.drafter.draft_layers)
         self.serving_budget.forward_begins()
         return attn_metadata, common
 
@@ -263,28 +182,30 @@ class TreeModelRunner(DraftPhase, ABC):
         self.serving_budget.sampled(time.perf_counter() - begin)
         return output
 
-    def _walk(self, step: StagedStep, logits: torch.Tensor) -> Any:
-        num_reqs = self.input_batch.num_reqs
-        active = ~self.discard_request_mask.np[:num_reqs]
-        walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, torch.from_numpy(active))
-        after_forward(self, walk, step.row_start, step.num_tokens)
-        self.serving_budget.accepted(int(walk.num_emitted.numpy().sum() - active.sum()), num_reqs)
-        self.reloading.walked(self.input_batch.req_ids, step.tree, walk)
-        self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
+    def _walk(self, step: Step, logits: torch.Tensor) -> Any:
+        batch = self.input_batch
+        active = ~self.discard_request_mask.np[: batch.num_reqs]
+        walked, output = walk(step, logits, self._walker(step, batch.num_reqs), active)
+        self._follow(commit(step, walked, self.alike_layers, batch.block_table))
         self._step = None
+        self.serving_budget.accepted(int(walked.num_emitted.numpy().sum() - active.sum()), batch.num_reqs)
+        self.reloading.walked(batch.req_ids, step.tree, walked)
+        self._trace.write(batch.req_ids, step.tree, walked, self._drafts)
         self._count(step)
         return output
 
     def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits as a greedy step computes them: ``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``."""
+        if self.greedy_head is not None:
+            self.greedy_head.expect(True)
         return self.model.compute_logits(hidden)
 
-    def follow(self, plan: StepPlan) -> None:
-        """Give the drafter the rows that it reads next."""
+    def _follow(self, plan: StepPlan) -> None:
+        """Keep the rows that the drafter reads next."""
         self._plan = plan
         self.drafter.follow(plan)
 
-    def _count(self, step: StagedStep) -> None:
+    def _count(self, step: Step) -> None:
         if step.tree.num_rows.numpy().max() > 1:
             self._counters.add("steps")
             self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
@@ -302,7 +223,7 @@ class TreeModelRunner(DraftPhase, ABC):
             metadata = replace(metadata, generators=drawing)
         return self.sampler(logits=logits, sampling_metadata=metadata)
 
-    def _walker(self, step: StagedStep, num_reqs: int) -> SampledWalk:
+    def _walker(self, step: Step, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
         metadata, generators = batch.sampling_metadata, self.draft_noise.generators()
         if generators is not metadata.generators:
@@ -315,10 +236,6 @@ class TreeModelRunner(DraftPhase, ABC):
             return RejectionWalk(*arguments, drafts=step.drafts)
         requests = [self.requests[req_id] for req_id in batch.req_ids]
         return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
-
-    @abstractmethod
-    def commit(self, plan: StepPlan) -> None:
-        """Bring the accepted rows' key/value behind the context, in all layers of the target."""
 
     def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM winds back the generators of requests whose sample it discards.  The walk has not drawn from them, and a

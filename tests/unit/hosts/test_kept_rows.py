@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_specplug.hosts.kv_groups import AlikeLayers
-from vllm_specplug.hosts.v1.cpu_runner import SHARED_ROWS, RowRooms
+from vllm_specplug.hosts.v1.kv import SHARED_ROWS, KeptRows
 
 
 def layers_of(group, names, heads, size):
@@ -18,7 +18,7 @@ def layers_of(group, names, heads, size):
 
 @pytest.fixture
 def rooms():
-    return RowRooms([layers_of(0, ["a", "b", "c"], 2, 16), layers_of(1, ["d"], 1, 32)], torch.bfloat16)
+    return KeptRows([layers_of(0, ["a", "b", "c"], 2, 16), layers_of(1, ["d"], 1, 32)], torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, SHARED_ROWS, SHARED_ROWS + 1])
