@@ -9,6 +9,8 @@ import logging
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +39,17 @@ def operators() -> Any:
         return None
     logger.info("tree attention: C++ op %s", ops.tree_attention.default)
     return ops
+
+
+def build_beside() -> None:
+    """Start to build the operators in a process of their own, unless that is done: a server imports vLLM meanwhile.
+
+    The worker's ``operators`` then waits for that process.
+    """
+    if not library_file().is_file():
+        code = f"from {__name__} import operators; operators()"
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **quiet)
 
 
 def _load() -> Any:

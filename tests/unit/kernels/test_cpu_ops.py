@@ -65,3 +65,13 @@ assert os.sched_getaffinity(0) == own
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert found.stdout.strip() == str(len(os.sched_getaffinity(0))), found
+
+
+def test_a_server_starts_one_build_beside_its_imports(builds, monkeypatch):
+    started = []
+    monkeypatch.setattr(cpu_ops.subprocess, "Popen", lambda command, **kwargs: started.append(command))
+    cpu_ops.build_beside()
+    assert [command[0] for command in started] == [sys.executable] and cpu_ops.__name__ in started[0][-1]
+    cpu_ops._load()
+    cpu_ops.build_beside()
+    assert len(started) == 1

@@ -39,6 +39,7 @@ from vllm_specplug.hosts.compat.mixed import path_of_mixed, users_class
 from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.v2.rounds import schedule
+from vllm_specplug.kernels.cpu_ops import build_beside
 from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multiplies_bytes
 from vllm_specplug.utils.metrics import publish
@@ -150,6 +151,8 @@ def build(
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
     if vllm_method == "custom_class":
         vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
+    if on_cpu and not v2:
+        build_beside()
     theirs = users_class(target_parallel_config.worker_cls)
     target_parallel_config.worker_cls = path_of_mixed(setting.worker, theirs) if theirs else setting.worker
     theirs = users_class(engine_args.scheduler_cls)
