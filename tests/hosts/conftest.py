@@ -285,7 +285,7 @@ def expert_group(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every walk of a tree in this test."""
-    from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
+    from vllm_specplug.hosts.v1.walk import SampledWalk
 
     counts: list[int] = []
     honest = SampledWalk.__call__

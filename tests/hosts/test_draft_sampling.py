@@ -12,7 +12,7 @@ from tests.host_versions import NOISE_IS_KNOWN
 from tests.hosts.conftest import WHOLE, make_prompts, runner_of, token_ids
 from vllm_specplug.hosts.drafters import draft_noise
 from vllm_specplug.hosts.drafters.draft_noise import noise_is_known
-from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
+from vllm_specplug.hosts.v1.accepting_walk import RejectionWalk
 
 COUPLED = {"method": "eagle2", "num_speculative_tokens": 8, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 REJECTION = {**COUPLED, "verification": "rejection"}
@@ -56,14 +56,14 @@ def test_requests_without_a_seed_are_coupled_too(engine):
 def test_rejection_follows_the_target(engine, monkeypatch):
     """The first four tokens of many answers, against those of plain decoding."""
     walked = []
-    honest = RejectionWalk.settle
+    honest = RejectionWalk.accept
 
     def counted(self, *args):
-        settled = honest(self, *args)
-        walked.append(int((settled >= 0).sum()))
-        return settled
+        accepted = honest(self, *args)
+        walked.append(int((accepted >= 0).sum()))
+        return accepted
 
-    monkeypatch.setattr(RejectionWalk, "settle", counted)
+    monkeypatch.setattr(RejectionWalk, "accept", counted)
     prompt = make_prompts(1, seed=11)[0]
     count = 1200
     params = SamplingParams(temperature=1.0, top_k=3, max_tokens=4, ignore_eos=True, n=count)
@@ -71,7 +71,7 @@ def test_rejection_follows_the_target(engine, monkeypatch):
         [tuple(sample.token_ids) for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs]
         for llm in (engine(), engine("eagle", REJECTION))
     )
-    assert sum(walked) > count  # tokens were settled by rejection
+    assert sum(walked) > count  # tokens were accepted by rejection
     assert same_distribution(plain, ours) > 1e-4
     shifted = [(*answer[:2], *other[2:]) for answer, other in zip(ours, ours[1:] + ours[:1], strict=True)]
     assert same_distribution(plain, shifted) < 1e-4  # control: tokens that do not belong to what stands before

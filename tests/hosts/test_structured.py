@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.doubles import tiny
 from tests.hosts.conftest import TREE, make_prompts
 from tests.hosts.test_sampling import OPTIONS, check_same
-from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
+from vllm_specplug.hosts.v1.walk import SampledWalk
 
 SCHEMA = {
     "type": "object",

@@ -23,16 +23,15 @@ from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.plain_sampling import limits_of
 from vllm_specplug.hosts.ranks import leads
 from vllm_specplug.hosts.trace import TreeTrace
+from vllm_specplug.hosts.v1.accepting_walk import RejectionWalk, TypicalWalk
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.greedy_head import GreedyHead
 from vllm_specplug.hosts.v1.kv import KeptRows
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
-from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
 from vllm_specplug.hosts.v1.reloading import Reloading, StaticDrafter
-from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
 from vllm_specplug.hosts.v1.step import Step, commit, plain_plan, stage, verify, walk
-from vllm_specplug.hosts.v1.typical_walk import TypicalWalk
+from vllm_specplug.hosts.v1.walk import SampledWalk, is_argmax
 from vllm_specplug.kernels import greedy_walk
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters

@@ -27,7 +27,7 @@ from vllm_specplug.hosts.attention.rows import CpuTreeRows
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import AlikeLayers
 from vllm_specplug.hosts.v1.kv import KeptRows, write_accepted
-from vllm_specplug.hosts.v1.sampled_walk import SampledWalk
+from vllm_specplug.hosts.v1.walk import SampledWalk
 from vllm_specplug.types import TokenTree, Walk
 
 
