@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -188,19 +187,6 @@ def with_trees(metadata: Any, rows: DeviceTreeRows) -> Any:
 _BY_REQUEST = ("causal", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
 
 
-class PagedTreeBuilder(TreeBuilder):
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full CUDA graphs on the V2 runner only.
-
-        V1 would record them for chains and replay trees as chains; without them, it records what is between attention
-        layers.
-        """
-        if not vllm_config.use_v2_model_runner:
-            return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
-
-
 @dataclass
 class TreeTritonMetadata(TritonAttentionMetadata):
     """vLLM's metadata with the tree rows of this forward, if any, and that of the requests behind the trees."""
@@ -209,7 +195,7 @@ class TreeTritonMetadata(TritonAttentionMetadata):
     others: TritonAttentionMetadata | None = None
 
 
-class TreeTritonMetadataBuilder(PagedTreeBuilder, TritonAttentionMetadataBuilder):
+class TreeTritonMetadataBuilder(TreeBuilder, TritonAttentionMetadataBuilder):
     metadata = TreeTritonMetadata
 
 

@@ -1,7 +1,6 @@
 """The V1 model runner with trees: stage -> (vLLM's forward) -> walk -> commit -> draft phase, see ``core/step.py``.
 
-Trees, walks and drafts are values in CPU memory here, on every device: this runner knows each step's tokens before the
-next step.  Attention's inputs and the commit depend on the device: ``cpu_runner``, ``gpu_runner``.
+This runner knows each step's tokens before the next step.  Attention's inputs and the commit are in ``cpu_runner``.
 """
 
 from __future__ import annotations
@@ -69,9 +68,6 @@ class StagedStep:
 
 class TreeModelRunner(DraftPhase, ABC):
     """Mixed into a V1 runner of vLLM, whose drafts then are trees; implements ``core.step.StepRunner``."""
-
-    #: Whether drafts may be coupled with the sampler's noise.
-    may_couple = True
 
     def __init__(self, vllm_config: Any, device: torch.device):
         compile_loops()
