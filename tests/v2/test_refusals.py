@@ -116,9 +116,7 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         config, is_v2 = start_on_cuda(None, method)
         assert config.parallel_config.worker_cls == WORKERS[False, True]
         assert is_v2 and chosen[-1]
-    with pytest.raises(
-        ValueError, match="on CUDA.*V2 model runner only: unset VLLM_USE_V2_MODEL_RUNNER"
-    ):
+    with pytest.raises(ValueError, match="on CUDA.*V2 model runner only: unset VLLM_USE_V2_MODEL_RUNNER"):
         start_on_cuda("0")
     with pytest.raises(ValueError, match="method 'echo' does not run on .*V2 model runner: use one of .*eagle2"):
         start_on_cuda(None, "echo")
