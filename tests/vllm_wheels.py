@@ -18,7 +18,6 @@ from vllm_specplug.hosts.compat.check import OLDEST
 from vllm_specplug.hosts.compat.manifest import (
     MANIFEST,
     MANIFEST_FLASH,
-    MANIFEST_V1_CUDA,
     MANIFEST_V2,
     OPTIONAL,
     VllmSymbol,
@@ -50,14 +49,13 @@ class WheelReport:
 
     Attributes:
         distribution, version: of the wheel.
-        v1, v1_cuda, v2: problems of the V1 runner on a CPU, of the V1 runner on CUDA, and of the V2 runner.
+        v1, v2: problems of the V1 runner on a CPU, and of the V2 runner on CUDA.
         slower: problems of the symbols that only speed depends on.
     """
 
     distribution: str
     version: str
     v1: list[str]
-    v1_cuda: list[str]
     v2: list[str]
     slower: list[str]
 
@@ -70,7 +68,7 @@ def check_wheel(wheel: Path) -> WheelReport:
     def problems(symbols: Iterable[VllmSymbol]) -> list[str]:
         return [problem for symbol in symbols if (problem := sources.problem(symbol))]
 
-    found = [problems(manifest) for manifest in (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS, OPTIONAL)]
+    found = [problems(manifest) for manifest in (MANIFEST, V2_SYMBOLS, OPTIONAL)]
     return WheelReport(str(name), str(version).split("+")[0], *found)
 
 
@@ -85,13 +83,9 @@ def compatibility_table(reports: Iterable[WheelReport]) -> str:
     rows = []
     for report in sorted(reports, key=lambda report: Version(report.version)):
         version = Version(report.version)
-        cells = (
-            cell(version, report.v1, MANIFEST),
-            cell(version, report.v1_cuda, MANIFEST_V1_CUDA),
-            cell(version, report.v2, V2_SYMBOLS),
-        )
+        cells = cell(version, report.v1, MANIFEST), cell(version, report.v2, V2_SYMBOLS)
         rows.append([f"{report.distribution} {version}", *cells, NOTES.get(report.version, "")])
-    columns = ["vLLM", "V1 runner, CPU", "V1 runner, CUDA", "V2 runner", "note"]
+    columns = ["vLLM", "V1 runner, CPU", "V2 runner, CUDA", "note"]
     return format_table(columns, rows, markdown=True)
 
 
@@ -102,7 +96,7 @@ def main() -> int:
         return 2
     print(compatibility_table(reports))
     for report in reports:
-        for problem in dict.fromkeys((*report.v1, *report.v1_cuda, *report.v2)):
+        for problem in dict.fromkeys((*report.v1, *report.v2)):
             print(f"{report.distribution} {report.version}: {problem}", file=sys.stderr)
         for problem in report.slower:
             print(f"{report.distribution} {report.version} (works, slower): {problem}", file=sys.stderr)

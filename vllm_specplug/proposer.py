@@ -253,7 +253,6 @@ class ModelDrafter:
         heads: ``"module:Class"`` of the :class:`Heads` that the standard adapters run.
         v1: ``"module:Class"`` of the adapter for the V1 runner, called with ``(vllm_config, device, runner)``.
         v2: the same for the V2 runner, called with ``(vllm_config, device, req_states)``; None: not on V2.
-        v1_on_cuda: whether the V1 adapter runs on CUDA too.
         is_vllm_model: whether vLLM loads the drafter as a draft model with a KV cache.
     """
 
@@ -261,7 +260,6 @@ class ModelDrafter:
     heads: str | None = None
     v1: str = _HEADS_V1
     v2: str | None = _HEADS_V2
-    v1_on_cuda: bool = True
     is_vllm_model: bool = False
 
 
@@ -308,10 +306,6 @@ class Method:
     @property
     def runs_on_v2(self) -> bool:
         return self.make_on_device is not None or (self.model is not None and self.model.v2 is not None)
-
-    @property
-    def runs_on_v1_cuda(self) -> bool:
-        return self.model is None or self.model.v1_on_cuda
 
 
 def as_draft(proposed: TokenTree | Draft) -> Draft:

@@ -1,4 +1,4 @@
-"""The paged attention and the runners for devices on a CPU, under Triton's interpreter.
+"""The paged attention and the runner for devices on a CPU, under Triton's interpreter.
 
 vLLM's own part is plain torch here: its kernels require a CUDA device, or take seconds in the interpreter.  Importing
 this module makes ``device_tree_backends`` and the V2 runner select them on CPUs.
@@ -10,14 +10,10 @@ import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.hosts.attention.paged import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
 from vllm_specplug.hosts.compat.speculative_config import WORKERS
-from vllm_specplug.hosts.v1.gpu_runner import TreeDeviceModelRunner
-from vllm_specplug.hosts.v1.gpu_worker import DeviceWorkerV1
-from vllm_specplug.hosts.v1.processors import custom_processors_hidden
 from vllm_specplug.hosts.v2.runner import TreeRunner
 from vllm_specplug.hosts.v2.worker import TreeWorkerV2
 from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
@@ -70,19 +66,6 @@ class InterpretedBackend(TreeTritonBackend):
 
 
 BACKENDS[AttentionBackendEnum.CPU_ATTN] = f"{__name__}.InterpretedBackend"
-
-
-class InterpretedModelRunnerV1(TreeDeviceModelRunner, CPUModelRunner):
-    pass
-
-
-class InterpretedWorkerV1(DeviceWorkerV1, CPUWorker):
-    """Selected by the tests through ``worker_cls``."""
-
-    def init_device(self) -> None:
-        with custom_processors_hidden(self.model_config):
-            super().init_device()
-        self.model_runner = InterpretedModelRunnerV1(self.vllm_config, self.device)
 
 
 class InterpretedModelRunnerV2(TreeRunner, CPUModelRunnerV2):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_specplug.hosts.compat.check import check_runner
-from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2, VllmSymbol
+from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V2, VllmSymbol
 from vllm_specplug.hosts.compat.sources import installed_sources
 from vllm_specplug.hosts.probes.platform_probe import Installation
 from vllm_specplug.tools import doctor
@@ -43,7 +43,7 @@ assert findings["runner"].value[:2] == ("V2" if envs.VLLM_USE_V2_MODEL_RUNNER el
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
 
-@pytest.mark.parametrize("manifest", [MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2])
+@pytest.mark.parametrize("manifest", [MANIFEST, MANIFEST_V2])
 def test_source_files_say_what_an_import_says(manifest):
     """Of symbols that are there, of one that is missing, and of one with other parameters."""
     wrong = replace(next(symbol for symbol in manifest if symbol.parameters), parameters=("another",))

@@ -17,8 +17,6 @@ from vllm_specplug.core.growth import TORCH, TORCH_STATIC
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.hosts.attention.paged import level_metadata
-from vllm_specplug.hosts.attention.rows import upload_rows
-from vllm_specplug.hosts.v1 import gpu_runner as v1_gpu_runner
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
@@ -91,29 +89,6 @@ def test_lookup_and_unions():
     found = draft_matches(token_ids, slots, lens, roots, options)
     assert found.tree.parents.device == DEVICE
     assert union.merge_drafts([found, found], 9).tree.parents.device == DEVICE
-
-
-def test_verification_of_the_v1_runner(monkeypatch):
-    """Host values go up at named places."""
-    context, start, lens = (torch.zeros(3, dtype=torch.int32) for _ in range(3))
-    monkeypatch.setattr("vllm_specplug.hosts.attention.rows.int", lambda _: 0, raising=False)  # of a host value
-    rows = upload_rows(context, start, lens, torch.zeros(3, 5, 5, dtype=torch.bool), [0, 2], False, DEVICE)
-    uploaded = (rows.context_lens, rows.query_start, rows.query_lens, rows.tree_start, rows.tree_lens, rows.bits)
-    assert {values.device for values in uploaded} == {DEVICE}
-
-    given = []
-    monkeypatch.setattr(v1_gpu_runner, "move_rows", lambda *args: given.extend(args))
-    walk = Walk(torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int64), torch.ones(3).long())
-    layer = SimpleNamespace(kv_cache=on_device(7, 2, 16, 16))
-    table = SimpleNamespace(slot_mapping=SimpleNamespace(gpu=on_device(30, dtype=torch.int64)))
-    runner = SimpleNamespace(
-        _committed=[(0, layer.kv_cache, on_device(1, dtype=torch.int64))],
-        device=DEVICE,
-        input_batch=SimpleNamespace(block_table=[table]),
-    )
-    runner._step = SimpleNamespace(rows=rows)
-    v1_gpu_runner.TreeDeviceModelRunner.commit(runner, plan_step(walk, start, 30))
-    assert len(given) == 5 and {values.device for values in given} == {DEVICE}
 
 
 def test_trees_of_the_v2_runner():

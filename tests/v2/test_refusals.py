@@ -1,4 +1,4 @@
-"""The seams are there, and what V2, or V1 on CUDA, does not do is refused before the engine starts."""
+"""The seams are there, and what V2 does not do is refused before the engine starts."""
 
 from types import SimpleNamespace
 
@@ -15,9 +15,9 @@ from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.hosts.compat import features, speculative_config
 from vllm_specplug.hosts.compat.check import check_symbols
-from vllm_specplug.hosts.compat.features import V1_CUDA, V2, check_options
+from vllm_specplug.hosts.compat.features import check_options
 from vllm_specplug.hosts.compat.install import PATCHES as ALL_HOSTS
-from vllm_specplug.hosts.compat.manifest import MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL
+from vllm_specplug.hosts.compat.manifest import MANIFEST_V2, OPTIONAL
 from vllm_specplug.hosts.compat.speculative_config import WORKERS, TreeSpeculativeConfig
 from vllm_specplug.hosts.v2.rounds import check_batch, schedule
 from vllm_specplug.hosts.v2.runner import PATCHES
@@ -25,7 +25,7 @@ from vllm_specplug.plugin import register
 
 
 def test_host_has_the_seams():
-    for manifest in (MANIFEST_V1_CUDA, MANIFEST_V2, OPTIONAL):
+    for manifest in (MANIFEST_V2, OPTIONAL):
         assert check_symbols(manifest).problems == []
     assert [patch.problem() for patch in (*ALL_HOSTS, *PATCHES)] == [None] * 3
 
@@ -35,21 +35,21 @@ def test_host_has_the_seams():
     [
         (
             {"method": "swift", "model": None},
-            "'swift'.*use one of eagle2, hass, lookup, medusa, union, or set VLLM_USE_V2_MODEL_RUNNER=0",
+            "'swift'.*use one of eagle2, hass, lookup, medusa, union, or serve it on a CPU",
         ),
         ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
         (
             {"method": "union", "model": None, "sources": [{"method": "lookup", "min_node_value": 0.1}]},
             "min_node_value",
         ),
-        ({"record": "recorded"}, "record does not work.*use no record, or set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"record": "recorded"}, "record does not work.*use no record, or serve it on a CPU"),
         ({"min_node_value": 0.1}, "min_node_value"),
         ({"min_level_value": 0.1}, "min_level_value"),
     ],
 )
 def test_options(changes, named):
     with pytest.raises(ConfigError, match=named):
-        check_options(options_of(changes), V2)
+        check_options(options_of(changes))
 
 
 def options_of(changes):
@@ -57,35 +57,17 @@ def options_of(changes):
     return parse_options({key: value for key, value in given.items() if value is not None})
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"method": "swift", "model": None}, "'swift'"),
-        ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
-        ({"budget": "measured"}, "budget"),
-        ({"verification": "typical"}, "verification"),
-        ({"min_level_value": 0.1}, "min_level_value"),
-        ({"record": "recorded"}, "record"),
-    ],
-)
-def test_options_of_v1_on_cuda(changes, named):
-    with pytest.raises(ConfigError, match=f"{named}.*V1 model runner on CUDA"):
-        check_options(options_of(changes), V1_CUDA)
-
-
 def test_what_is_served():
-    for runner in (V2, V1_CUDA):
-        for method in ("eagle2", "hass"):
-            check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}), runner)
-        check_options(parse_options({"method": "medusa", "model": "heads"}), runner)
-        check_options(parse_options({"method": "lookup", "traffic_tokens": 4096}), runner)
-        for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
-            check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}), runner)
-        check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}), runner)
+    for method in ("eagle2", "hass"):
+        check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}))
+    check_options(parse_options({"method": "medusa", "model": "heads"}))
+    check_options(parse_options({"method": "lookup", "traffic_tokens": 4096}))
+    for source in ({"method": "eagle2", "model": "drafter"}, {"method": "medusa", "model": "heads"}):
+        check_options(parse_options({"method": "union", "sources": [source, {"method": "lookup"}]}))
+    check_options(options_of({"method": "lookup", "model": None, "trace_trees": "trees.jsonl"}))
     for verification in ("typical", "rejection"):
-        check_options(options_of({"verification": verification}), V2)
-    check_options(options_of({"min_node_value": 0.1}), V1_CUDA)
-    check_options(options_of({"budget": "measured"}), V2)
+        check_options(options_of({"verification": verification}))
+    check_options(options_of({"budget": "measured"}))
 
 
 def test_a_measured_budget_needs_a_batch_size_for_each_shape():
@@ -121,7 +103,7 @@ def start_on_cuda(monkeypatch, checkpoints):
 
 @pytest.mark.usefixtures("echo")
 def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
-    """V1 where the host is told so or falls back to it, then without asynchronous scheduling; else V2 with it."""
+    """V2 with asynchronous scheduling; V1, and methods for which vLLM chooses it, are refused."""
     platform, chosen = type(current_platform), []  # what the host chooses, before it sees its CPU
     honest = platform.check_and_update_config
 
@@ -130,22 +112,14 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
         honest(config)
 
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(look))
-    for runner, method, worker in (
-        ("0", "eagle2", WORKERS[False, False]),
-        (None, "echo", WORKERS[False, False]),
-        (None, "lookup", WORKERS[False, True]),
-        (None, "eagle2", WORKERS[False, True]),
-    ):
-        config, is_v2 = start_on_cuda(runner, method)
-        assert config.parallel_config.worker_cls == worker
-        assert is_v2 == (worker == WORKERS[False, True])
-        assert chosen[-1] == (worker == WORKERS[False, True])
-    with pytest.raises(
-        ValueError, match="asynchronous scheduling on the V1 runner .found --async-scheduling.: .* leave the option out"
-    ):
-        start_on_cuda("0", async_scheduling=True)
-    with pytest.raises(ValueError, match="V1 model runner on CUDA.*tensor parallelism"):
-        start_on_cuda("0", tensor_parallel_size=2)
+    for method in ("lookup", "eagle2"):
+        config, is_v2 = start_on_cuda(None, method)
+        assert config.parallel_config.worker_cls == WORKERS[False, True]
+        assert is_v2 and chosen[-1]
+    with pytest.raises(ValueError, match="on CUDA.*V2 model runner only: unset VLLM_USE_V2_MODEL_RUNNER"):
+        start_on_cuda("0")
+    with pytest.raises(ValueError, match="method 'echo' does not run on .*V2 model runner: use one of .*eagle2"):
+        start_on_cuda(None, "echo")
     start_on_cuda("1", tensor_parallel_size=2)
     with pytest.raises(ValueError, match="V2 model runner.*budget='measured' does not support data parallelism.*fixed"):
         start_on_cuda("1", budget="measured", data_parallel_size=2)

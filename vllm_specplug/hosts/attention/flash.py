@@ -11,7 +11,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_specplug.hosts.attention.paged import PagedTreeBuilder, TreeImpl
+from vllm_specplug.hosts.attention.backends import TreeBuilder
+from vllm_specplug.hosts.attention.paged import TreeImpl
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 
 
@@ -23,7 +24,7 @@ class TreeFlashMetadata(FlashAttentionMetadata):
     others: FlashAttentionMetadata | None = None
 
 
-class TreeFlashMetadataBuilder(PagedTreeBuilder, FlashAttentionMetadataBuilder):
+class TreeFlashMetadataBuilder(TreeBuilder, FlashAttentionMetadataBuilder):
     metadata = TreeFlashMetadata
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -25,8 +24,6 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.core.kv import KvScratch
-from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention.backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.kv_groups import AlikeLayers
@@ -51,32 +48,6 @@ class LevelMetadata:
 
     block_table: torch.Tensor
     tree: DeviceTreeRows
-
-
-def level_metadata(
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    tree_start: torch.Tensor,
-    mask: torch.Tensor,
-    scratch: dict[str, KvScratch],
-) -> LevelMetadata:
-    """Make the metadata of a draft level without reading values back to the CPU.
-
-    Arguments as of ``cpu.level_metadata``.
-    """
-    _, width, tree_len = mask.shape
-    tree = DeviceTreeRows.of_level(
-        context_lens,
-        tree_start,
-        width,
-        tree_len,
-        scratch,
-        bits=ancestor_bits(mask),
-        max_query_len=width,
-        max_context_len=None,
-        uniform=True,
-    )
-    return LevelMetadata(block_table, tree)
 
 
 class TreeImpl:
@@ -188,19 +159,6 @@ def with_trees(metadata: Any, rows: DeviceTreeRows) -> Any:
 _BY_REQUEST = ("causal", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
 
 
-class PagedTreeBuilder(TreeBuilder):
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full CUDA graphs on the V2 runner only.
-
-        V1 would record them for chains and replay trees as chains; without them, it records what is between attention
-        layers.
-        """
-        if not vllm_config.use_v2_model_runner:
-            return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
-
-
 @dataclass
 class TreeTritonMetadata(TritonAttentionMetadata):
     """vLLM's metadata with the tree rows of this forward, if any, and that of the requests behind the trees."""
@@ -209,7 +167,7 @@ class TreeTritonMetadata(TritonAttentionMetadata):
     others: TritonAttentionMetadata | None = None
 
 
-class TreeTritonMetadataBuilder(PagedTreeBuilder, TritonAttentionMetadataBuilder):
+class TreeTritonMetadataBuilder(TreeBuilder, TritonAttentionMetadataBuilder):
     metadata = TreeTritonMetadata
 
 

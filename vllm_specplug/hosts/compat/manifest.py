@@ -227,20 +227,9 @@ _CUDA = (
         f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward",
         ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     ),
-    VllmSymbol(
-        "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support", ("vllm_config", "kv_cache_spec")
-    ),
-    VllmSymbol("vllm.v1.attention.backend:AttentionCGSupport"),
     VllmSymbol("vllm.config:VllmConfig.use_v2_model_runner"),
     VllmSymbol("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
     VllmSymbol("vllm.v1.worker.gpu_worker:Worker.init_device", ("self",)),
-)
-
-#: The V1 runner on CUDA.
-MANIFEST_V1_CUDA = (
-    *_V1,
-    *_CUDA,
-    VllmSymbol(f"{_RUNNER}.load_model", ("self",)),
 )
 
 #: The V2 runner; compared when one of our methods is configured and vLLM will choose this runner.

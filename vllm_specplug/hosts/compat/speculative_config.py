@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.envs as envs
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
@@ -25,8 +26,7 @@ from vllm_specplug.config import (
 )
 from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
 from vllm_specplug.hosts.compat.features import (
-    V1_CUDA,
-    V2,
+    V2_NAME,
     WORKERS,
     Setting,
     check_features,
@@ -134,7 +134,8 @@ def build(
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
-    _check_runner_options(options, on_cpu, v2, target_parallel_config)
+    if v2:
+        _check_v2_options(options, target_parallel_config)
     _check_connector(options, engine_args.kv_transfer_config)
     if options.linear_rows is None:
         gains = on_cpu and not v2 and has_avx2()
@@ -212,10 +213,14 @@ def _chosen(options: TreeOptions, target: Any) -> tuple[TreeOptions, tuple[str, 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     model_runner = "V2" if v2 else "V1"
-    if (on_cpu, v2) not in WORKERS:
+    if on_cpu and v2 and (on_cpu, v2) not in WORKERS:
         raise ConfigError("trees run on vLLM's V2 model runner on CUDA only: set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU")
+    if not on_cpu and not v2:
+        if envs.VLLM_USE_V2_MODEL_RUNNER is None:
+            check_options(options)  # names methods for which vLLM chooses V2
+        raise ConfigError("on CUDA, trees run on vLLM's V2 model runner only: unset VLLM_USE_V2_MODEL_RUNNER")
     # Read from source files: the server's front end needs none of the runner's modules.
-    report = check_runner(model_runner, on_cpu, installed_sources().problem)
+    report = check_runner(model_runner, installed_sources().problem)
     found = f"{report.distribution} {report.version}"
     if not report.supported:
         raise ConfigError(
@@ -225,23 +230,15 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
     logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
 
 
-def _check_runner_options(options: TreeOptions, on_cpu: bool, v2: bool, parallel: Any) -> None:
-    runner = V2 if v2 else None if on_cpu else V1_CUDA
-    if runner is None:
-        return
+def _check_v2_options(options: TreeOptions, parallel: Any) -> None:
     if options.linear_rows:
         raise ConfigError(
-            f"linear_rows={options.linear_rows} is for the V1 runner on a CPU (found {runner.name}): leave it out"
+            f"linear_rows={options.linear_rows} is for the V1 runner on a CPU (found {V2_NAME}): leave it out"
         )
-    check_options(options, runner)
-    if parallel.tensor_parallel_size > 1 and not v2:
-        raise ConfigError(
-            f"{runner.name} with our methods does not support tensor parallelism (found --tensor-parallel-size "
-            f"{parallel.tensor_parallel_size}): no test has run there on several ranks; use --tensor-parallel-size 1"
-        )
+    check_options(options)
     if parallel.data_parallel_size > 1 and options.budget == "measured":
         raise ConfigError(
-            f"{runner.name} with budget='measured' does not support data parallelism (found --data-parallel-size "
+            f"{V2_NAME} with budget='measured' does not support data parallelism (found --data-parallel-size "
             f"{parallel.data_parallel_size}): use budget='fixed'"
         )
 

@@ -36,7 +36,6 @@ class DraftNoise:
         #: Whether requests are verified by rejection if they can be.
         self.rejects = options.verification == "rejection" and not has_custom_processors
         self.couples = options.verification != "typical" and getattr(model_drafter(options), "coupled", False)
-        self.couples = self.couples and runner.may_couple
         if self.couples and not noise_is_known(runner.sampler):
             logger.warning(
                 "vllm-specplug: drafts are not coupled with the sampler's noise, because this vLLM draws it differently"

@@ -131,7 +131,7 @@ class EagleLevels:
         context_lens: int32 ``[num_reqs]``; tokens up to that row.
         block_table: int32 ``[>= num_reqs, max_blocks]``.
         max_num_reqs: requests that the scratch must hold.
-        level_metadata: ``attention.cpu.level_metadata`` or that of ``attention.paged``.
+        level_metadata: makes a level's attention metadata.
         place: copies the positions of a level to where the model must read them; None: it reads them anywhere.
     """
 

@@ -20,6 +20,7 @@ from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
+from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.hosts.drafters.base import DraftHooks, target_info
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
@@ -222,7 +223,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             metadata.seq_lens[: len(rows)],
             metadata.block_table_tensor,
             len(rows),
-            self.runner.level_metadata,
+            level_metadata,
             self._level_positions if self.uses_mrope else None,
         )
         if (mask_rows := getattr(self.model, "mask_rows", None)) is not None:

@@ -89,4 +89,4 @@ def examine() -> Installation:
 
 def find_problems(installed: Installation) -> list[str]:
     """Return why the plugin cannot be active: vLLM is too old, or symbols are missing or differ in its source files."""
-    return check.check_runner(installed.runner, installed.kind == "cpu", installed_sources().problem).problems
+    return check.check_runner(installed.runner, installed_sources().problem).problems

@@ -17,7 +17,6 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specplug.core.loops.warm_up import compile_loops
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.plain_sampling import limits_of
@@ -41,9 +40,6 @@ from vllm_specplug.utils.processes import ChildProgram
 class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
     """vLLM's CPU runner, whose drafts are trees."""
 
-    #: Whether drafts may be coupled with the sampler's noise.
-    may_couple = True
-    level_metadata = staticmethod(level_metadata)
     greedy_head: GreedyHead | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device):

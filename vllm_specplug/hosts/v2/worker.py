@@ -23,8 +23,8 @@ class TreeWorkerV2(ProvesTrees):
     def init_device(self) -> None:
         if not self.use_v2_model_runner:
             raise ConfigError(
-                "vLLM fell back to its V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0 to run trees there, or "
-                "remove the feature that V2 does not support (the warning above names it)"
+                "vLLM fell back to its V1 model runner, which serves no trees on CUDA: remove the feature that V2 does "
+                "not support (the warning above names it)"
             )
         install_v2()
         self._capture_trees()
