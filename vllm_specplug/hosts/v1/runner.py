@@ -19,10 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_specplug.core.kv import KvScratch
-from vllm_specplug.core.layout import lay_out
-from vllm_specplug.core.loops.warm_up import compile_loops
 from vllm_specplug.core.step import StepPlan, after_forward, before_forward
-from vllm_specplug.core.tree import from_flat
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.plain_sampling import limits_of
@@ -36,6 +33,7 @@ from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
 from vllm_specplug.hosts.v1.typical_walk import TypicalWalk
 from vllm_specplug.kernels import greedy_walk
+from vllm_specplug.kernels.tree_ops import from_flat, lay_out, plan_step
 from vllm_specplug.types import TokenTree
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters
@@ -74,7 +72,6 @@ class TreeModelRunner(DraftPhase, ABC):
     may_couple = True
 
     def __init__(self, vllm_config: Any, device: torch.device):
-        compile_loops()
         with custom_processors_hidden(vllm_config.model_config):
             super().__init__(vllm_config, device)
         options = self.speculative_config.specplug
@@ -267,7 +264,7 @@ class TreeModelRunner(DraftPhase, ABC):
         num_reqs = self.input_batch.num_reqs
         active = ~self.discard_request_mask.np[:num_reqs]
         walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, torch.from_numpy(active))
-        after_forward(self, walk, step.row_start, step.num_tokens)
+        after_forward(self, walk, step.row_start, step.num_tokens, plan_step)
         self.serving_budget.accepted(int(walk.num_emitted.numpy().sum() - active.sum()), num_reqs)
         self.reloading.walked(self.input_batch.req_ids, step.tree, walk)
         self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
