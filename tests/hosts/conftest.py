@@ -116,8 +116,9 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
 def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
     """A runner takes the first rows of each tree for the accepted ones from now on; ``caller`` uses ``plan_step``."""
     from vllm_specplug.core import step
+    from vllm_specplug.hosts.v1 import runner
 
-    caller = caller or step
+    caller = caller or runner
     honest = caller.plan_step
 
     def flat(walk, row_start, num_flat_rows):
