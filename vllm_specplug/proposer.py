@@ -289,7 +289,7 @@ class Method:
         name: the ``method`` of the speculative config.
         options: frozen dataclass of its options, with the fields of ``config.TreeOptions``.
         make: makes the model-free proposer from its options; None if the method only has a drafter with weights.  It is
-            called more than once at start: some of these proposers are only warmed up and timed.
+            called more than once at start: some of these proposers are only timed.
         make_on_device: makes the proposer for the V2 runner; None: not on V2.
         model: the drafter with weights; None for a model-free method.
         choose: of a method that stands for others' configurations: called with its options, the target, the target's

@@ -21,7 +21,6 @@ from tests.doubles.device_work import DeviceWork
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
-from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.kernels import triton_growth, triton_step
 from vllm_specplug.kernels.triton_lookup import match_keys
@@ -109,7 +108,7 @@ PHASES = ("eagle2", "lookup", "union", "plan")
 
 @contextmanager
 def _as_on_a_device() -> Iterator[None]:
-    with torch_operations(), torch.no_grad():  # inference mode would hide copies inside composite operators
+    with torch.no_grad():  # inference mode would hide copies inside composite operators
         yield
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_ratio
+from vllm_specplug.budget.calibration import log_ratio, sigmoid
 from vllm_specplug.core.outcomes import common_requests
-from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.kernels.tree_ops import rerank_draft
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import RequestIndex, TrafficIndex
 from vllm_specplug.proposers.lookup.learning import MatchLearner, ValuedMatches
@@ -20,7 +19,6 @@ from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, find_matches
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.lookup.prefix_tree import REQUEST
 from vllm_specplug.types import Draft
-from vllm_specplug.utils.compiled import compiled
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -124,30 +122,17 @@ class LookupProposer(MatchLearner):
             last.valued, then, token_ids, rows[now], last.num_tokens[then], num_tokens[now]
         )
         models, features, log_odds = last.valued.of_nodes(nodes)
-        sums = _record_sums(
-            owners, models, features, accepted, log_odds, self.calibration.weights, LOGIT_LIMIT, len(now)
-        )
+        own_record = features[:, REQUEST] * self.calibration.weights[models, REQUEST]
+        sums = _record_sums(owners, accepted, log_odds, own_record, len(now))
         for index, (num_accepted, num_expected) in zip(now.tolist(), sums.tolist(), strict=True):
             old_accepted, old_expected = self._records.get(request_ids[index], (0.0, 0.0))
             self._records[request_ids[index]] = (0.9 * old_accepted + num_accepted, 0.9 * old_expected + num_expected)
 
 
-@compiled
 def _record_sums(
-    owners: np.ndarray,
-    models: np.ndarray,
-    features: np.ndarray,
-    accepted: np.ndarray,
-    log_odds: np.ndarray,
-    weights: np.ndarray,
-    limit: float,
-    num_reqs: int,
+    owners: np.ndarray, accepted: np.ndarray, log_odds: np.ndarray, own_record: np.ndarray, num_reqs: int
 ) -> np.ndarray:
     """Sum accepted and expected nodes by request (``owners``): float64 ``[num_reqs, 2]``."""
-    sums = np.zeros((num_reqs, 2))
-    for node, owner in enumerate(owners):
-        # The record compares a request with all requests: the prediction must not use the request's own record.
-        logit = log_odds[node] - features[node, REQUEST] * weights[models[node], REQUEST]
-        sums[owner, 0] += accepted[node]
-        sums[owner, 1] += 1 / (1 + math.exp(min(max(-logit, -limit), limit)))
-    return sums
+    # The record compares a request with all requests: the prediction must not use the request's own record.
+    expected = sigmoid(log_odds - own_record)
+    return np.stack([np.bincount(owners, weights, num_reqs) for weights in (accepted, expected)], axis=1)

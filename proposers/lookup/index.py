@@ -2,7 +2,7 @@
 
 A position is an index into the token store, from 1; 0 means none.  A slot is the segment of the store that holds one
 request.  A chain links the positions whose last ``n`` tokens fall into the same bucket, newest first.  An entry is only
-a hint: ``match_lengths`` compares the tokens, so a hash collision, an overwritten position or a reused slot costs one
+a hint: ``Chain.follow`` compares the tokens, so a hash collision, an overwritten position or a reused slot costs one
 candidate and nothing else.  Each stored token takes 4 bytes, plus 4 bytes in each chain.
 """
 
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_specplug.utils.compiled import compiled
+from vllm_specplug.kernels.cpu_ops import call
 
 #: Separates token sequences in a store; no token has this id.
 BREAK = -1
-
-_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
-_WORD = 0xFFFFFFFF
 
 
 class Chain:
@@ -37,22 +34,27 @@ class Chain:
             spans: int64 ``[num_sequences, 4]``; slot, position of the first token, number of tokens already linked,
                 number of tokens to be linked after this call.
         """
-        _link(self.heads, self.previous, self._shift, self.heads_per_slot, self.n, tokens, spans)
+        call("lookup_link", self.heads, self.previous, self._shift, self.heads_per_slot, self.n, tokens, spans)
 
-    def follow(self, grams: np.ndarray, slots: np.ndarray | int, count: int) -> np.ndarray:
-        """Return the newest positions of each n-gram's bucket.
+    def follow(
+        self, tokens: np.ndarray, suffixes: np.ndarray, slots: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the newest positions in the bucket of each suffix.
 
         Args:
-            grams: int32 ``[num_reqs, n or more]``; newest token first, tokens after the first ``n`` are ignored.
-            slots: int64 ``[num_reqs]``, or one slot for all.
-            count: most positions to return for each n-gram.
+            tokens: int32; the store.
+            suffixes: int32 ``[num_reqs, max_match]``, ``max_match >= n``; newest token first; ``BREAK`` where the
+                request has no more tokens.
+            slots: int64 ``[num_reqs]``.
+            count: most positions to return for each suffix.
 
         Returns:
-            int64 ``[num_reqs, count]``, newest first; 0 where there are no more.
+            int64 ``[num_reqs, count]``: positions, newest first, 0 where there are no more; and how many tokens up to
+            and including each position equal the suffix, 0 to ``max_match``.
         """
-        if isinstance(slots, int):
-            slots = np.full(len(grams), slots, dtype=np.int64)
-        return _follow(self.heads, self.previous, self._shift, self.heads_per_slot, self.n, grams, slots, count)
+        chain = (self.heads, self.previous, self._shift, self.heads_per_slot, self.n)
+        positions, lengths = call("lookup_follow", *chain, tokens, suffixes, slots, count)
+        return positions, lengths
 
     def clear_slot(self, slot: int) -> None:
         """Remove all positions of a slot."""
@@ -62,132 +64,6 @@ class Chain:
         """Enlarge the chain to ``num_slots``; keep the links of the positions in ``used``."""
         self.previous = _enlarged(self.previous, num_positions + 1, used)
         self.heads = _enlarged(self.heads, num_slots * self.heads_per_slot, [slice(len(self.heads))])
-
-
-@compiled
-def match_lengths(tokens: np.ndarray, positions: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
-    """Count how many tokens up to and including each position equal the end of a suffix.
-
-    Args:
-        tokens: int32; the store.
-        positions: int64 ``[num_reqs, count]``.
-        suffixes: int32 ``[num_reqs, max_match]``, newest token first; ``BREAK`` where the request has no more tokens.
-
-    Returns:
-        int64 ``[num_reqs, count]``; 0 to ``max_match``.
-    """
-    lengths = np.zeros(positions.shape, dtype=np.int64)
-    for request in range(positions.shape[0]):
-        for k in range(positions.shape[1]):
-            position, length = positions[request, k], 0
-            while length < min(position, suffixes.shape[1]):  # position 0 is never a match
-                expected = suffixes[request, length]
-                if expected == BREAK or tokens[position - length] != expected:
-                    break
-                length += 1
-            lengths[request, k] = length
-    return lengths
-
-
-@compiled
-def _bucket(total: int, shift: int) -> int:
-    """Mix the bits of a sum in 32-bit arithmetic and return the number of its bucket."""
-    mixed = total & _WORD
-    mixed ^= mixed >> 15
-    return ((mixed * _MULTIPLIERS[3]) & _WORD) >> shift
-
-
-@compiled
-def _link(
-    heads: np.ndarray,
-    previous: np.ndarray,
-    shift: int,
-    heads_per_slot: int,
-    n: int,
-    tokens: np.ndarray,
-    spans: np.ndarray,
-) -> None:
-    for slot, start, linked, stop in spans:
-        for position in range(start + max(linked, n - 1), start + stop):
-            total = 0
-            for back in range(n):
-                total += np.int64(tokens[position - back]) * _MULTIPLIERS[back]
-            head = slot * heads_per_slot + _bucket(total, shift)
-            previous[position] = heads[head]
-            heads[head] = position
-
-
-@compiled
-def _follow(
-    heads: np.ndarray,
-    previous: np.ndarray,
-    shift: int,
-    heads_per_slot: int,
-    n: int,
-    grams: np.ndarray,
-    slots: np.ndarray,
-    count: int,
-) -> np.ndarray:
-    positions = np.zeros((len(grams), count), dtype=np.int64)
-    for request, slot in enumerate(slots):
-        total = 0
-        for back in range(n):
-            total += np.int64(grams[request, back]) * _MULTIPLIERS[back]
-        position = np.int64(heads[slot * heads_per_slot + _bucket(total, shift)])
-        for k in range(count):
-            if position == 0:
-                break
-            positions[request, k] = position
-            position = np.int64(previous[position])
-    return positions
-
-
-@compiled
-def _store(
-    store: np.ndarray,
-    lens: np.ndarray,
-    linked: np.ndarray,
-    slots: np.ndarray,
-    slot_len: int,
-    token_ids: np.ndarray,
-    requests: np.ndarray,
-    num_tokens: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Store the new tokens of each request and mark them as linked.
-
-    Returns:
-        The spans to link, see ``Chain.link``, and bool ``[num_slots]``: true where the request's earlier tokens have
-        changed, so that all links of the slot must be removed first.
-    """
-    for count in num_tokens:
-        if not 0 <= count <= min(slot_len - 1, token_ids.shape[1]):
-            raise ValueError("a request has more tokens than a slot holds")
-    changed = np.zeros(len(slots), dtype=np.bool_)
-    spans = np.empty((len(slots), 4), dtype=np.int64)
-    for k, slot in enumerate(slots):
-        request, count, stored, start = requests[k], num_tokens[k], lens[slot], slot * slot_len + 2
-        changed[k] = count < stored
-        for position in range(max(stored - 4, 0), min(stored, count)):
-            changed[k] |= store[start + position] != token_ids[request, position]
-        if changed[k]:
-            stored = linked[slot] = 0
-        for position in range(stored, count):
-            store[start + position] = token_ids[request, position]
-        lens[slot] = count
-        # The newest token is linked once its successor is known: until then, a lookup would find the query itself.
-        spans[k, 0], spans[k, 1], spans[k, 2], spans[k, 3] = slot, start, linked[slot], max(count - 1, 0)
-        linked[slot] = spans[k, 3]
-    return spans, changed
-
-
-@compiled
-def _suffixes(store: np.ndarray, lens: np.ndarray, slots: np.ndarray, slot_len: int, length: int) -> np.ndarray:
-    suffixes = np.full((len(slots), length), BREAK, dtype=np.int32)
-    for request, slot in enumerate(slots):
-        last = slot * slot_len + 1 + lens[slot]
-        for back in range(min(length, lens[slot])):
-            suffixes[request, back] = store[last - back]
-    return suffixes
 
 
 class RequestIndex:
@@ -243,9 +119,9 @@ class RequestIndex:
         """
         if requests is None:
             requests = np.arange(len(slots))
-        spans, changed = _store(
-            self.tokens, self.lens, self._linked, slots, self.max_len + 1, token_ids, requests, num_tokens
-        )
+        segments = (self.tokens, self.lens, self._linked, slots, self.max_len + 1)
+        # The spans to link, and where the request's earlier tokens have changed.
+        spans, changed = call("lookup_store", *segments, token_ids, requests, num_tokens)
         for slot in slots[changed].tolist():  # the client changed the request's tokens
             self._clear(slot)
         for chain in self.chains:
@@ -253,7 +129,9 @@ class RequestIndex:
 
     def suffixes(self, slots: np.ndarray, length: int) -> np.ndarray:
         """Return the last tokens of each slot, newest first: int32 ``[num_reqs, length]``, padded with ``BREAK``."""
-        return _suffixes(self.tokens, self.lens, slots, self.max_len + 1, length)
+        back, lens = np.arange(length), self.lens[slots, None]
+        positions = np.maximum(self.start(slots)[:, None] + lens - 1 - back, 0)
+        return np.where(back < lens, self.tokens[positions], np.int32(BREAK))
 
     def stored(self, request_id: str) -> np.ndarray | None:
         """Return all stored tokens of a request, or None if it has no slot."""

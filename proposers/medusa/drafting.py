@@ -9,11 +9,9 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_specplug.core.draft_sampling import Children, DraftSampling, stack_candidates
-from vllm_specplug.core.growth import expand, next_beam
+from vllm_specplug.core.growth import TORCH, GrowthOps, expand, next_beam
 from vllm_specplug.core.pool import new_pool
-from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.core.tree import static_tree
-from vllm_specplug.kernels.likeliest import likeliest
 from vllm_specplug.types import PADDING, Draft, Proposal
 
 from .sparse_tree import Paths, in_draw_order, parents_of
@@ -25,6 +23,7 @@ def fill_tree(
     draft_ids: torch.Tensor | None,
     paths: Paths,
     sampling: DraftSampling | None = None,
+    ops: GrowthOps = TORCH,
 ) -> Draft:
     """Fill a fixed shape: the node ``(..., i)`` at depth ``k`` holds the ``i``-th best token of head ``k``.
 
@@ -34,10 +33,11 @@ def fill_tree(
         draft_ids: int64 ``[draft_vocab]``; target id of each draft id; None: the target's vocabulary.
         paths: the shape, at most as deep as there are heads.
         sampling: how to sample the tokens; None: take the likeliest tokens.
+        ops: the torch functions, or operators that do the same.
     """
     if sampling is not None:
         paths = in_draw_order(paths)
-    levels = _children(logits, draft_ids, max(max(path) for path in paths) + 1, sampling)
+    levels = _children(logits, draft_ids, max(max(path) for path in paths) + 1, sampling, ops)
     token_ids = torch.stack([level.token_ids for level in levels], dim=1)
     log_probs = torch.stack([level.log_probs for level in levels], dim=1)
     guesses = _guesses_of(paths, len(levels), logits.device)
@@ -84,17 +84,18 @@ def choose_tree(
     draft_top_k: int,
     min_node_value: float = 0.0,
     sampling: DraftSampling | None = None,
+    ops: GrowthOps = TORCH,
 ) -> Draft:
     """Keep the ``num_nodes`` combinations with the largest product of head probabilities.
 
     Args:
-        root_token_ids, logits, draft_ids, sampling: as in ``fill_tree``.
+        root_token_ids, logits, draft_ids, sampling, ops: as in ``fill_tree``.
         num_nodes: nodes to keep.
         draft_top_k: guesses per head, and nodes extended at each level.
         min_node_value: nodes of a lower value are not kept.
     """
     num_reqs, num_heads, _ = logits.shape
-    levels = _children(logits, draft_ids, draft_top_k, sampling)
+    levels = _children(logits, draft_ids, draft_top_k, sampling, ops)
     pool = new_pool(num_reqs, draft_top_k, num_heads, logits.device)
     expand(pool, None, levels[0].token_ids.unsqueeze(1), levels[0].log_probs.unsqueeze(1))
     for level in levels[1:]:
@@ -102,15 +103,15 @@ def choose_tree(
         beam = next_beam(pool, draft_top_k)
         shape = (num_reqs, beam.shape[1], draft_top_k)
         expand(pool, beam, level.token_ids.unsqueeze(1).expand(shape), level.log_probs.unsqueeze(1).expand(shape))
-    return _with_proposal(rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0], levels)
+    return _with_proposal(ops.rerank_draft(pool, root_token_ids, num_nodes, min_node_value)[0], levels)
 
 
 def _children(
-    logits: torch.Tensor, draft_ids: torch.Tensor | None, count: int, sampling: DraftSampling | None
+    logits: torch.Tensor, draft_ids: torch.Tensor | None, count: int, sampling: DraftSampling | None, ops: GrowthOps
 ) -> list[Children]:
     """Guesses of each head.  All nodes of a level share them; sampling allows that, as a walk visits one node."""
     if sampling is None:
-        children = likeliest(logits.flatten(0, 1), count, draft_ids)
+        children = ops.likeliest(logits.flatten(0, 1), count, draft_ids)
         by_head = (
             values.unflatten(0, logits.shape[:2]).unbind(1) for values in (children.token_ids, children.log_probs)
         )

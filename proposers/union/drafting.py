@@ -12,13 +12,12 @@ import torch
 from vllm_specplug.budget.calibration import sigmoid
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.outcomes import common_requests
-from vllm_specplug.core.pruning import prune, rerank_draft
+from vllm_specplug.kernels.tree_ops import prune, rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
 from vllm_specplug.proposers.union.learning import MergeLearner, ValuedMerge
 from vllm_specplug.proposers.union.merge import DRAFTED, Merged, merge
 from vllm_specplug.proposers.union.options import CHEAP_NODES, UnionOptions
 from vllm_specplug.types import PADDING, Draft
-from vllm_specplug.utils.compiled import compiled
 
 #: Most requests whose records are kept, for callers that never report ended requests.
 MAX_RECORDS = 4096
@@ -63,7 +62,6 @@ class UnionProposer(MergeLearner):
         self._last_draft: _LastDraft | None = None
         #: By request: accepted and expected nodes of each source, ``[num_sources, 2]``, with decay.
         self._records: dict[str, np.ndarray] = {}
-        self._compile()
 
     def propose(self, context: DraftContext) -> Draft:
         """Draft one tree per request from the sources' drafts, without those of sources that fail in this call."""
@@ -97,8 +95,8 @@ class UnionProposer(MergeLearner):
         # A request's nodes are ordered by depth, so that ties go to the shallower node.
         options, pool = self.options, valued.pool
         draft, rows = rerank_draft(pool, context.root_token_ids, options.num_speculative_tokens, options.node_floor)
-        source_bits = _gather(valued.source_bits, np.ascontiguousarray(rows.numpy()))
-        draft = Draft(draft.tree, draft.log_values, self.names, torch.from_numpy(source_bits))
+        source_bits = torch.from_numpy(valued.source_bits).gather(1, rows.clamp(min=0)).masked_fill(rows < 0, 0)
+        draft = Draft(draft.tree, draft.log_values, self.names, source_bits)
         return self._without_costly(draft)
 
     def _without_costly(self, draft: Draft) -> Draft:
@@ -149,10 +147,7 @@ class UnionProposer(MergeLearner):
     def _keep_records(self, last: _LastDraft, nodes: np.ndarray, accepted: np.ndarray) -> None:
         merged = last.valued.merged
         records = self._records_of(last.request_ids)
-        has_outcome = np.zeros(merged.num_reqs, dtype=np.bool_)
-        expected = sigmoid(merged.log_odds)
-        _add_to_records(merged.requests, merged.states, expected, nodes, accepted, records, has_outcome)
-        for request in has_outcome.nonzero()[0].tolist():
+        for request in _add_to_records(merged, sigmoid(merged.log_odds), nodes, accepted, records).tolist():
             self._records[last.request_ids[request]] = records[request].copy()
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
@@ -166,74 +161,34 @@ class UnionProposer(MergeLearner):
                 records[request] = record
         return records
 
-    def _compile(self) -> None:
-        """Compile the loops of drafting and learning: no request should wait for the compiler."""
-        nothing = torch.zeros(0, dtype=torch.int64)
-        context = DraftContext(nothing, torch.zeros((0, 1), dtype=torch.int32), nothing, (), nothing.bool(), 0)
-        self._select(merge([None] * len(self.names), 0), context)
-        self._compare(self._last_draft, context)
-        self._last_draft = None
-
 
 def _expected(drafts: Collection[Draft | None], num_reqs: int) -> torch.Tensor:
     """Return the most accepted tokens that any of the drafts is expected to bring; float32 ``[num_reqs]``."""
     most = np.zeros(num_reqs, dtype=np.float32)
     for draft in drafts:
         if draft is not None:
-            _raise_to_sums(np.ascontiguousarray(draft.log_values.numpy()), most)
+            most = np.maximum(most, np.exp(draft.log_values.numpy()[:, 1:]).sum(axis=1))
     return torch.from_numpy(most)
 
 
-@compiled
-def _raise_to_sums(log_values: np.ndarray, most: np.ndarray) -> None:
-    """Raise float32 ``[num_reqs]`` to the sums of the nodes' values; their logarithms are ``[num_reqs, num_rows]``."""
-    for request in range(len(most)):
-        total = np.float32(0.0)
-        for row in range(1, log_values.shape[1]):
-            total += np.exp(log_values[request, row])
-        most[request] = max(most[request], total)
-
-
-@compiled
-def _gather(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Gather int64 values by column, both ``[num_reqs, ...]``; 0 where the column is negative."""
-    found = np.empty(columns.shape, dtype=np.int64)
-    for request in range(columns.shape[0]):
-        for row in range(columns.shape[1]):
-            column = columns[request, row]
-            found[request, row] = values[request, column] if column >= 0 else 0
-    return found
-
-
-@compiled
 def _add_to_records(
-    requests: np.ndarray,
-    states: np.ndarray,
-    expected: np.ndarray,
-    nodes: np.ndarray,
-    accepted: np.ndarray,
-    records: np.ndarray,
-    has_outcome: np.ndarray,
-) -> None:
+    merged: Merged, expected: np.ndarray, nodes: np.ndarray, accepted: np.ndarray, records: np.ndarray
+) -> np.ndarray:
     """Add outcomes to the records of their requests, after these have decayed.
 
     Args:
-        requests, states: of ``Merged``.
+        merged: all nodes.
         expected: float64 ``[num_sources, num_nodes]``; probabilities of acceptance as each source estimates them.
-        nodes: int64 ``[num_outcomes]``.
+        nodes: int64 ``[num_outcomes]``; each was drafted by a source.
         accepted: bool ``[num_outcomes]``.
-        records: float64 ``[num_reqs, num_sources, 2]``; updated for requests with an outcome of a drafted node.
-        has_outcome: bool ``[num_reqs]``, all false; set to true for these requests.
+        records: float64 ``[num_reqs, num_sources, 2]``; updated for requests with an outcome.
+
+    Returns:
+        int64: these requests.
     """
-    for outcome, node in enumerate(nodes):
-        request = requests[node]
-        for source in range(len(states)):
-            if states[source, node] != DRAFTED:
-                continue
-            if not has_outcome[request]:
-                has_outcome[request] = True
-                for other in range(len(states)):
-                    records[request, other, 0] *= 0.9
-                    records[request, other, 1] *= 0.9
-            records[request, source, 0] += accepted[outcome]
-            records[request, source, 1] += expected[source, node]
+    requests, drafted = merged.requests[nodes], merged.states[:, nodes].T == DRAFTED
+    found = np.unique(requests)
+    records[found] *= 0.9
+    np.add.at(records[..., 0], requests, drafted & accepted[:, None])
+    np.add.at(records[..., 1], requests, np.where(drafted, expected[:, nodes].T, 0.0))
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,6 @@ from vllm_specplug.core.outcomes import find_outcomes
 from vllm_specplug.core.pool import DraftPool
 from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED, Merged
 from vllm_specplug.types import PADDING
-from vllm_specplug.utils.compiled import compiled
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,9 @@ class MergeLearner:
             ratios: float64 ``[num_reqs, num_sources]``; log of each source's accepted over expected nodes.
         """
         patterns = pattern_of(merged)
-        features = _features(merged.requests, merged.depths, merged.states, merged.log_odds, ratios)
+        features = _features(merged, ratios)
         log_odds = self.calibration.log_odds(patterns, features)
-        *pool, bits = _pool(
-            merged.token_ids, merged.parents, merged.depths, merged.states, merged.counts, np.log(sigmoid(log_odds))
-        )
-        pool = DraftPool(*map(torch.from_numpy, pool), size=bits.shape[1])
+        pool, bits = _pool(merged, np.log(sigmoid(log_odds)))
         return ValuedMerge(merged, patterns, features, log_odds, pool, bits)
 
     def learn(
@@ -103,76 +98,52 @@ class MergeLearner:
         return nodes, accepted
 
 
-@compiled
-def _features(
-    requests: np.ndarray, depths: np.ndarray, states: np.ndarray, log_odds: np.ndarray, ratios: np.ndarray
-) -> np.ndarray:
-    """Compute the features of nodes, see ``ValuedMerge``.
-
-    Args:
-        requests, depths, states, log_odds: of ``Merged``.
-        ratios: float64 ``[num_reqs, num_sources]``; log of each source's accepted over expected nodes in the request.
-    """
-    num_sources = len(states)
-    features = np.empty((len(requests), 2 + 2 * num_sources))
-    for node in range(len(requests)):
-        features[node, 0] = 1.0
-        features[node, 1] = math.log2(depths[node])
-        for source in range(num_sources):
-            drafted = states[source, node] == DRAFTED
-            features[node, 2 + source] = log_odds[source, node]
-            features[node, 2 + num_sources + source] = ratios[requests[node], source] if drafted else 0.0
-    return features
+def _features(merged: Merged, ratios: np.ndarray) -> np.ndarray:
+    """Compute the features of nodes, see ``ValuedMerge``; ``ratios`` as in ``MergeLearner.value``."""
+    records = np.where(merged.states.T == DRAFTED, ratios[merged.requests], 0.0)
+    columns = [np.ones(len(records)), np.log2(merged.depths), *merged.log_odds, *records.T]
+    return np.stack(columns, axis=1)
 
 
-@compiled
-def _pool(
-    merged_ids: np.ndarray,
-    merged_parents: np.ndarray,
-    merged_depths: np.ndarray,
-    states: np.ndarray,
-    counts: np.ndarray,
-    edges: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _pool(merged: Merged, edges: np.ndarray) -> tuple[DraftPool, np.ndarray]:
     """Make a pool of all nodes.
 
     Args:
-        merged_ids, merged_parents, merged_depths, states, counts: of ``Merged``.
+        merged: the nodes.
         edges: float64 ``[num_nodes]``; log probability of each node's acceptance, given that its parent is accepted.
 
     Returns:
-        Token ids, parents, log values and depths of a ``DraftPool``, and int64, same shape: bit ``i`` is set where
-        source ``i`` drafted the node.
+        The pool, and int64 of its shape: bit ``i`` is set where source ``i`` drafted the node.
     """
-    num_reqs, width = len(counts), 1
-    for count in counts:
-        width = max(width, count)
-    token_ids, parents = np.empty((num_reqs, width), dtype=np.int64), np.empty((num_reqs, width), dtype=np.int64)
-    depths, bits = np.empty((num_reqs, width), dtype=np.int64), np.empty((num_reqs, width), dtype=np.int64)
-    log_values = np.empty((num_reqs, width), dtype=np.float32)
-    values = np.empty(len(edges))
-    begin = 0
-    for request in range(num_reqs):
-        for column in range(counts[request]):
-            node = begin + column
-            parent = merged_parents[node] - num_reqs  # below 0 for children of the root
-            values[node] = edges[node] if parent < 0 else values[parent] + edges[node]
-            token_ids[request, column] = merged_ids[node]
-            parents[request, column] = PADDING if parent < 0 else parent - begin
-            depths[request, column] = merged_depths[node]
-            log_values[request, column] = values[node]
-            bits[request, column] = 0
-            for source in range(len(states)):
-                if states[source, node] == DRAFTED:
-                    bits[request, column] |= 1 << source
-        for column in range(counts[request], width):
-            token_ids[request, column] = PADDING
-            parents[request, column] = PADDING
-            depths[request, column] = 0
-            log_values[request, column] = -np.inf
-            bits[request, column] = 0
-        begin += counts[request]
-    return token_ids, parents, log_values, depths, bits
+    begins = np.cumsum(merged.counts) - merged.counts
+    first = begins[merged.requests]
+    place = (merged.requests, np.arange(len(first)) - first)
+    parents = merged.parents - merged.num_reqs  # below 0 for children of the root
+    sources = 1 << np.arange(len(merged.states))
+    shape = (merged.num_reqs, int(merged.counts.max(initial=1)))
+
+    def spread(values: np.ndarray, fill: float, dtype: type = np.int64) -> np.ndarray:
+        rows = np.full(shape, fill, dtype=dtype)
+        rows[place] = values
+        return rows
+
+    pool = (
+        spread(merged.token_ids, PADDING),
+        spread(np.where(parents < 0, PADDING, parents - first), PADDING),
+        spread(_along_paths(edges, parents, merged.depths), -np.inf, np.float32),
+        spread(merged.depths, 0),
+    )
+    bits = spread(sources @ (merged.states == DRAFTED), 0)
+    return DraftPool(*map(torch.from_numpy, pool), size=shape[1]), bits
+
+
+def _along_paths(edges: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> np.ndarray:
+    """Add up ``edges`` from the root to each node, float64 ``[num_nodes]``; a parent below 0 is the root."""
+    values = edges.copy()
+    for depth in range(2, depths.max(initial=0) + 1):
+        nodes = np.flatnonzero(depths == depth)
+        values[nodes] += values[parents[nodes]]
+    return values
 
 
 def pattern_of(merged: Merged) -> np.ndarray:

@@ -15,7 +15,6 @@ from vllm_specplug.budget import cost_files
 from vllm_specplug.budget.arms import PLAIN
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.v1 import budgeting
-from vllm_specplug.hosts.v1 import runner as v1_runner
 from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 
@@ -126,14 +125,6 @@ def test_identity_while_drafting_goes_on_and_off(start, checkpoints, prompts, pl
     ran = toggled(budget_of(llm))
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert len(set(ran)) == 2 and accepted(verified) > (5 if drafter == "eagle3" else 100)
-
-
-def test_loops_are_compiled_when_the_engine_starts(start, checkpoints, monkeypatch):
-    called = []
-    for module in (budgeting, v1_runner):
-        monkeypatch.setattr(module, "compile_loops", lambda module=module: called.append(module.__name__))
-    start(eagle(checkpoints, num_speculative_tokens=7))
-    assert called == [v1_runner.__name__, budgeting.__name__]
 
 
 def test_identity_of_a_union_whose_drafter_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified):

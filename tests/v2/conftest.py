@@ -48,7 +48,6 @@ from tests.hosts.conftest import (  # noqa: F401
     runner_of,
     token_ids,
 )
-from vllm_specplug.core.loops import arrays
 
 #: With logprobs: an error in the key/value shows there long before it changes a token.
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -80,13 +79,6 @@ def host_without_its_top_k_kernel():
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def torch_operations():
-    """What a device would run: the loops for trees in the host's memory stay unused."""
-    with arrays.torch_operations():
         yield
 
 

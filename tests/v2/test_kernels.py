@@ -14,7 +14,6 @@ from tests.doubles.reference_step import walk_tokens
 from tests.unit.kernels.test_tree_attention import TOLERANCE
 from tests.unit.kernels.test_tree_attention import exact as exact_with
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
-from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
 from vllm_specplug.kernels import triton_tree_attention
@@ -350,8 +349,7 @@ def test_walk_and_moves(seed):
         reference_moves(cache, plan_step(expected, offsets[:-1], int(offsets[-1])), slot_mapping)
     moved = [cache.clone().to(DEVICE) for cache in caches]
     walk = Walk(output, path, num_emitted)
-    with torch_operations():
-        planned = plan_step(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
+    planned = plan_step(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
     plan = plan_by_kernel(walk, offsets[:-1].to(DEVICE, torch.int32), int(offsets[-1]))
     assert all(torch.equal(*pair) for pair in zip(vars(plan).values(), vars(planned).values(), strict=True))
     move_rows(cache_pointers(moved), moved[0], slot_mapping.to(DEVICE), plan.source_rows, plan.target_rows)
@@ -366,8 +364,7 @@ def test_plan_of_a_mixed_step(num_flat_rows):
     path = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, -1, -1], [0, -1, -1, -1]]).to(DEVICE)
     walk = Walk(path, path, torch.tensor([3, 1, 2, 0]).to(DEVICE, torch.int32))
     starts = torch.tensor([2, 9, 16, 21]).to(DEVICE, torch.int32)
-    with torch_operations():
-        expected = plan_step(walk, starts, num_flat_rows)
+    expected = plan_step(walk, starts, num_flat_rows)
     found = plan_by_kernel(walk, starts, num_flat_rows)
     assert all(torch.equal(*pair) for pair in zip(vars(found).values(), vars(expected).values(), strict=True))
 

@@ -15,7 +15,6 @@ from tests.doubles.forked import answer_in_new_process, needs_two_cores
 from tests.hosts.conftest import ENGINE as HOSTS_ENGINE
 from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
 from tests.v2.conftest import ENGINE
-from vllm_specplug.core.loops import arrays
 
 #: The last request has neither a seed nor temperature 0.
 PARAMS = [
@@ -48,20 +47,19 @@ def program(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Answer twice in two ranks, and a third time while the second rank drafts other tokens."""
     # As in conftest.py.
     topk_topp_sampler.HAS_TRITON = False
-    with arrays.torch_operations():
-        llm = LLM(model, **HOSTS_ENGINE | options)
-        round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
-        if round_budget:
-            turns = itertools.cycle((7, 0, 7, 7))
-            round_budget.plan = lambda _: next(turns)
-        results, tau = [], 1.0
-        for number in range(3):
-            if number == 2:
-                tau = acceptance_length(llm)
-                llm.collective_rpc(spoil)
-                llm.reset_prefix_cache()
-            outputs = llm.generate(make_prompts(4, longest=40), PARAMS, use_tqdm=False)
-            results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
+    llm = LLM(model, **HOSTS_ENGINE | options)
+    round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
+    if round_budget:
+        turns = itertools.cycle((7, 0, 7, 7))
+        round_budget.plan = lambda _: next(turns)
+    results, tau = [], 1.0
+    for number in range(3):
+        if number == 2:
+            tau = acceptance_length(llm)
+            llm.collective_rpc(spoil)
+            llm.reset_prefix_cache()
+        outputs = llm.generate(make_prompts(4, longest=40), PARAMS, use_tqdm=False)
+        results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
     return {"results": results, "tau": tau}
 
 

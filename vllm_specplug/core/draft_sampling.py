@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.core.loops import pool as pool_loops
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.core.noise import gumbel_noise
 from vllm_specplug.core.pool import NEVER
 
@@ -133,10 +131,7 @@ def likeliest(logits: torch.Tensor, draft_top_k: int, draft_ids: torch.Tensor | 
     """Choose the likeliest tokens (temperature 0); arguments as in ``DraftSampling.children``."""
     # One fused pass; logsumexp of a converted copy takes several times as long on a CPU.
     log_probs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    if logits.dim() == 2 and draft_top_k <= logits.shape[1] and is_cpu_without_autograd(logits):
-        log_probs, ids = pool_loops.largest(log_probs, draft_top_k)
-    else:
-        log_probs, ids = log_probs.topk(draft_top_k, dim=-1)
+    log_probs, ids = log_probs.topk(draft_top_k, dim=-1)
     return Children(ids if draft_ids is None else draft_ids[ids], log_probs)
 
 

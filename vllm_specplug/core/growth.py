@@ -12,8 +12,7 @@ from functools import partial
 
 import torch
 
-from vllm_specplug.core.loops import pool as pool_loops
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
+from vllm_specplug.core.draft_sampling import Children, likeliest
 from vllm_specplug.core.pool import NEVER, Beam, DraftPool, new_pool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.types import Draft
@@ -102,8 +101,6 @@ def grow_level(
     Returns:
         None where the growth ends: the pool is full, or no deeper node could be kept.
     """
-    if not static and is_cpu_without_autograd(pool.log_values, token_ids, log_probs):
-        return pool_loops.grow_level(pool, beam, token_ids, log_probs, num_nodes)
     num_reqs, top_k = pool.token_ids.shape[0], token_ids.shape[1]
     device, shape = token_ids.device, (num_reqs, -1, top_k)
     expand(pool, None if beam is None else beam.nodes, token_ids.view(shape), log_probs.view(shape))
@@ -135,12 +132,14 @@ class GrowthOps:
         grow_level: see ``grow_level``.
         rerank_draft: see ``pruning.rerank_draft``.
         static: whether all levels are drafted, so that no value is read back.
+        likeliest: see ``draft_sampling.likeliest``.
     """
 
     new_pool: Callable[[int, int, int, torch.device], DraftPool]
     grow_level: Callable[[DraftPool, Beam | None, torch.Tensor, torch.Tensor, int], Beam | None]
     rerank_draft: Callable[[DraftPool, torch.Tensor, int, float], tuple[Draft, torch.Tensor]]
     static: bool
+    likeliest: Callable[[torch.Tensor, int, torch.Tensor | None], Children] = likeliest
 
 
 #: They end a growth early where they may look at values: on a CPU.

@@ -10,9 +10,10 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import torch
 
+from vllm_specplug.core.pool import NEVER
+from vllm_specplug.core.tree import padded_tree, valid_rows
 from vllm_specplug.proposer import DraftContext, as_draft
 from vllm_specplug.types import PADDING, Draft, TokenTree
-from vllm_specplug.utils.compiled import compiled
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -86,24 +87,15 @@ def check_draft(draft: Draft, context: DraftContext, num_nodes: int | None) -> D
         raise ValueError(_message(NUM_ROWS, width, context))
     if not integers:
         raise ValueError("token_ids, parents, depths and num_rows must be integers")
-    error, *checked = _checked(
-        *(np.ascontiguousarray(values, np.int64) for values in arrays),
-        np.ascontiguousarray(log_values),
-        np.ascontiguousarray(context.root_token_ids.numpy(), np.int64),
-        np.ascontiguousarray(context.wanted.numpy(), np.bool_),
-        width if num_nodes is None else num_nodes + 1,
-        int(context.vocab_size),
-    )
-    if error:
+    if error := _first_error(*arrays, log_values, int(context.vocab_size)):
         raise ValueError(_message(error, width, context))
-    *rows, log_values = map(torch.from_numpy, checked)
-    tree = TokenTree(*rows)
+    tree, log_values = _kept_rows(arrays, log_values, context, width if num_nodes is None else num_nodes + 1)
     bits = None if draft.source_bits is None else draft.source_bits.masked_fill(tree.parents == PADDING, 0)
     return replace(draft, tree=tree, log_values=log_values, source_bits=bits)
 
 
 #: Errors of a draft, the first of which is reported.
-NUM_ROWS, TOKEN_IDS, PARENTS, DEPTHS, LOG_VALUES, NO_ERROR = 1, 2, 3, 4, 5, 6
+NUM_ROWS, TOKEN_IDS, PARENTS, DEPTHS, LOG_VALUES = 1, 2, 3, 4, 5
 
 
 def _message(error: int, width: int, context: DraftContext) -> str:
@@ -116,61 +108,46 @@ def _message(error: int, width: int, context: DraftContext) -> str:
     }[error]
 
 
-@compiled
-def _checked(
+def _first_error(
     token_ids: np.ndarray,
     parents: np.ndarray,
     depths: np.ndarray,
     num_rows: np.ndarray,
     log_values: np.ndarray,
-    root_token_ids: np.ndarray,
-    wanted: np.ndarray,
-    max_rows: int,
     vocab_size: int,
-) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Find the first error of a draft; set the roots of copies, and turn the rows that are not kept into padding.
+) -> int:
+    """Find the first error of a draft, 0 if there is none; all values may be any numbers.
 
     Args:
-        token_ids, parents, depths: int64 ``[num_reqs, width]``; any numbers.
-        num_rows: int64 ``[num_reqs]``; any numbers.
-        log_values: float32 ``[num_reqs, width]``; any numbers.
-        root_token_ids: int64 ``[num_reqs]``.
-        wanted: bool ``[num_reqs]``; where false only the root is kept.
-        max_rows: rows to keep, at least 1.
+        token_ids, parents, depths: integers ``[num_reqs, width]``.
+        num_rows: integers ``[num_reqs]``.
+        log_values: float32 ``[num_reqs, width]``.
         vocab_size: token ids must be below.
-
-    Returns:
-        The error, 0 if there is none, and copies of the first five arguments, which are useless with an error.
     """
-    num_reqs, width = token_ids.shape
-    new_ids, new_parents = np.full((num_reqs, width), PADDING, np.int64), np.full((num_reqs, width), PADDING, np.int64)
-    new_depths = np.zeros((num_reqs, width), np.int64)
-    new_values = np.full((num_reqs, width), np.float32(-np.inf), np.float32)
-    kept = np.ones(num_reqs, np.int64)
-    error = NO_ERROR
-    for request in range(num_reqs):
-        if not 1 <= num_rows[request] <= width:
-            return NUM_ROWS, new_ids, new_parents, new_depths, kept, new_values
-    for request in range(num_reqs):
-        if depths[request, 0] != 0:
-            error = min(error, DEPTHS)
-        if log_values[request, 0] != 0:  # NaN, too
-            error = min(error, LOG_VALUES)
-        new_ids[request, 0], new_values[request, 0] = root_token_ids[request], 0.0
-        if wanted[request]:
-            kept[request] = min(num_rows[request], max_rows)
-        for row in range(1, num_rows[request]):
-            if not 0 <= token_ids[request, row] < vocab_size:
-                error = min(error, TOKEN_IDS)
-            parent = parents[request, row]
-            if not 0 <= parent < row:
-                error = min(error, PARENTS)
-                continue
-            if depths[request, row] != depths[request, parent] + 1:
-                error = min(error, DEPTHS)
-            if not log_values[request, row] <= log_values[request, parent]:  # false for NaN
-                error = min(error, LOG_VALUES)
-            if row < kept[request]:
-                new_ids[request, row], new_parents[request, row] = token_ids[request, row], parent
-                new_depths[request, row], new_values[request, row] = depths[request, row], log_values[request, row]
-    return 0 if error == NO_ERROR else error, new_ids, new_parents, new_depths, kept, new_values
+    width = token_ids.shape[1]
+    if ((num_rows < 1) | (num_rows > width)).any():
+        return NUM_ROWS
+    rows = np.arange(width)
+    is_node = (rows > 0) & (rows < num_rows[:, None])
+    if (is_node & ((token_ids < 0) | (token_ids >= vocab_size))).any():
+        return TOKEN_IDS
+    if (is_node & ((parents < 0) | (parents >= rows))).any():
+        return PARENTS
+    above = np.where(is_node, parents, 0).astype(np.int64)
+    if depths[:, 0].any() or (is_node & (depths != np.take_along_axis(depths, above, 1) + 1)).any():
+        return DEPTHS
+    falls = log_values <= np.take_along_axis(log_values, above, 1)  # false for NaN
+    if (log_values[:, 0] != 0).any() or (is_node & ~falls).any():
+        return LOG_VALUES
+    return 0
+
+
+def _kept_rows(
+    arrays: list[np.ndarray], log_values: np.ndarray, context: DraftContext, max_rows: int
+) -> tuple[TokenTree, torch.Tensor]:
+    """Copy a draft without errors: roots set; of requests that are not wanted only the root kept, else ``max_rows``."""
+    token_ids, parents, depths, num_rows = (torch.from_numpy(values.astype(np.int64)) for values in arrays)
+    kept = num_rows.clamp(max=max_rows).where(context.wanted, 1)
+    token_ids[:, 0], parents[:, 0] = context.root_token_ids, PADDING
+    tree = padded_tree(token_ids, parents, depths, kept)
+    return tree, torch.from_numpy(log_values).masked_fill(~valid_rows(kept, token_ids.shape[1]), NEVER)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.core.loops import rows as row_loops
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.core.tree import valid_rows
 from vllm_specplug.types import TokenTree, TreeLayout
 
@@ -25,10 +23,6 @@ def lay_out(tree: TokenTree, context_lens: torch.Tensor, max_depth: int | None =
         context_lens: int ``[num_reqs]``; committed tokens (the root excluded), i.e. the root's position.
         max_depth: a depth that no tree exceeds; a small one saves work; by default ``num_nodes``.
     """
-    if is_cpu_without_autograd(tree.parents, context_lens):
-        layout = row_loops.lay_out(tree, context_lens)
-        if layout is not None:
-            return layout
     positions = context_lens.long().unsqueeze(1) + tree.depths
     return TreeLayout(positions=positions, mask=ancestor_mask(tree, max_depth))
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_specplug.utils.compiled import compiled
-
 
 def common_requests(request_ids: Sequence[str], others: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the requests that two batches share, int64 ``[n]`` each, in the order of the first."""
@@ -24,7 +22,6 @@ def common_requests(request_ids: Sequence[str], others: Sequence[str]) -> tuple[
     return np.array(shared, dtype=np.int64), np.array(found, dtype=np.int64)
 
 
-@compiled
 def find_outcomes(
     pool: tuple[np.ndarray, np.ndarray, np.ndarray],
     pool_rows: np.ndarray,
@@ -50,20 +47,15 @@ def find_outcomes(
         By request and column, for each node with an outcome: int64 its number (that of column 0 plus its column), int64
         the request's index, bool whether the target chose its token.
     """
-    node_ids, parents, depths = pool
-    width = node_ids.shape[1]
-    nodes, owners = np.empty(len(pool_rows) * width, dtype=np.int64), np.empty(len(pool_rows) * width, dtype=np.int64)
-    accepted = np.empty(len(nodes), dtype=np.bool_)
-    right = np.empty(width, dtype=np.bool_)
-    count = 0
-    for owner, row in enumerate(pool_rows):
-        num_known = ends[owner] - starts[owner]
-        for column in range(width):
-            depth, parent = depths[row, column], parents[row, column]
-            right[column] = False
-            if depth < 1 or depth > num_known or (parent >= 0 and not right[parent]):
-                continue
-            right[column] = token_ids[token_rows[owner], starts[owner] + depth - 1] == node_ids[row, column]
-            nodes[count], owners[count], accepted[count] = first_nodes[owner] + column, owner, right[column]
-            count += 1
-    return nodes[:count], owners[:count], accepted[:count]
+    node_ids, parents, depths = (values[pool_rows] for values in pool)
+    num_known = (ends - starts)[:, None]
+    is_known = (depths >= 1) & (depths <= num_known)
+    places = np.where(is_known, starts[:, None] + depths - 1, 0)
+    is_right = is_known & (token_ids[token_rows[:, None], places] == node_ids)
+    is_reached = is_known & (parents < 0)  # all ancestors are right
+    for depth in range(2, num_known.max(initial=0) + 1):
+        owners, columns = np.nonzero(is_known & (depths == depth) & (parents >= 0))
+        above = parents[owners, columns]
+        is_reached[owners, columns] = is_reached[owners, above] & is_right[owners, above]
+    owners, columns = np.nonzero(is_reached)
+    return first_nodes[owners] + columns, owners, is_right[owners, columns]

@@ -8,9 +8,6 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import pad
 
-from vllm_specplug.core.loops import pool as pool_loops
-from vllm_specplug.core.loops import rows as row_loops
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.tree import padded_tree, valid_rows
 from vllm_specplug.types import PADDING, Draft, TokenTree
@@ -34,10 +31,6 @@ def rerank_draft(
         Trees of ``num_nodes + 1`` rows with the values of their nodes, and int64 ``[num_reqs, num_nodes + 1]``: the
         pool index of each row, ``PADDING`` for the root and padding rows.
     """
-    if is_cpu_without_autograd(pool.log_values, pool.token_ids, root_token_ids):
-        found = pool_loops.rerank(pool, root_token_ids, num_nodes, min_node_value)
-        if found is not None:
-            return found
     values, order = pool.log_values[:, : pool.size].sort(dim=1, descending=True, stable=True)
     floor = math.log(min_node_value) if min_node_value > 0 else NEVER
     unusable = (values[:, :num_nodes] == NEVER) | (values[:, :num_nodes] < floor)
@@ -90,10 +83,6 @@ def prune(draft: Draft, keep: torch.Tensor) -> Draft:
             roots and padding rows.
     """
     tree = draft.tree
-    if is_cpu_without_autograd(tree.parents, draft.log_values, keep):
-        found = row_loops.prune(draft, keep)
-        if found is not None:
-            return found
     keep = keep & valid_rows(tree.num_rows, keep.shape[1])
     keep[:, 0] = True
     num_rows = keep.sum(dim=1)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.types import PADDING, Proposal, TokenTree
 
 #: ``target_probs(rows [num_reqs]) -> float32 [num_reqs, vocab]``: the target's next-token distribution at a row of each
@@ -48,7 +47,7 @@ def accept_rejection(
     num_reqs = len(active)
     token_ids = tree.token_ids.new_full((num_reqs, max_depth), PADDING)
     rows = torch.zeros_like(tree.num_rows)
-    sync_is_cheap = is_cpu_without_autograd(rows)
+    sync_is_cheap = rows.is_cpu
     for depth in range(max_depth):
         if sync_is_cheap and not active.any():
             break

@@ -1,7 +1,7 @@
 """Options of single requests: ``extra_args`` offline, ``vllm_xargs`` over HTTP.
 
 vLLM's front-end process checks its requests here and drafts nothing.  This module therefore imports no tree code, which
-would load numba and LLVM there (about 80 MiB).
+would load more than the front end needs.
 """
 
 from __future__ import annotations

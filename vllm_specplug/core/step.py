@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_specplug.core.loops import rows as row_loops
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.types import PADDING, Walk
 
 
@@ -82,8 +80,6 @@ def after_forward(
 
 def plan_step(walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
     """Turn a walk into everything that follows from it, without reading values back from a device."""
-    if is_cpu_without_autograd(walk.path_rows, walk.num_emitted, row_start):
-        return StepPlan(*row_loops.plan_step(walk, row_start, num_flat_rows))
     depths, first = torch.arange(walk.path_rows.shape[1], device=row_start.device), row_start.long().unsqueeze(1)
     accepted = (depths == 0) | (depths < walk.num_emitted.unsqueeze(1))
     sources, targets = (torch.where(accepted, first + rows, PADDING) for rows in (walk.path_rows, depths))

@@ -9,8 +9,6 @@ from functools import lru_cache
 
 import torch
 
-from vllm_specplug.core.loops import rows as row_loops
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
 from vllm_specplug.types import PADDING, TokenTree
 
 
@@ -72,10 +70,6 @@ def from_flat(token_ids: torch.Tensor, parents: torch.Tensor, num_rows: torch.Te
         parents: int ``[num_reqs, num_rows]``; row of the parent; ignored for the root.
         num_rows: int ``[num_reqs]``; valid rows.
     """
-    if is_cpu_without_autograd(token_ids, parents, num_rows):
-        tree = row_loops.from_flat(token_ids, parents, num_rows)
-        if tree is not None:
-            return tree
     parents = parents.long().clone()
     parents[:, 0] = PADDING
     parents = parents.masked_fill(~valid_rows(num_rows, parents.shape[1]), PADDING)
@@ -91,10 +85,6 @@ def depths_from_parents(parents: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[num_reqs, num_rows]``; 0 for the root and padding rows.
     """
-    if is_cpu_without_autograd(parents):
-        counted = row_loops.depths_from_parents(parents)
-        if counted is not None:
-            return counted
     depths = (parents >= 0).long()
     ancestor = parents.clamp(min=0)  # the root is its own ancestor, at distance 0
     for _ in range((parents.shape[1] - 1).bit_length()):  # each pass doubles the distance covered

@@ -12,14 +12,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 logger = logging.getLogger("vllm_specplug")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -34,7 +38,8 @@ def operators() -> Any:
     except Exception as error:  # compiler, linker and file system errors have many types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
-            "tree attention is slow: torch computes it, because the C++ operators could not be built (%s)", reason
+            "drafting and tree attention are slow: the C++ operators could not be built (%s), torch runs instead",
+            reason,
         )
         return None
     logger.info("tree attention: C++ op %s", ops.tree_attention.default)
@@ -50,6 +55,33 @@ def build_beside() -> None:
         code = f"from {__name__} import operators; operators()"
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **quiet)
+
+
+def where_built(reference: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorate a function that takes the operators first; ``reference`` runs where they cannot be built."""
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if (ops := operators()) is None:
+                return reference(*args, **kwargs)
+            return function(ops, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def call(name: str, *args: Any) -> Any:
+    """Call an operator with NumPy arrays in place of tensors, in its result too.
+
+    Raises:
+        RuntimeError: the operators cannot be built.
+    """
+    if (ops := operators()) is None:
+        raise RuntimeError("lookup and union need the C++ operators, which could not be built")
+    found = getattr(ops, name).default(*[torch.from_numpy(arg) if isinstance(arg, np.ndarray) else arg for arg in args])
+    return None if found is None else [tensor.numpy() for tensor in found]
 
 
 def _load() -> Any:

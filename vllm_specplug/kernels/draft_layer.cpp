@@ -46,9 +46,6 @@ struct DraftLinear : torch::CustomClassHolder {
 
 using Linear = c10::intrusive_ptr<DraftLinear>;
 
-// token_ids, parents, depths, num_rows and log_values (types.py).
-using Trees = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
 // x [n][size] times the factor that makes its mean square 1, and times `weight`.
 template <typename T>
 at::Tensor normalised(const at::Tensor& x, const at::Tensor& weight, float epsilon) {
@@ -166,7 +163,7 @@ struct DraftLayer : torch::CustomClassHolder {
     return level_of_rows(number, token_ids, features.flatten(0, 1), nullptr, mask, capacity);
   }
 
-  // Returns the parts of `Trees`, and of each level behind the first one the sum of the values of its beam, and the seconds.
+  // Returns the trees with their values, and of each level behind the first one the sum of the values of its beam, and the seconds.
   std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::vector<double>, std::vector<double>> grow(
       const at::Tensor& root_token_ids, const at::Tensor& root, const Linear& head, const std::optional<at::Tensor>& ids,
       const std::optional<at::Tensor>& extra_rows, const std::optional<at::Tensor>& other_requests, int64_t num_nodes,
@@ -174,76 +171,39 @@ struct DraftLayer : torch::CustomClassHolder {
     const int64_t num_reqs = root_token_ids.numel();
     TORCH_CHECK(root_token_ids.scalar_type() == at::kLong && root.size(0) == num_reqs && num_reqs > 0,
                 "draft_layer: root_token_ids must be int64, with a row of features for each");
-    std::vector<GrowingTree> trees(num_reqs);
+    const int64_t max_levels = level_floors.size() + 1;
+    const specplug::DraftPool pool(num_reqs, top_k + (max_levels - 1) * top_k * top_k);
+    specplug::Beam beam;
     std::vector<double> beams, seconds;
     at::Tensor features = root;
-    for (size_t number = 0;; ++number) {
+    int64_t size = 0;
+    for (int64_t number = 0;; ++number) {
       const auto begin = std::chrono::steady_clock::now();
-      if (number > 0) features = next_level(number - 1, trees, features, features.size(0) / num_reqs, capacity);
-      std::optional<at::Tensor> extra;
+      if (number > 0) features = next_level(number - 1, beam, features, capacity);
+      std::optional<at::Tensor> extra, read, mask;
       if (extra_rows) extra = specplug::extra_logits(features, *extra_rows, other_requests);
       const auto [token_ids, log_probs] = specplug::likeliest((*head)(features), top_k, ids, extra);
-      const int64_t num_children = token_ids.numel() / num_reqs;
-      bool grows = false;
-      for (int64_t r = 0; r < num_reqs; ++r) {
-        trees[r].append(data<int64_t>(token_ids) + r * num_children, data<float>(log_probs) + r * num_children, top_k);
-        grows |= trees[r].can_grow(num_nodes);
-      }
+      if (number > 0) read = std::get<0>(beam), mask = std::get<4>(beam);
+      beam = specplug::grow_level(pool, size, number + 1, read, mask, token_ids, log_probs, num_nodes);
+      size += token_ids.numel() / num_reqs;
       if (number > 0) seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-      if (!grows || number == level_floors.size()) break;
-      double beam = 0;
-      for (GrowingTree& tree : trees) {
-        tree.pick_beam(top_k);
-        for (const int64_t node : tree.beam) beam += std::exp(tree.log_values[node]);
-      }
-      if (beam < level_floors[number]) break;
-      beams.push_back(beam);
+      const at::Tensor values = std::get<2>(beam);
+      if (values.numel() == 0) break;
+      double sum = 0;
+      for (int64_t i = 0; i < values.numel(); ++i) sum += std::exp(data<float>(values)[i]);
+      if (sum < level_floors[number]) break;
+      beams.push_back(sum);
     }
-    return std::tuple_cat(best_trees(trees, root_token_ids, num_nodes, min_log_value), std::make_tuple(beams, seconds));
+    const auto [token_ids, parents, depths, num_rows, log_values, indices] =
+        specplug::rerank_draft(pool, size, root_token_ids, num_nodes, min_log_value);
+    return {token_ids, parents, depths, num_rows, log_values, beams, seconds};
   }
 
  private:
-  // Runs the drafter over the beams; `features` are those of the level before, `num_read` rows of each request.
-  at::Tensor next_level(int64_t number, const std::vector<GrowingTree>& trees, const at::Tensor& features, int64_t num_read,
-                        int64_t capacity) {
-    const int64_t num_reqs = trees.size(), width = trees[0].beam.size(), num_seen = (number + 1) * width;
-    const at::Tensor token_ids = at::empty({num_reqs, width}, at::kLong), rows = at::empty({num_reqs * width}, at::kLong);
-    const at::Tensor mask = at::empty({num_reqs, width, num_seen}, at::kBool);
-    for (int64_t r = 0; r < num_reqs; ++r) {
-      for (int64_t i = 0; i < width; ++i) {
-        const int64_t row = r * width + i;
-        data<int64_t>(token_ids)[row] = trees[r].token_ids[trees[r].beam[i]];
-        data<int64_t>(rows)[row] = r * num_read + trees[r].sources[i];
-        std::copy_n(trees[r].sees[i].begin(), num_seen, data<bool>(mask) + row * num_seen);
-      }
-    }
-    return level_of_rows(number, token_ids, features, data<int64_t>(rows), mask, capacity).flatten(0, 1);
-  }
-
-  // Keeps the best nodes of each tree, in the order of drafting (rerank_draft in core/pruning.py).
-  static Trees best_trees(const std::vector<GrowingTree>& trees, const at::Tensor& root_token_ids, int64_t num_nodes,
-                          float floor) {
-    const int64_t num_reqs = trees.size(), width = num_nodes + 1;
-    const at::Tensor token_ids = root_token_ids.new_full({num_reqs, width}, -1), parents = token_ids.clone();
-    const at::Tensor depths = token_ids.new_zeros({num_reqs, width}), num_rows = token_ids.new_empty({num_reqs});
-    const at::Tensor log_values = token_ids.new_full({num_reqs, width}, kNever, at::kFloat);
-    for (int64_t r = 0; r < num_reqs; ++r) {
-      const GrowingTree& tree = trees[r];
-      const auto kept = best_indices(tree.log_values.data(), tree.log_values.size(), num_nodes, floor);
-      std::vector<int64_t> row_of(tree.token_ids.size());
-      int64_t row = r * width;
-      data<int64_t>(token_ids)[row] = root_token_ids.const_data_ptr<int64_t>()[r];
-      data<float>(log_values)[row] = 0;
-      for (const int64_t node : kept) {
-        row_of[node] = ++row - r * width;
-        data<int64_t>(token_ids)[row] = tree.token_ids[node];
-        data<int64_t>(parents)[row] = tree.parents[node] < 0 ? 0 : row_of[tree.parents[node]]; // its value is no lower
-        data<int64_t>(depths)[row] = tree.depths[node];
-        data<float>(log_values)[row] = tree.log_values[node];
-      }
-      data<int64_t>(num_rows)[r] = kept.size() + 1;
-    }
-    return {token_ids, parents, depths, num_rows, log_values};
+  // Runs the drafter over the nodes of a beam; `features` are those of the level before.
+  at::Tensor next_level(int64_t number, const specplug::Beam& beam, const at::Tensor& features, int64_t capacity) {
+    const auto& [nodes, token_ids, values, sources, mask] = beam;
+    return level_of_rows(number, token_ids, features, data<int64_t>(sources), mask, capacity).flatten(0, 1);
   }
 
   // Runs a level; `rows` are the nodes' rows of features; null: one for each, in their order.

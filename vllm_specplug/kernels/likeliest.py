@@ -5,17 +5,29 @@ Its reference is ``core.draft_sampling.likeliest``, which runs where the operato
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.draft_sampling import Children
-from vllm_specplug.core.loops.arrays import is_cpu_without_autograd
-from vllm_specplug.kernels.cpu_ops import operators
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from vllm_specplug.kernels.cpu_ops import where_built
 
 
+def _reference(
+    logits: torch.Tensor,
+    draft_top_k: int,
+    draft_ids: torch.Tensor | None = None,
+    extra: torch.Tensor | None = None,
+) -> Children:
+    if extra is not None:
+        logits = torch.cat((logits, extra), dim=1)
+    return draft_sampling.likeliest(logits, draft_top_k, draft_ids)
+
+
+@where_built(_reference)
 def likeliest(
+    ops: Any,
     logits: torch.Tensor,
     draft_top_k: int,
     draft_ids: torch.Tensor | None = None,
@@ -33,8 +45,4 @@ def likeliest(
     Returns:
         Their ids and log probabilities; the latter are NaN in a row where ``log_softmax`` gives NaN.
     """
-    if logits.dtype in _DTYPES and is_cpu_without_autograd(logits) and (ops := operators()) is not None:
-        return Children(*ops.likeliest.default(logits, draft_top_k, draft_ids, extra))
-    if extra is not None:
-        logits = torch.cat((logits, extra), dim=1)
-    return draft_sampling.likeliest(logits, draft_top_k, draft_ids)
+    return Children(*ops.likeliest.default(logits, draft_top_k, draft_ids, extra))

@@ -3,6 +3,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include "draft_growth.h"
 #include "operators.h"
 
 void specplug::onednn_product(const at::Tensor& output, const at::Tensor& x, const std::optional<at::Tensor>& bias,
@@ -28,6 +29,24 @@ at::Tensor row_linear_meta(const at::Tensor& x, const at::Tensor&, const std::op
   return x.new_empty_symint(sizes);
 }
 
+// Growth over the tensors of a pool:
+
+using Optional = std::optional<at::Tensor>;
+
+specplug::Beam grow_level(const at::Tensor& token_ids, const at::Tensor& parents, const at::Tensor& log_values,
+                          const at::Tensor& depths, int64_t start, int64_t level, const Optional& beam, const Optional& mask,
+                          const at::Tensor& child_ids, const at::Tensor& log_probs, int64_t num_nodes) {
+  const specplug::DraftPool pool(token_ids, parents, log_values, depths);
+  return specplug::grow_level(pool, start, level, beam, mask, child_ids, log_probs, num_nodes);
+}
+
+specplug::RankedTrees rerank_draft(const at::Tensor& token_ids, const at::Tensor& parents, const at::Tensor& log_values,
+                                   const at::Tensor& depths, int64_t size, const at::Tensor& root_token_ids, int64_t num_nodes,
+                                   double floor) {
+  const specplug::DraftPool pool(token_ids.contiguous(), parents.contiguous(), log_values.contiguous(), depths.contiguous());
+  return specplug::rerank_draft(pool, size, root_token_ids, num_nodes, floor);
+}
+
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
@@ -41,6 +60,55 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.impl("byte_linear", meta, &byte_linear_meta);
 
   m.def("extra_logits(Tensor hidden, Tensor rows, Tensor? other_requests) -> Tensor", &extra_logits);
+
+  m.def(
+      "grow_level(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) log_values, Tensor(d!) depths, int start, int level, "
+      "Tensor? beam, Tensor? mask, Tensor child_ids, Tensor log_probs, int num_nodes) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      &::grow_level);
+  m.def(
+      "rerank_draft(Tensor token_ids, Tensor parents, Tensor log_values, Tensor depths, int size, Tensor root_token_ids, "
+      "int num_nodes, float floor) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      &::rerank_draft);
+  m.def("from_flat(Tensor token_ids, Tensor parents, Tensor num_rows) -> (Tensor, Tensor, Tensor)", &from_flat);
+  m.def(
+      "prune(Tensor token_ids, Tensor parents, Tensor depths, Tensor num_rows, Tensor log_values, Tensor keep) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      &prune);
+  m.def("lay_out(Tensor parents, Tensor depths, Tensor num_rows, Tensor context_lens) -> (Tensor, Tensor)", &lay_out);
+  m.def(
+      "plan_step(Tensor path_rows, Tensor num_emitted, Tensor row_start, int num_flat_rows) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      &plan_step);
+
+  m.def(
+      "lookup_store(Tensor(a!) store, Tensor(b!) lens, Tensor(c!) linked, Tensor slots, int slot_len, Tensor token_ids, "
+      "Tensor requests, Tensor num_tokens) -> (Tensor, Tensor)",
+      &lookup_store);
+  m.def(
+      "lookup_link(Tensor(a!) heads, Tensor(b!) previous, int shift, int heads_per_slot, int n, Tensor tokens, Tensor spans) "
+      "-> ()",
+      &lookup_link);
+  m.def(
+      "lookup_follow(Tensor heads, Tensor previous, int shift, int heads_per_slot, int n, Tensor tokens, Tensor suffixes, "
+      "Tensor slots, int count) -> (Tensor, Tensor)",
+      &lookup_follow);
+  m.def(
+      "lookup_best(Tensor positions, Tensor lengths, int num_own, Tensor tokens, Tensor ends, Tensor traffic, int cursor, "
+      "int long_anchor, int min_match, int max_match, int count, int depth) -> (Tensor, Tensor, Tensor, Tensor)",
+      &lookup_best);
+  m.def(
+      "lookup_prefix_tree(Tensor continuations, Tensor lengths, Tensor ages, Tensor own, Tensor request_features) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+      &lookup_prefix_tree);
+  m.def(
+      "lookup_pool(Tensor token_ids, Tensor leaders, Tensor nodes, Tensor log_odds, float limit, Tensor rows, int num_rows) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      &lookup_pool);
+  m.def(
+      "union_merge(Tensor[] token_ids, Tensor[] parents, Tensor[] num_rows, Tensor[] log_values, int[] sources, "
+      "int num_sources, int num_reqs, float limit) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      &union_merge);
 
   m.def("greedy_head_shape(int count, int size) -> int[]", &greedy_head_shape);
   m.def("greedy_head_pack(Tensor weight, int count, Tensor(a!) packed, Tensor(b!) bounds) -> ()", &greedy_head_pack);

@@ -51,6 +51,40 @@ at::Tensor row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, cons
 void onednn_product(const at::Tensor& output, const at::Tensor& x, const std::optional<at::Tensor>& bias,
                     const at::Tensor& handle);
 
+// Trees as rows.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> from_flat(const at::Tensor& token_ids, const at::Tensor& parents,
+                                                         const at::Tensor& num_rows);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> prune(
+    const at::Tensor& token_ids, const at::Tensor& parents, const at::Tensor& depths, const at::Tensor& num_rows,
+    const at::Tensor& log_values, const at::Tensor& keep);
+std::tuple<at::Tensor, at::Tensor> lay_out(const at::Tensor& parents, const at::Tensor& depths, const at::Tensor& num_rows,
+                                           const at::Tensor& context_lens);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> plan_step(const at::Tensor& path_rows, const at::Tensor& num_emitted,
+                                                                     const at::Tensor& row_start, int64_t num_flat_rows);
+
+std::tuple<at::Tensor, at::Tensor> lookup_store(const at::Tensor& store, const at::Tensor& lens, const at::Tensor& linked,
+                                                const at::Tensor& slots, int64_t slot_len, const at::Tensor& token_ids,
+                                                const at::Tensor& requests, const at::Tensor& num_tokens);
+void lookup_link(const at::Tensor& heads, const at::Tensor& previous, int64_t shift, int64_t heads_per_slot, int64_t n,
+                 const at::Tensor& tokens, const at::Tensor& spans);
+std::tuple<at::Tensor, at::Tensor> lookup_follow(const at::Tensor& heads, const at::Tensor& previous, int64_t shift,
+                                                 int64_t heads_per_slot, int64_t n, const at::Tensor& tokens,
+                                                 const at::Tensor& suffixes, const at::Tensor& slots, int64_t count);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> lookup_best(
+    const at::Tensor& positions, const at::Tensor& lengths, int64_t num_own, const at::Tensor& tokens, const at::Tensor& ends,
+    const at::Tensor& traffic, int64_t cursor, int64_t long_anchor, int64_t min_match, int64_t max_match, int64_t count,
+    int64_t depth);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> lookup_prefix_tree(
+    const at::Tensor& continuations, const at::Tensor& lengths, const at::Tensor& ages, const at::Tensor& own,
+    const at::Tensor& request_features);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> lookup_pool(const at::Tensor& token_ids, const at::Tensor& leaders,
+                                                                       const at::Tensor& nodes, const at::Tensor& log_odds,
+                                                                       double limit, const at::Tensor& rows, int64_t num_rows);
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> union_merge(
+    at::TensorList token_ids, at::TensorList parents, at::TensorList num_rows, at::TensorList log_values,
+    at::IntArrayRef sources, int64_t num_sources, int64_t num_reqs, double limit);
+
 void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,

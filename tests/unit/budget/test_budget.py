@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -491,30 +488,3 @@ def test_prune():
     assert pruned.tree.num_rows.tolist() == [3, 2]
     assert pruned.log_values.tolist() == [[0.0, -2.0, -4.0], [0.0, -1.0, float("-inf")]]
     assert pruned.source_bits.tolist() == [[0, 2, 1], [0, 2, 0]]
-
-
-STEPS = """
-import json, sys
-from vllm_specplug.utils.compiled import compiled
-from vllm_specplug.budget import budget
-from vllm_specplug.core.loops import pool, rows, warm_up
-
-def signatures():
-    modules = (budget, pool, rows)
-    return {n: len(f.signatures) for m in modules for n, f in vars(m).items() if isinstance(f, compiled)}
-
-warm_up.compile_loops()
-budget.compile_loops()
-before = signatures()
-from tests.unit.budget.test_budget import CHEAP, make, run
-verified = [sum(run(make({**CHEAP, "row": 0.004}), num_reqs, [0.9, 0.6, 0.1], 20)[1]) for num_reqs in (1, 3)]
-json.dump([before, signatures(), verified], sys.stdout)
-"""
-
-
-def test_steps_do_not_compile():
-    """A process of its own: in this one other tests have compiled the loops."""
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=300, check=True)
-    before, after, verified = json.loads(done.stdout)
-    assert before == after and before["node_values"] == 1
-    assert all(verified)

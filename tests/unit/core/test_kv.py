@@ -1,7 +1,5 @@
 """The step's plan behind a walk and the moves of keys and values, against the oracle."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -9,8 +7,8 @@ from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_tree
 from tests.doubles.reference_step import move_rows, walk_tokens
 from vllm_specplug.core.kv import DraftScratch
-from vllm_specplug.core.loops.arrays import torch_operations
 from vllm_specplug.core.step import plan_step
+from vllm_specplug.kernels import tree_ops
 from vllm_specplug.types import PADDING
 
 
@@ -30,20 +28,10 @@ def batch():
     return trees, walk, torch.tensor(starts), rows
 
 
-@pytest.fixture(params=["loops", "torch"])
+@pytest.fixture(params=[plan_step, tree_ops.plan_step])
 def plan(request, batch):
     _, walk, row_start, num_rows = batch
-    with contextlib.ExitStack() as stack:
-        if request.param == "torch":
-            stack.enter_context(torch_operations())
-        return plan_step(walk, row_start.int(), num_rows)
-
-
-def test_both_forms_are_equal(batch):
-    _, walk, row_start, num_rows = batch
-    loops = plan_step(walk, row_start, num_rows)
-    with torch_operations():
-        assert all(map(torch.equal, vars(loops).values(), vars(plan_step(walk, row_start, num_rows)).values()))
+    return request.param(walk, row_start.int(), num_rows)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -13,10 +13,11 @@ from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.kernels.cpu_ops import call
 from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
-from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
-from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches, _best_matches
+from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex
+from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches
 from vllm_specplug.proposers.lookup.prefix_tree import REQUEST, build_prefix_tree, make_pool
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -83,8 +84,7 @@ def test_index_equals_the_oracle_while_requests_come_grow_and_go(data):
         index.extend(rows, tokens, np.array([len(alive[name]) for name in ids]))
         suffixes = index.suffixes(rows, 6)
         for chain in index.chains:
-            places = chain.follow(suffixes[:, : chain.n], rows, 60)
-            lengths = match_lengths(index.tokens, places, suffixes)
+            places, lengths = chain.follow(index.tokens, suffixes, rows, 60)
             for request, name in enumerate(ids):
                 own = alive[name]
                 start = int(index.start(int(rows[request])))
@@ -116,9 +116,9 @@ def test_changed_tokens_under_one_id_are_stored_anew():
     other = np.array([[5, 6, 5, 6, 5] + [0] * 11], dtype=np.int32)
     index.extend(rows, other, np.array([5]))
     assert index.stored("a").tolist() == [5, 6, 5, 6, 5]
-    assert index.chains[0].follow(np.array([[5]]), rows, 4)[0].tolist() == [int(index.start(int(rows[0]))) + 2] + [
-        int(index.start(int(rows[0]))), 0, 0,
-    ]  # fmt: skip
+    start = int(index.start(int(rows[0])))
+    places, _ = index.chains[0].follow(index.tokens, np.array([[5]], dtype=np.int32), rows, 4)
+    assert places[0].tolist() == [start + 2, start, 0, 0]
 
 
 def test_longer_changed_tokens_under_one_id_are_detected_by_their_end():
@@ -129,7 +129,7 @@ def test_longer_changed_tokens_under_one_id_are_detected_by_their_end():
     index.extend(rows, other, np.array([11]))
     start = int(index.start(int(rows[0])))
     assert index.stored("a").tolist() == [5, 6] * 5 + [5]
-    (places,) = index.chains[0].follow(np.array([[6]], dtype=np.int32), rows, 6)
+    ((places,), _) = index.chains[0].follow(index.tokens, np.array([[6]], dtype=np.int32), rows, 6)
     assert places.tolist() == [start + place for place in (9, 7, 5, 3, 1)] + [0]
 
 
@@ -148,8 +148,7 @@ def test_traffic_equals_the_oracle_and_never_crosses_sequences(seed):
     if not kept:
         return
     suffix = rng.integers(0, 4, 5).astype(np.int32)
-    places = ring.chain.follow(suffix[None, :3], 0, 300)
-    lengths = match_lengths(ring.tokens, places, suffix[None])
+    places, lengths = ring.chain.follow(ring.tokens, suffix[None], np.zeros(1, np.int64), 300)
     wanted = suffix[::-1].tolist()
     for place, size in zip(places[0].tolist(), lengths[0].tolist(), strict=True):
         if place > 0 and size >= 3:
@@ -211,7 +210,8 @@ def test_the_longest_matches_come_first(seed):
     places[rng.random(places.shape) < 0.3] = 0
     lengths = rng.integers(0, 8, places.shape) * (places > 0)
     options = (min_match, max_match, count, depth)
-    found = _best_matches(places, lengths, num_own, tokens, ends, traffic, cursor, options)
+    stores = (tokens, ends, traffic, cursor)
+    found = call("lookup_best", places, lengths, num_own, *stores, LONG_ANCHOR, *options)
     for request in range(num_reqs):
         expected = []
         for k, (place, length) in enumerate(zip(places[request].tolist(), lengths[request].tolist(), strict=True)):

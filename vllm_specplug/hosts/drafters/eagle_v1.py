@@ -18,7 +18,6 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.config import Eagle2Options, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
-from vllm_specplug.core.pruning import prune
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
@@ -33,6 +32,7 @@ from vllm_specplug.hosts.drafters.growth import Growth
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.kernels.draft_layer import DraftVocabulary
 from vllm_specplug.kernels.likeliest import likeliest
+from vllm_specplug.kernels.tree_ops import OPERATORS, prune
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow_tree
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
@@ -286,6 +286,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             draft_top_k=self.options.draft_top_k,
             min_node_value=self.options.node_floor,
             may_grow=growth.may_grow,
+            ops=OPERATORS,
         )
 
     def _vocabulary_at_once(self) -> DraftVocabulary | None:

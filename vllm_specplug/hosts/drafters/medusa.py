@@ -6,8 +6,10 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.core.draft_sampling import DraftSampling
+from vllm_specplug.core.growth import TORCH
 from vllm_specplug.hosts.drafters.draft_head import DraftHead
 from vllm_specplug.hosts.drafters.target_parts import TargetHead
+from vllm_specplug.kernels.tree_ops import OPERATORS
 from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
@@ -31,6 +33,7 @@ class MedusaHeadsDrafter:
         self._lm_heads: list[DraftHead] = []
         self._target_head: TargetHead | None = None
         self._draft_ids: torch.Tensor | None = None
+        self._ops = TORCH
 
     def load(self, target_model: torch.nn.Module) -> None:
         """Read the checkpoint; heads without an LM head of their own use the target's."""
@@ -40,6 +43,7 @@ class MedusaHeadsDrafter:
         state = load_medusa(options.model)
         heads = heads_from_state(state, self.num_levels, info.num_layers, dtype)
         self._heads = heads.to(target_head.device).eval()
+        self._ops = OPERATORS if target_head.device.type == "cpu" else TORCH
         self._draft_ids = target_ids(state["d2t"]).to(target_head.device) if info.has_d2t else None
         in_int8 = bool(options.draft_int8)
         if info.has_lm_heads:
@@ -75,8 +79,9 @@ class MedusaHeadsDrafter:
                 draft_top_k=options.draft_top_k,
                 min_node_value=min_node_value,
                 sampling=sampling,
+                ops=self._ops,
             )
-        return fill_tree(root_token_ids, logits, self._draft_ids, options.tree, sampling)
+        return fill_tree(root_token_ids, logits, self._draft_ids, options.tree, sampling, self._ops)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_reqs, hidden_size]`` -> ``[num_reqs, num_heads, draft_vocab]``."""

@@ -1,11 +1,9 @@
-"""Model-free proposers on the V1 runner: warmed up, called with the tokens of each request, checked."""
+"""Model-free proposers on the V1 runner: called with the tokens of each request, checked."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +12,13 @@ import torch
 
 from vllm_specplug.config import TreeOptions
 from vllm_specplug.core.guard import Guard
-from vllm_specplug.core.tree import chain_tree
-from vllm_specplug.proposer import DraftContext, Proposer, Remembering, as_draft, find_method
+from vllm_specplug.proposer import DraftContext, Proposer, Remembering, find_method
 from vllm_specplug.types import Draft
 
 logger = logging.getLogger("vllm_specplug")
 
 #: ``draft_by_model(expected)``: ``expected`` float ``[num_reqs]``, see ``DraftContext``, or None without other drafts.
 DraftByModel = Callable[["torch.Tensor | None"], "Draft | None"]
-
-#: Draft phases of the warm-up: by then each proposer has learned from its drafts.
-WARM_UP_DRAFTS = 24
 
 
 def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftContext:
@@ -40,42 +34,6 @@ def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftCont
         wanted=torch.ones(num_reqs, dtype=torch.bool),
         vocab_size=vocab_size,
     )
-
-
-def warm_up(options: TreeOptions, make: Callable[[], Proposer], vocab_size: int) -> None:
-    """Run a proposer through all its code, so that no request waits for a compiler.
-
-    A failure here is ignored: it will occur again while serving, where it is counted and logged.
-    """
-    failures, was_disabled, began = Guard.total_failures, logger.disabled, time.perf_counter()
-    logger.disabled = True
-    try:
-        with suppress(Exception):  # third-party code, see ``Guard``
-            _warm_up(options, make(), vocab_size)
-    finally:
-        Guard.total_failures, logger.disabled = failures, was_disabled
-    seconds = time.perf_counter() - began
-    if seconds > 1:
-        logger.info("vllm-specplug: %r was warmed up in %.0f s", options.method, seconds)
-
-
-def _warm_up(options: TreeOptions, proposer: Proposer, vocab_size: int) -> None:
-    guard = Guard(options.method)
-    whole = synthetic_context(2, 256, vocab_size)
-    for step in range(WARM_UP_DRAFTS):
-        # The proposer also reads answers of requests that have ended.
-        if step == WARM_UP_DRAFTS - 1 and isinstance(proposer, Remembering):
-            guard.run(lambda: proposer.finish(whole.request_ids))
-        count = 128 + 4 * step
-        roots = whole.token_ids[:, count - 1].long()
-        by_model = as_draft(chain_tree(roots, roots.unsqueeze(1), torch.ones_like(roots)))
-        context = replace(
-            whole,
-            root_token_ids=roots,
-            num_tokens=torch.full_like(roots, count),
-            draft_by_model=lambda _, by_model=by_model: by_model,
-        )
-        guard(lambda context=context: proposer.propose(context), context, options.num_speculative_tokens)
 
 
 def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftContext:
@@ -146,9 +104,8 @@ class ModelFreeDrafting:
 
 
 def make_drafting(options: TreeOptions, vocab_size: int) -> ModelOnlyDrafting | ModelFreeDrafting:
-    """Make what runs the method's proposers; a model-free one is warmed up first."""
+    """Make what runs the method's proposers."""
     make = find_method(options.method).make
     if make is None:
         return ModelOnlyDrafting(options, vocab_size)
-    warm_up(options, lambda: make(options), vocab_size)
     return ModelFreeDrafting(options, make(options), vocab_size)

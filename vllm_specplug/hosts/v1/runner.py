@@ -15,7 +15,6 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_specplug.core.loops.warm_up import compile_loops
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import alike_layers
@@ -43,7 +42,6 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
     greedy_head: GreedyHead | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device):
-        compile_loops()
         with custom_processors_hidden(vllm_config.model_config):
             super().__init__(vllm_config, device)
         options = self.speculative_config.specplug

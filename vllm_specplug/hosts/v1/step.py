@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.core.layout import lay_out
-from vllm_specplug.core.step import StepPlan, plan_step
-from vllm_specplug.core.tree import from_flat
+from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.attention.rows import CpuTreeRows
 from vllm_specplug.hosts.drafters.flat_draft import FlatDraft
 from vllm_specplug.hosts.kv_groups import AlikeLayers
 from vllm_specplug.hosts.v1.kv import KeptRows, write_accepted
 from vllm_specplug.hosts.v1.walk import SampledWalk
+from vllm_specplug.kernels.tree_ops import from_flat, lay_out, plan_step
 from vllm_specplug.types import TokenTree, Walk
 
 
@@ -94,7 +93,7 @@ def stage(
         return step
     valid = np.arange(width) < lens[:, None]
     flat_rows, depths = torch.from_numpy(columns[valid]), step.tree.depths.numpy()
-    layout = lay_out(step.tree, context_lens, int(depths.max()))
+    layout = lay_out(step.tree, context_lens)
     start, lens = (torch.from_numpy(rows.astype(np.int32)) for rows in (row_start, lens))
     kept_rows, kept_of = kept.of(len(flat_rows))
     rows = CpuTreeRows(
