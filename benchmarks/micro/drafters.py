@@ -29,7 +29,7 @@ from vllm_specplug.utils.environment import provenance
 @torch.no_grad()
 def measure(path: str, data: FeatureSet, embedding: torch.Tensor, lm_head: torch.Tensor) -> tuple[HeldOut, dict]:
     """What a head drafts on the answers, and its row of the result file."""
-    head, ids = load_trained(path, embedding)
+    head, ids = load_trained(path)
     rows, options = lm_head[ids].to(compute_dtype("cpu")), Eagle2Options(model=path)
     shape = (options.num_speculative_tokens, options.draft_depth, options.draft_top_k)
     with autocast(torch.device("cpu")):

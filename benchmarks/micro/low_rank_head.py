@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     _, embedding, lm_head = target_head(args.target)
     data = load_features(sorted((args.data / "features").glob("shard-*.safetensors")))
-    head, ids = load_trained(str(resolve_drafter(args.head)), embedding)
+    head, ids = load_trained(str(resolve_drafter(args.head)))
     rows = lm_head[ids].to(compute_dtype("cpu"))
     found = {}
     for rank in tqdm([rows.shape[1], *map(int, args.ranks.split(","))], desc="ranks"):

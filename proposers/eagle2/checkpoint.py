@@ -38,8 +38,8 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 #: Pickled weights, of which only plain tensors are read; the second is Medusa's.
 PICKLE_NAMES = ("pytorch_model.bin", "medusa_lm_head.pt")
-#: Of parallel heads: the token that mask rows read (P-EAGLE's name), the width of the network for the token above.
-MASK_TOKEN_KEY, FOLLOW_RANK_KEY = "ptd_token_id", "follow_rank"
+#: In configs of parallel heads (P-EAGLE), which are refused.
+MASK_TOKEN_KEY = "ptd_token_id"
 SPECULATORS_KEY = "speculators_model_type"  # only configs of the speculators format have this key
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -63,7 +63,6 @@ class CheckpointInfo:
     has_embed_tokens: bool
     has_lm_head: bool
     has_d2t: bool
-    is_parallel: bool  # drafts all levels in one forward, see parallel.py
     config: dict = field(repr=False)
 
 
@@ -110,7 +109,6 @@ def validate_checkpoint(
         has_embed_tokens="embed_tokens.weight" in shapes,
         has_lm_head="lm_head.weight" in shapes,
         has_d2t="d2t" in shapes,
-        is_parallel=kind == "eagle" and MASK_TOKEN_KEY in config,
         config=config,
     )
 
@@ -298,11 +296,9 @@ def _check_model_fields(path: Path, config: dict, kind: str, target_hidden_size:
             f"The head at {path} has a vocabulary of {config['vocab_size']}, the target {target_vocab_size}: it was "
             f"trained for another tokenizer; use a head trained for this target."
         )
-    mask_id, rank = config.get(MASK_TOKEN_KEY, 0), config.get(FOLLOW_RANK_KEY, 0)
-    if not (isinstance(mask_id, int) and 0 <= mask_id < target_vocab_size and isinstance(rank, int) and rank >= 0):
+    if MASK_TOKEN_KEY in config:
         raise CheckpointError(
-            f"{path / CONFIG_NAME} says {MASK_TOKEN_KEY} {mask_id!r} and {FOLLOW_RANK_KEY} {rank!r}: the first must be "
-            "a token id, the second an integer from 0; use the config.json that came with the head."
+            f"{path} is a parallel head, which is not supported: train an EAGLE head with `specplug train hass`."
         )
     if config.get("num_hidden_layers", 1) != 1:
         raise CheckpointError(
@@ -338,10 +334,6 @@ def _expected_shapes(
     if eagle3:
         shapes |= {f"midlayer.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")}
         shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab, hidden)}
-    elif MASK_TOKEN_KEY in config:
-        shapes["mask_hidden"] = (hidden,)
-        if rank := config.get(FOLLOW_RANK_KEY, 0):
-            shapes |= {"follow.down.weight": (rank, 2 * hidden), "follow.up.weight": (hidden, rank)}
     if draft_vocab != target_vocab_size or "d2t" in found:
         shapes["d2t"] = (draft_vocab,)
     if "t2d" in found:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import MASK_TOKEN_KEY, CheckpointError, load_head, read_config, read_shapes
+from .checkpoint import CheckpointError, load_head, read_config, read_shapes
 
 #: Entries of a config that the running drafter computes by; others are names and provenance, or follow from tensors.
 _FIXED_ENTRIES = (
@@ -24,7 +24,6 @@ _FIXED_ENTRIES = (
     "rms_norm_eps",
     "rope_theta",
     "vocab_size",
-    MASK_TOKEN_KEY,
     "medusa_num_heads",
     "medusa_num_layers",
 )

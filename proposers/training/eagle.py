@@ -9,8 +9,6 @@ import torch
 
 from ..eagle2.alignment import choose_attention
 from ..eagle2.checkpoint import (
-    FOLLOW_RANK_KEY,
-    MASK_TOKEN_KEY,
     load_head,
     offsets,
     save_head,
@@ -18,7 +16,6 @@ from ..eagle2.checkpoint import (
     validate_checkpoint,
 )
 from ..eagle2.head import EagleHead, HeadConfig
-from ..eagle2.parallel import ParallelHead
 from ..eagle2.rotary import rope_of
 from ..hass.losses import LOSSES
 from . import command
@@ -195,19 +192,10 @@ class EagleTask(Task):
         save_head(out_dir, plain | more_config, state)
 
 
-def load_trained(path: str, embedding: torch.Tensor | None = None) -> tuple[EagleHead, torch.Tensor]:
-    """An exported head as a module (float32), and its draft ids int64 [draft_vocab].
-
-    embedding: [vocab, h], the target's; only parallel heads need it.
-    """
+def load_trained(path: str) -> tuple[EagleHead, torch.Tensor]:
+    """An exported head as a module (float32), and its draft ids int64 [draft_vocab]."""
     config, state = load_head(path)
-    geometry = HeadConfig.from_dict(config, bias="fc.bias" in state)
-    if MASK_TOKEN_KEY in config:
-        if embedding is None:
-            raise ValueError(f"{path} is a parallel head: the embedding of its mask token is needed to run it")
-        head: EagleHead = ParallelHead(geometry, embedding[config[MASK_TOKEN_KEY]], config.get(FOLLOW_RANK_KEY, 0))
-    else:
-        head = EagleHead(geometry)
+    head = EagleHead(HeadConfig.from_dict(config, bias="fc.bias" in state))
     ids = target_ids(state["d2t"]) if "d2t" in state else torch.arange(config["vocab_size"])
     head.load_state_dict({name: state[name].float() for name in head.state_dict()})
     return head.eval(), ids

@@ -152,11 +152,6 @@ class Learner:
             ValueError: it is not an EAGLE-1/2 or HASS head of the target with one layer of the target's shape.
         """
         info = validate_checkpoint(folder, self.config["hidden_size"], self.config["vocab_size"], "eagle")
-        if info.is_parallel:
-            raise ValueError(
-                f"{folder} is a parallel head, which `specplug learn` does not train: use `specplug train parallel "
-                "--data RECORDED`, or give an EAGLE head"
-            )
         for key in ("intermediate_size", "num_attention_heads"):
             if info.config.get(key, self.config[key]) != self.config[key]:
                 raise ValueError(

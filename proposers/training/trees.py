@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..eagle2.head import EagleHead, rotary_table
-from ..eagle2.parallel import ParallelHead
 from .features import FeatureSet
 from .loop import Batch, make_batch
 
@@ -68,8 +67,7 @@ def tree_tau(
 
     Each fed node gets `beam` children. `policy` replaces EAGLE-2's choice of the nodes to feed and to keep.
     """
-    kind = _ParallelTreeDecoder if isinstance(head, ParallelHead) else _TreeDecoder
-    decoder = kind(head, embedding, lm_head, ids, depth, beam, policy or eagle2_policy(nodes, beam))
+    decoder = _TreeDecoder(head, embedding, lm_head, ids, depth, beam, policy or eagle2_policy(nodes, beam))
     return [decoder.decode(data, i) for i in range(len(data))]
 
 
@@ -180,22 +178,3 @@ class _Levels:
             query, self.keys, self.values, attn_mask=mask[None, None], enable_gqa=True
         )
         return layer.finish(x, attended)[0]
-
-
-class _ParallelTreeDecoder(_TreeDecoder):
-    """As `_TreeDecoder` for a head whose levels come from one forward."""
-
-    def _reader(self, batch: Batch) -> Callable[[int], dict[int, tuple[int, int]]]:
-        # Rows behind the answer, which mask rows of the last drafts stand at; no other row reads them.
-        embeddings = pad(self.embedding[batch.next_ids].to(self.lm_head.dtype), (0, 0, 0, self.depth))
-        features = pad(batch.features, (0, 0, 0, self.depth))
-        levels = torch.cat(self.head.parallel(embeddings, features, self.depth))  # [depth, rows, h]
-
-        def grow(start: int) -> dict[int, tuple[int, int]]:
-            def extend(level: int, tokens: list[int], _rows: list[int], _features: torch.Tensor) -> torch.Tensor:
-                outputs = levels[level + 1, start + level + 1].expand(len(tokens), -1)
-                return self.head.follows(outputs, self.embedding[tokens].to(self.lm_head.dtype))
-
-            return self._grow(levels[0, start], extend)
-
-        return grow

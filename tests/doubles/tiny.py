@@ -160,17 +160,6 @@ def write_drafter(path: Path, seed: int = 1, draft_vocab: int | None = None, bia
     return _write(path, config, tensors)
 
 
-def write_parallel_drafter(path: Path, seed: int = 1) -> Path:
-    """A parallel EAGLE head whose mask rows pass on the embedding of the token above, four times as large."""
-    both = torch.cat([torch.eye(HIDDEN), -torch.eye(HIDDEN)])  # silu(x) - silu(-x) = x
-    tensors = drafter_tensors(seed) | {
-        "mask_hidden": torch.randn(HIDDEN, generator=torch.Generator().manual_seed(seed)),
-        "follow.down.weight": torch.cat([both, torch.zeros(2 * HIDDEN, HIDDEN)], 1),
-        "follow.up.weight": 4 * both.T,
-    }
-    return _write(path, drafter_config(ptd_token_id=0, follow_rank=2 * HIDDEN), tensors)
-
-
 def write_eagle3_drafter(path: Path, seed: int = 1, draft_vocab: int = 96) -> Path:
     """An EAGLE-3 checkpoint (random: its drafts are rarely right)."""
     generator = torch.Generator().manual_seed(seed)

@@ -226,7 +226,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deep": tiny.write_target(root / "deep", num_layers=8, redundant={"attention": (3, 5), "mlp": (2, 3, 5)}),
         "eagle": tiny.write_drafter(root / "eagle"),
         "reduced": tiny.write_drafter(root / "reduced", draft_vocab=96, bias=True),
-        "parallel": tiny.write_parallel_drafter(root / "parallel"),
         "eagle3": tiny.write_eagle3_drafter(root / "eagle3"),
     }
 

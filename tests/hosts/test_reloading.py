@@ -36,7 +36,6 @@ def write_medusa(path: Path, seed: int = 1) -> Path:
 WRITERS = {
     "eagle": tiny.write_drafter,
     "reduced": lambda path, seed=1: tiny.write_drafter(path, seed, draft_vocab=96, bias=True),
-    "parallel": tiny.write_parallel_drafter,
     "eagle3": tiny.write_eagle3_drafter,
     "medusa": write_medusa,
 }
@@ -45,7 +44,6 @@ CASES = {
     "reduced": ("reduced", {**TREE, "linear_rows": 0}),
     "few rows": ("reduced", {**TREE, "linear_rows": 16}),
     "all rows": ("reduced", {**TREE, "linear_rows": "all"}),
-    "parallel": ("parallel", TREE),
     "eagle3": ("eagle3", TREE),
     "medusa": ("medusa", MEDUSA),
     "int8": ("reduced", {**TREE, "draft_int8": True}),

@@ -11,7 +11,7 @@ from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_i
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.hass.train import HassTrainOptions
-from vllm_specplug.proposers.training import eagle, features, parallel
+from vllm_specplug.proposers.training import eagle, features
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
 from vllm_specplug.proposers.training.trainer import RunSettings, train
@@ -50,10 +50,6 @@ def trained(kind, checkpoints, files, out) -> float:
     if kind == "eagle":
         train(eagle.EagleTask(target, IDS, HassTrainOptions(**SMALL)), data, str(out), RunSettings(progress=False))
         head, ids = eagle.load_trained(str(out))
-    elif kind == "parallel":
-        options = parallel.ParallelOptions(**SMALL | {"align_steps": 4, "rank": 16})
-        train(parallel.ParallelTask(target, IDS, options), data, str(out), RunSettings(progress=False))
-        head, ids = eagle.load_trained(str(out), embedding)
     else:
         train(
             eagle3.Eagle3Task(target, IDS, eagle3.Eagle3Options(**SMALL)), data, str(out), RunSettings(progress=False)
@@ -64,7 +60,7 @@ def trained(kind, checkpoints, files, out) -> float:
     return chain_acceptance(head, data, embedding.float(), lm_head.float(), ids, depth=4).tau
 
 
-@pytest.mark.parametrize(("kind", "method"), [("eagle", "hass"), ("parallel", "eagle2"), ("eagle3", "eagle2")])
+@pytest.mark.parametrize(("kind", "method"), [("eagle", "hass"), ("eagle3", "eagle2")])
 def test_served_tau_is_the_offline_tau(engine, checkpoints, prompts, plain, data, tmp_path, kind, method):
     offline = trained(kind, checkpoints, data, tmp_path / f"trained-{kind}")
     assert offline > 2.0  # else nothing was learnt, and nothing is compared

@@ -138,12 +138,11 @@ def test_inputs_of_the_levels():
 
 
 def test_a_level_has_at_most_the_rows_that_the_drafter_is_compiled_for(monkeypatch):
-    def most(max_num_reqs, max_num_tokens, top_k, vocab=32000, mask_rows=None):
+    def most(max_num_reqs, max_num_tokens, top_k, vocab=32000):
         speculator = SimpleNamespace(
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
-            options=SimpleNamespace(draft_top_k=top_k, draft_depth=7),
-            _mask_rows=mask_rows,
+            options=SimpleNamespace(draft_top_k=top_k),
         )
         return TreeEagleSpeculator._most_at_once(speculator, vocab)
 
@@ -151,11 +150,6 @@ def test_a_level_has_at_most_the_rows_that_the_drafter_is_compiled_for(monkeypat
     with pytest.raises(ConfigError, match="draft_top_k=10 gives 10 rows .* do not fit in max_num_batched_tokens=4"):
         most(8, 4, 10)
     assert most(1024, 8192, 3) == 1024 and most(8192, 8192, 3) == 2730
-    assert most(8192, 8192, 3, mask_rows="six") == 1365
-    with pytest.raises(
-        ConfigError, match="draft_depth=7 gives 6 rows .* do not fit in max_num_batched_tokens=4: .* draft_depth"
-    ):
-        most(8, 4, 3, mask_rows="six")
     monkeypatch.setattr(eagle_v2, "get_max_chunk_logits", lambda vocab: 640_000 // vocab)
     assert most(1024, 8192, 10) == 2  # vLLM's bound on copies of logits
 

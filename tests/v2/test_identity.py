@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.hosts.conftest import acceptance_length, broken_plan, runner_of, token_ids
-from tests.hosts.test_trained_heads import trained
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -20,13 +19,9 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
-from vllm_specplug.hosts.drafters.eagle_levels_v2 import DeviceChain
 from vllm_specplug.hosts.v2 import sampler as v2_sampler
 from vllm_specplug.hosts.v2.runner import TreeRunner
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.proposers.training.eagle import load_trained
-from vllm_specplug.proposers.training.features import load_features, target_head
-from vllm_specplug.proposers.training.loop import make_batch
 
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 CHAIN = {"num_speculative_tokens": 3, "draft_depth": 3, "draft_top_k": 1}
@@ -46,31 +41,6 @@ def test_greedy_trees(prompts, plain, llm):
 def test_greedy_chains(engine, prompts, plain):
     llm = engine("eagle", CHAIN, **ENGINE)
     assert same(answers(llm, prompts), plain)
-
-
-def test_trees_of_one_draft_forward(engine, prompts, plain):
-    llm = engine("parallel", TREE, **ENGINE)
-    assert same(answers(llm, prompts), plain)
-    assert acceptance_length(llm) > 1.2
-
-
-def test_mask_rows_draft_as_offline(engine, checkpoints, features, prompts, plain, tmp_path, monkeypatch):
-    """A parallel head that knows the answers by heart: its outputs behind the first prompt, and its tau."""
-    offline = trained("parallel", checkpoints, features, tmp_path / "trained-parallel")
-    assert offline > 3.0
-    llm = engine("trained-parallel", {"num_speculative_tokens": 4, "draft_depth": 4, "draft_top_k": 1}, **ENGINE)
-    assert same(answers(llm, prompts), plain)
-    assert acceptance_length(llm) == pytest.approx(offline, rel=0.05)
-    found, chain = [], DeviceChain.chain
-    monkeypatch.setattr(DeviceChain, "chain", lambda *args: found.append(chain(*args)) or found[-1])
-    answers(llm, prompts[:1])
-    embedding = target_head(str(checkpoints["target"]))[1]
-    head = load_trained(str(tmp_path / "trained-parallel"), embedding)[0]
-    batch, root = make_batch(load_features(features), [0]), len(prompts[0]["prompt_token_ids"]) - 1
-    with torch.no_grad():
-        levels = head.parallel(embedding[batch.next_ids].float(), batch.features.float(), 4)
-    expected = torch.stack([levels[level][0, root + level] for level in (1, 2, 3)])
-    torch.testing.assert_close(found[0][0].cpu(), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("params", [SAMPLED, WITH_HISTORY], ids=["parallel", "by depth"])

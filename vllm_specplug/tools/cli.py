@@ -85,12 +85,6 @@ COMMANDS = (
         ("train", "hass"), "train an EAGLE head with HASS (start here)", "vllm_specplug.proposers.hass.train", _TRAIN
     ),
     Command(("train", "eagle"), "train an EAGLE head", f"{_TRAINING}.eagle", _TRAIN),
-    Command(
-        ("train", "parallel"),
-        "train an EAGLE head that drafts all levels in one forward",
-        f"{_TRAINING}.parallel",
-        _TRAIN,
-    ),
     Command(("train", "eagle3"), "train an EAGLE-3 head", "vllm_specplug.proposers.eagle3.train", _TRAIN),
     Command(("train", "medusa"), "train Medusa heads", "vllm_specplug.proposers.medusa.train", _TRAIN),
     Command(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.eagle2.checkpoint import (
-    MASK_TOKEN_KEY,
     SPECULATORS_KEY,
     CheckpointError,
     read_config,
@@ -111,7 +110,7 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
     if any(name.startswith("midlayer.") for name in shapes):
         return "eagle3", "EAGLE-3"
     if "fc.weight" in shapes and any(name.startswith("layers.0.") for name in shapes):
-        return "eagle", "EAGLE-1/2, parallel" if MASK_TOKEN_KEY in config else "EAGLE-1/2 (HASS's too)"
+        return "eagle", "EAGLE-1/2 (HASS's too)"
     if "medusa_num_heads" in config or shapes and all(_MEDUSA_TENSOR.match(name) for name in shapes):
         heads = config.get("medusa_num_heads", "some")
         return "medusa", f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
@@ -127,8 +126,6 @@ def _trained_as(kind: str, options: dict) -> str | None:
     steps = options.get("align_steps", 1)
     if kind == "eagle3":
         return f"EAGLE-3, {steps} passes of the training-time test"
-    if "rank" in options:
-        return f"parallel EAGLE, {steps} levels, network of rank {options['rank']} for the token above"
     # ``topk_weight``: the name in heads that were trained before the loss could be chosen.
     weight = options.get("distill_weight") or options.get("topk_weight")
     harmony = f", {weight} x {options.get('distill_loss', 'topk')} loss" if weight else ""

@@ -149,17 +149,8 @@ def test_tensors_that_the_config_names_must_be_there(tmp_path):
     assert "lacks 2 tensor(s): d2t, fc.bias" in refusal(tmp_path)
 
 
-def test_a_parallel_head_needs_its_mask_rows(tmp_path):
-    parallel = {"ptd_token_id": 3, "follow_rank": 4}
-    assert "lacks 3 tensor(s): follow.down.weight, follow.up.weight, mask_hidden" in refusal(write(tmp_path, parallel))
-    more = {"mask_hidden": torch.zeros(HIDDEN), "follow.down.weight": torch.zeros(4, 2 * HIDDEN)}
-    state = eagle_state() | more | {"follow.up.weight": torch.zeros(HIDDEN, 4)}
-    assert validate_checkpoint(write(tmp_path, parallel, state), HIDDEN, VOCAB).is_parallel
-    assert "follow.down.weight expected [5, 32], found [4, 32]" in refusal(
-        write(tmp_path, parallel | {"follow_rank": 5}, state)
-    )
-    for bad in ({"ptd_token_id": VOCAB}, {"ptd_token_id": "x"}, {"follow_rank": -1}):
-        assert "the first must be a token id" in refusal(write(tmp_path, parallel | bad, state))
+def test_a_parallel_head_is_refused(tmp_path):
+    assert "a parallel head, which is not supported: train" in refusal(write(tmp_path, {"ptd_token_id": 3}))
 
 
 def test_wrong_shape_says_expected_and_found(tmp_path):

@@ -231,7 +231,7 @@ def test_from_prompts_to_features_and_into_training(target, engine, tmp_path, ca
     answered = len(engine.prompts)
     assert data(target, out, prompts, "--eagle3") == 0 and len(engine.prompts) == answered  # nothing is left to answer
     flags = ["--data", str(out), "--epochs", "1", "--draft-vocab-size", str(DRAFT)]
-    for method in ("eagle", "parallel", "eagle3"):  # the features of three layers serve all
+    for method in ("eagle", "eagle3"):  # the features of three layers serve all
         assert cli.main(["train", method, "--target", target, "--out", str(tmp_path / method), *flags]) == 0
         assert (tmp_path / method / "model.safetensors").exists()
     assert not (tmp_path / "eagle" / "features").exists()

@@ -200,12 +200,6 @@ def test_a_learner_without_a_drafter_or_answers_says_what_to_do(target, ring, tm
     assert "record" in capsys.readouterr().err
 
 
-def test_a_parallel_head_does_not_learn(target, ring, tmp_path, capsys):
-    folder = tiny.write_parallel_drafter(tmp_path / "parallel")
-    assert cli.main(command(target, ring, tmp_path / "head", "--once", "--model", str(folder))) == 2
-    assert "a parallel head, which `specplug learn` does not train" in capsys.readouterr().err
-
-
 def test_the_vocabulary_takes_in_what_the_answers_have():
     answers = [Answer("", [9], [70, 70, 71, 2])]
     ids = adapted_vocabulary(torch.arange(0, 40, 4), answers, [2])

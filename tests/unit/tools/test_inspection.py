@@ -57,15 +57,6 @@ def test_hass_head_with_its_provenance(tmp_path):
         assert words in text
 
 
-def test_parallel_head(tmp_path):
-    options = {"align_steps": 5, "rank": 4, "distill_weight": 1.0}
-    state = eagle_state() | {"mask_hidden": torch.zeros(HIDDEN)}
-    config = {"ptd_token_id": 3, "specplug": PROVENANCE | {"options": options}}
-    text = render(inspect(str(write(tmp_path, config, state))))
-    assert "EAGLE-1/2, parallel" in text
-    assert "parallel EAGLE, 5 levels, network of rank 4 for the token above" in text
-
-
 def test_official_head_without_any_record(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     torch.save(eagle_state(), tmp_path / "pytorch_model.bin")

@@ -49,7 +49,7 @@ class DraftOperator:
             dtype: of the hidden states.
             capacity, max_position: see ``DraftLayer`` and ``LayerWeights``.
         """
-        if type(model) is not SpecPlugEagleForCausalLM or model.mask_rows is not None:
+        if type(model) is not SpecPlugEagleForCausalLM:
             return None
         head, layers = model.model, list(model.model.layers)
         if get_tensor_model_parallel_world_size() > 1 or len(layers) > 1 or type(layers[0]) is not LlamaDecoderLayer:

@@ -86,7 +86,6 @@ class LevelScratch:
         self.scratch = DraftScratch(shapes, dtype, device)
         #: Nodes that one request feeds to the levels.
         self.capacity = options.draft_top_k * max(options.draft_depth - 1, 1)
-        self._chains: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def places(self, num_reqs: int, width: int, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,24 +100,6 @@ class LevelScratch:
             columns = torch.arange(level * width, (level + 1) * width, device=self.device)
             self._places[key] = first.to(torch.int32), (first.unsqueeze(1) + columns).flatten()
         return self._places[key]
-
-    def chain(self, num_reqs: int, length: int, token_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what chains of equal rows read; the tensors are made once, and only read.
-
-        Returns:
-            int64 ``[num_reqs, length]``, their token ids; int64 ``[length]``, their distances from the root; the mask.
-        """
-        key = num_reqs, length
-        if key not in self._chains:
-            token_ids = torch.full(key, token_id, device=self.device)
-            steps = torch.arange(1, length + 1, device=self.device)
-            self._chains[key] = token_ids, steps, chain_mask(num_reqs, length, self.device)
-        return self._chains[key]
-
-
-def chain_mask(num_reqs: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return bool ``[num_reqs, length, length]``: each row sees itself and the rows before it."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(num_reqs, -1, -1)
 
 
 class EagleLevels:
@@ -156,23 +137,6 @@ class EagleLevels:
         """Run the drafter over the nodes of one level, see ``proposers.eagle2.drafting.grow_tree``."""
         # All nodes of a level share a position.
         positions = (self._positions + level + 1).repeat_interleave(token_ids.shape[1], dim=-1)
-        return self._run(level, token_ids, features, mask, positions)
-
-    def chain(self, token_id: int, feature: torch.Tensor, length: int) -> torch.Tensor:
-        """Run the drafter over equal rows, one behind the other: ``[num_reqs, length, hidden_size]``.
-
-        Args:
-            token_id, feature: what every row reads; the feature is ``[hidden_size]``.
-            length: number of rows of a request; a row attends to the context and to the rows before it.
-        """
-        num_reqs = len(self._context_lens)
-        token_ids, steps, mask = self._scratch.chain(num_reqs, length, token_id)
-        positions = (self._positions[..., None] + steps).flatten(-2)
-        return self._run(0, token_ids, feature.expand(num_reqs, length, -1), mask, positions).score
-
-    def _run(
-        self, level: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
-    ) -> DraftFeatures:
         num_reqs, width = token_ids.shape
         tree_start, rows = self._scratch.places(num_reqs, width, level)
         scratch = self._scratch.scratch.at(rows, self._size)

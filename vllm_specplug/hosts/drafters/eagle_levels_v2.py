@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.hosts.attention.paged import LevelMetadata
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
-from vllm_specplug.hosts.drafters.eagle_levels import LevelScratch, chain_mask, run_level
+from vllm_specplug.hosts.drafters.eagle_levels import LevelScratch, run_level
 from vllm_specplug.kernels.triton_growth import start_levels
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
@@ -41,18 +40,6 @@ class LevelRows:
         self.rows = [(first + level * self.width + columns).flatten() for level in levels]
 
 
-class ChainRows(LevelRows):
-    """As ``LevelRows`` for one forward over chains of ``width`` rows.
-
-    Attributes:
-        bits: int64, see ``DeviceTreeRows``: a row sees itself and the rows before it.
-    """
-
-    def __init__(self, scratch: LevelScratch, width: int, max_num_reqs: int, device: torch.device):
-        super().__init__(scratch, width, 1, max_num_reqs, device)
-        self.bits = ancestor_bits(chain_mask(max_num_reqs, width, device))
-
-
 class DeviceLevels:
     """The drafter's forwards behind its first one, for one draft phase.
 
@@ -75,21 +62,14 @@ class DeviceLevels:
         max_context_len: int,
     ):
         self._model, self._rows, self._block_table, self._max_context_len = model, rows, block_table, max_context_len
-        self._context_lens, self._positions = self._start(slots, positions)
-
-    def _start(self, slots: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._rows
-        return start_levels(slots, positions, rows.num_levels, rows.width, rows.max_position)
+        self._context_lens, self._positions = start_levels(
+            slots, positions, rows.num_levels, rows.width, rows.max_position
+        )
 
     def forward(self, level: int, token_ids: torch.Tensor, features: torch.Tensor, bits: torch.Tensor) -> DraftFeatures:
         """Run the drafter over the nodes of one level, see ``proposers.eagle2.drafting.grow_tree``; mask in words."""
-        return self._run(level, token_ids, features, bits, self._positions[level])
-
-    def _run(
-        self, level: int, token_ids: torch.Tensor, features: torch.Tensor, bits: torch.Tensor, positions: torch.Tensor
-    ) -> DraftFeatures:
         metadata = None if self._block_table is None else self._metadata(level, *token_ids.shape, bits)
-        return run_level(self._model, self._rows.scratch, token_ids, features, positions, metadata)
+        return run_level(self._model, self._rows.scratch, token_ids, features, self._positions[level], metadata)
 
     def _metadata(self, level: int, num_reqs: int, width: int, bits: torch.Tensor) -> LevelMetadata:
         rows = self._rows
@@ -107,19 +87,3 @@ class DeviceLevels:
             uniform=True,
         )
         return LevelMetadata(self._block_table[:num_reqs], tree)
-
-
-class DeviceChain(DeviceLevels):
-    """The forward over the mask rows of a parallel head; arguments as of ``DeviceLevels``, with ``ChainRows``."""
-
-    def _start(self, slots: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._rows
-        context_lens, steps = start_levels(slots, positions, rows.width, 1, rows.max_position)
-        return context_lens, steps.T.flatten()  # [num_reqs * width]: a request's rows stand one behind the other
-
-    def chain(self, token_id: int, feature: torch.Tensor, length: int) -> torch.Tensor:
-        """Run the drafter over equal rows, see ``eagle_levels.EagleLevels.chain``; ``length`` is the rows' width."""
-        num_reqs = len(self._context_lens)
-        token_ids = torch.full((num_reqs, length), token_id, device=feature.device)
-        features = feature.expand(num_reqs, length, -1)
-        return self._run(0, token_ids, features, self._rows.bits[:num_reqs], self._positions).score

@@ -10,9 +10,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama_eagle import EagleLlamaForCausalLM
 
 from vllm_specplug.config import model_drafter
-from vllm_specplug.hosts.drafters.eagle_parallel import MaskRows
 from vllm_specplug.hosts.drafters.int8_linear import quantise_layers
-from vllm_specplug.proposers.eagle2.checkpoint import FOLLOW_RANK_KEY, MASK_TOKEN_KEY
 
 
 class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
@@ -37,24 +35,15 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
             )
             # A checkpoint may say `bias` (the default) and contain none.
             self.model.fc.bias.data.zero_()
-        #: None: an EAGLE head, which drafts one level after the other.
-        self.mask_rows: MaskRows | None = None
-        if (token_id := getattr(config, MASK_TOKEN_KEY, None)) is not None:
-            dtype, rank = vllm_config.model_config.dtype, getattr(config, FOLLOW_RANK_KEY, 0)
-            self.mask_rows = MaskRows(self.config.hidden_size, rank, token_id, dtype, f"{prefix}.mask_rows".lstrip("."))
         if model_drafter(vllm_config.speculative_config.specplug).draft_int8:
             quantise_layers(self, parts={"fc": 2})  # embeddings, and hidden states of another scale
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]):
-        own = self.mask_rows.weights() if self.mask_rows is not None else {}
-
         def taken(pairs):
             for name, weight in pairs:
                 name = name.removeprefix("model.")
                 if name == "d2t":
                     self.d2t = weight.to(torch.int64)
-                elif name in own:
-                    own[name].data.copy_(weight)
                 elif name != "t2d":
                     yield name, weight
 

@@ -26,7 +26,6 @@ from vllm_specplug.hosts.drafters.catch_up import MissedRows
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.draft_operator import DraftOperator
 from vllm_specplug.hosts.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
-from vllm_specplug.hosts.drafters.eagle_parallel import ParallelLevels
 from vllm_specplug.hosts.drafters.eagle_version import NewEagleVersion
 from vllm_specplug.hosts.drafters.growth import Growth
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
@@ -226,8 +225,6 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             level_metadata,
             self._level_positions if self.uses_mrope else None,
         )
-        if (mask_rows := getattr(self.model, "mask_rows", None)) is not None:
-            levels = ParallelLevels(levels, mask_rows, self.model.embed_input_ids, self.options.draft_depth - 1)
         root, growth = DraftFeatures(score[rows], feed[rows]), self._begin_growth(len(rows))
         draft = self._grow(kwargs["next_token_ids"].long(), root, levels.forward, growth)
         return self._end_growth(draft, growth, first_pass, len(kwargs["target_token_ids"]))

@@ -15,8 +15,7 @@ from vllm_specplug.hosts.drafters.base import target_info
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.context_writer import ContextWriter
 from vllm_specplug.hosts.drafters.eagle_levels import EagleScorer, LevelScratch
-from vllm_specplug.hosts.drafters.eagle_levels_v2 import ChainRows, DeviceChain, DeviceLevels, LevelRows
-from vllm_specplug.hosts.drafters.eagle_parallel import MaskRows, ParallelLevels
+from vllm_specplug.hosts.drafters.eagle_levels_v2 import DeviceLevels, LevelRows
 from vllm_specplug.hosts.drafters.target_parts import TargetHead, TargetParts
 from vllm_specplug.kernels.triton_growth import KERNELS, likeliest
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
@@ -40,8 +39,6 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
         self._rows: LevelRows | None = None
         self._has_cache = True
-        #: Of a parallel head.
-        self._mask_rows: MaskRows | None = None
         #: Writes key/value only; None: the drafter's whole forward runs.
         self._writer: ContextWriter | None = None
 
@@ -52,7 +49,6 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         model = super().load_draft_model(parts, target_attn_layer_names)
         self._scorer = EagleScorer(model, TargetHead(target_model, self.hidden_size, self.dtype), in_int8=False)
         ids = self._scorer.draft_ids
-        self._mask_rows = getattr(model, "mask_rows", None)
         self._at_once = self._most_at_once(self.vocab_size if ids is None else len(ids))
         for growth in self._growths.values():
             growth.at_once = self._at_once
@@ -68,13 +64,11 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         Raises:
             ConfigError: one request has more.
         """
-        width, option = self.options.draft_top_k, "draft_top_k"
-        if self._mask_rows is not None and self.options.draft_depth - 1 > width:
-            width, option = self.options.draft_depth - 1, "draft_depth"
+        width = self.options.draft_top_k
         if width > self.max_num_tokens:
             raise ConfigError(
-                f"{option}={getattr(self.options, option)} gives {width} rows of a draft level, which do not fit in "
-                f"max_num_batched_tokens={self.max_num_tokens}: use a lower {option}"
+                f"draft_top_k={width} gives {width} rows of a draft level, which do not fit in "
+                f"max_num_batched_tokens={self.max_num_tokens}: use a lower draft_top_k"
             )
         rows = min(self.max_num_tokens, get_max_chunk_logits(draft_vocab))
         return max(1, min(self.max_num_reqs, rows // width))
@@ -196,16 +190,10 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         if self._rows is None:  # allocated once, for all requests: recorded graphs hold its addresses
             scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, self.options, self.dtype, self.device)
             levels = self.options.draft_depth - 1
-            if self._mask_rows is None:
-                self._rows = LevelRows(scratch, self.options.draft_top_k, levels, self._at_once, self.device)
-            else:
-                self._rows = ChainRows(scratch, max(levels, 1), self._at_once, self.device)
-        kind = DeviceLevels if self._mask_rows is None else DeviceChain
-        levels = kind(
+            self._rows = LevelRows(scratch, self.options.draft_top_k, levels, self._at_once, self.device)
+        levels = DeviceLevels(
             self.model, self._rows, slots, positions, block_table if self._has_cache else None, self.draft_max_seq_len
         )
-        if self._mask_rows is not None:
-            levels = ParallelLevels(levels, self._mask_rows, self.model.embed_input_ids, self._rows.width)
         return grow_tree(
             root_token_ids,
             DraftFeatures(scores, hidden),
