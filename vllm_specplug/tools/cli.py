@@ -51,12 +51,6 @@ COMMANDS = (
     ),
     Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
     Command(
-        ("swift-report",),
-        "draw the search of the method swift: matchness, layer sets, latency by phase",
-        "vllm_specplug.proposers.swift.report",
-        _MEASURE,
-    ),
-    Command(
         ("calibrate", "cost"),
         "time the parts of a step on this machine, for measured budgets",
         "vllm_specplug.tools.cost_command",

@@ -274,7 +274,7 @@ def test_learning_by_brute_force():
 def test_a_union_of_one_source_has_the_outcomes_of_the_source():
     """Lookup and union read outcomes in one way: if all nodes are kept, both see the same ones in the same order."""
     rng = oracle.seeded(0)
-    lookup = {"method": "lookup", "draft_depth": 4, "max_candidates": 3, "num_speculative_tokens": 16}
+    lookup = {"method": "lookup", "draft_depth": 4, "num_speculative_tokens": 16}
     lookup |= {"min_node_value": 0.0, "traffic_tokens": 0}
     union = UnionProposer(UnionOptions(sources=[lookup], num_speculative_tokens=16, min_node_value=0.0))
     seen = [[], []]
@@ -586,7 +586,7 @@ def test_sources_are_typed():
         ([LOOKUP, {"method": "nonsense"}], {}, r"sources\[1\]: method='nonsense' is unknown; .*eagle2.*union"),
         ([{"method": "union", "sources": [LOOKUP]}], {}, r"sources\[0\] is itself a union"),
         ([{"method": "eagle2"}], {}, r"sources\[0\]: method 'eagle2' needs 'model'"),
-        ([{**LOOKUP, "min_match": 0}], {}, r"sources\[0\]: min_match=0 is out of range"),
+        ([{**LOOKUP, "min_match": 0}], {}, r"sources\[0\]: .*'min_match' was removed"),
         ([{**LOOKUP, "trace_trees": "x"}], {}, r"sources\[0\]: 'trace_trees' belongs to the union: give it next to"),
         ([LOOKUP], {"min_node_value": 1}, "min_node_value=1 is out of range"),
         ([LOOKUP], {"model": "x"}, "unknown key 'model' for method 'union'; valid keys: .*sources"),
