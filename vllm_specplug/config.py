@@ -48,7 +48,7 @@ _EAGLE2 = {
 REMOVED: dict[str, dict[str, str]] = {
     "auto": {
         **_RECORD_SHARE,
-        "learn_min_tokens": "a round of training waits for 20000 tokens; `specplug learn --min-tokens` sets another number",
+        "learn_min_tokens": "a round waits for 20000 tokens; `specplug learn --min-tokens` sets another number",
     },
     "eagle2": _EAGLE2,
     "hass": _EAGLE2,
@@ -65,7 +65,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "max_steps": "the search ends after 1000 candidates",
         "patience": "the search ends after 300 candidates without a gain",
         "goal": "the search ends when the matchness exceeds 0.95",
-        "max_delay": "the search delays a request by at most 0.1 of its decoding time; optimise_share limits the search",
+        "max_delay": "a request waits at most 0.1 of its decoding time; optimise_share limits the search",
         "adapt": "the search starts again when the matchness falls; optimise_share=0 switches it off",
         "streams": "all requests share one search",
     },

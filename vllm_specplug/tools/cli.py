@@ -49,7 +49,7 @@ COMMANDS = (
         "vllm_specplug.tools.bench.command",
         _MEASURE,
     ),
-    Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
+    Command(("report",), "print and draw results of specplug bench", "vllm_specplug.tools.report", _MEASURE),
     Command(
         ("calibrate", "cost"),
         "time the parts of a step on this machine, for measured budgets",
