@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles import oracle
+from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows, to_tree
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
@@ -276,7 +277,9 @@ def test_a_union_of_one_source_has_the_outcomes_of_the_source():
     rng = oracle.seeded(0)
     lookup = {"method": "lookup", "draft_depth": 4, "num_speculative_tokens": 16}
     lookup |= {"min_node_value": 0.0, "traffic_tokens": 0}
-    union = UnionProposer(UnionOptions(sources=[lookup], num_speculative_tokens=16, min_node_value=0.0))
+    options = UnionOptions(sources=[lookup], num_speculative_tokens=16, min_node_value=0.0)
+    with_constants(options.sources[0], max_candidates=3)
+    union = UnionProposer(options)
     seen = [[], []]
     for proposer, found in zip((union, union._sources[0]), seen, strict=True):
         proposer.calibration.learn = lambda models, features, accepted, found=found: found.extend(accepted.tolist())
