@@ -86,7 +86,7 @@ CONFIGS = (
     Case({"method": "eagle2", "model": "DIR/other"}, "hidden size 128, the target 64"),
     Case({"method": "medusa", "model": "DIR/eagle"}, "DIR/eagle"),
     Case({"method": "swift", "skip_ratio": 0}, "choose 0.01 to 0.8"),
-    Case({"method": "lookup", "min_match": 9, "max_match": 2}, "lower min_match or raise max_match"),
+    Case({"method": "lookup", "min_match": 9}, "'min_match' was removed"),
     Case({"method": "union", "sources": []}, "list of 1 to 4 sources"),
     Case({"method": "union", "sources": [{"method": "lookup"}, {"method": "lookup"}]}, "is given twice"),
     Case({"method": "union", "sources": [EAGLE, {"method": "swift"}]}, "only one of them may be a drafter"),
@@ -96,7 +96,7 @@ CONFIGS = (
 REQUESTS = (
     Case({"speculation": "maybe"}, "speculation must be true or false, not 'maybe'"),
     Case({"typical_epsilon": -1}, "this server verifies drafts exactly"),
-    Case({"swift_stream": 5}, "swift_stream must be a string of up to 64 characters, not 5"),
+    Case({"swift_stream": "code"}, "swift_stream was removed"),
     Case({"speculaton": False}, "unknown argument 'speculaton': did you mean 'speculation'?"),
 )
 

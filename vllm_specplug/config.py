@@ -37,6 +37,40 @@ BUDGETS = ("measured", "fixed")
 #: The first is the default.
 ON_FAILURE = ("refuse", "plain")
 
+_COUPLED = {"coupled": "drafts above temperature 0 always use the sampler's noise"}
+_RECORD_SHARE = {"record_share": "every request is recorded, unless it has record=false in its extra_args"}
+_EAGLE2 = {
+    **_COUPLED,
+    **_RECORD_SHARE,
+    "context_vocabulary": "up to 512 tokens of the requests' texts are drafted beside a reduced draft vocabulary",
+}
+#: By method: options of earlier versions, and the behaviour that replaced them.
+REMOVED: dict[str, dict[str, str]] = {
+    "auto": {
+        **_RECORD_SHARE,
+        "learn_min_tokens": "a round waits for 20000 tokens; `specplug learn --min-tokens` sets another number",
+    },
+    "eagle2": _EAGLE2,
+    "hass": _EAGLE2,
+    "medusa": {**_COUPLED, **_RECORD_SHARE},
+    "lookup": {
+        "min_match": "matches of 1 token or more are drafted; min_node_value leaves out the unlikely ones",
+        "max_match": "matches of more than 16 tokens count as 16",
+        "max_candidates": "up to 8 matches are merged; num_speculative_tokens limits the tree",
+    },
+    "swift": {
+        "draft_depth": "a draft has up to 25 tokens; num_speculative_tokens limits it",
+        "context_window": "candidates are scored on 32 tokens",
+        "bayes_every": "a Gaussian process selects every 25th candidate",
+        "max_steps": "the search ends after 1000 candidates",
+        "patience": "the search ends after 300 candidates without a gain",
+        "goal": "the search ends when the matchness exceeds 0.95",
+        "max_delay": "a request waits at most 0.1 of its decoding time; optimise_share limits the search",
+        "adapt": "the search starts again when the matchness falls; optimise_share=0 switches it off",
+        "streams": "all requests share one search",
+    },
+}
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names the fix."""
@@ -133,17 +167,14 @@ class RecordOptions(TreeOptions):
     Attributes:
         record: folder that keeps token ids and hidden states of finished requests, for training; None: none are kept.
         record_mib: limit of the folder; the oldest answers are deleted.
-        record_share: share of the requests to keep.
     """
 
     record: str | None = None
     record_mib: int = 1024
-    record_share: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("record_mib", self.record_mib, 16, 1 << 20)
-        require_number("record_share", self.record_share, 0.0, 1.0)
         if self.record is not None:
             require_string("record", self.record)
             if not Path(self.record).absolute().parent.is_dir():
@@ -164,16 +195,18 @@ class Eagle2Options(RecordOptions):
         min_level_value: no further level is drafted if the values of the nodes to feed sum up to less, in expected
             tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
             trees are those of the paper.
-        coupled: above temperature 0, draft with the noise that the target's sampler will use.
         draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI, or AVX2 and no AVX-512); the default with
             VNNI and bfloat16 weights, unless the CPU has AMX and ``linear_rows`` is "all".
-        context_vocabulary: with a draft vocabulary on a CPU: most tokens of the requests' own texts that are drafted
-            beside it, over all requests of a step; 0: none.
     """
 
     method: ClassVar[str] = "eagle2"
     drafter_packages: ClassVar[tuple[str, ...]] = ("hass", "eagle2")
     has_draft_probs: ClassVar[bool] = True
+    #: Above temperature 0, drafts use the noise that the target's sampler will use.
+    coupled: ClassVar[bool] = True
+    #: With a draft vocabulary on a CPU: most tokens of the requests' own texts that are drafted beside it, over all
+    #: requests of a step.
+    context_vocabulary: ClassVar[int] = 512
 
     model: str
     num_speculative_tokens: int = 8
@@ -181,9 +214,7 @@ class Eagle2Options(RecordOptions):
     draft_top_k: int = 3
     min_node_value: float | None = None
     min_level_value: float | None = None
-    coupled: bool = True
     draft_int8: bool | None = None
-    context_vocabulary: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,8 +222,6 @@ class Eagle2Options(RecordOptions):
         require_optional_bool("draft_int8", self.draft_int8)
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
-        require_bool("coupled", self.coupled)
-        require_int("context_vocabulary", self.context_vocabulary, 0, 4096)
         if self.min_node_value is not None:
             require_number("min_node_value", self.min_node_value, 0.0, 0.5)
         if self.min_level_value is not None:
@@ -279,6 +308,8 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
     options = find_method(method).options
     valid = [field.name for field in fields(options)]
     if unknown := sorted(set(given) - set(valid)):
+        if removed := [key for key in unknown if key in REMOVED.get(method, {})]:
+            raise ConfigError(_removed(method, removed))
         meant = [match for key in unknown if (match := nearest(key, valid))]
         raise ConfigError(
             f"unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))} "
@@ -292,6 +323,12 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
             hint = f": a drafter's directory, Hugging Face repository or short name ({names})"
         raise ConfigError(f"method {method!r} needs {', '.join(map(repr, missing))}{hint}")
     return options(**given)
+
+
+def _removed(method: str, keys: list[str]) -> str:
+    """Return the message for options of earlier versions."""
+    instead = "; ".join(f"{key!r} was removed: {REMOVED[method][key]}" for key in keys)
+    return f"method {method!r}: {instead}. Leave {'it' if len(keys) == 1 else 'them'} out"
 
 
 def unknown_method(method: Any) -> ConfigError:

@@ -27,9 +27,8 @@ from tqdm import tqdm
 from vllm_specplug.hosts.probes.bench_worker import prompts_of
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
-from vllm_specplug.proposers.swift.report import acceptance_of, expected_speedup, phases_of
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
-from vllm_specplug.proposers.swift.state import SwiftState
+from vllm_specplug.proposers.swift.state import SwiftState, expected_speedup
 from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
@@ -77,13 +76,10 @@ class Engine:
     def restart(self, options: SearchOptions, share: float = 1.0, seed: int = 0) -> LayerSearch:
         """Start a search without results so far, which may take that share of the time."""
         drafter = self.drafter
-        drafter.state, drafter._window = SwiftState(options), None
-        drafter.state.streams[""] = LayerSearch(options, seed)
-        drafter.state.search("other")  # makes acceptance counts; the next line needs their type
-        drafter.state.acceptance[""] = type(drafter.state.acceptance["other"])()
+        drafter.state, drafter._window = SwiftState(options, LayerSearch(options, seed)), None
         drafter.ledger = Ledger(share, share)
         drafter.options = replace(drafter.options, optimise_share=share)
-        return drafter.state.search()
+        return drafter.state.search
 
     def score(self, sets: dict[str, LayerSet], texts: list[str]) -> dict[str, list[float]]:
         """Return the matchness of each set on every window of plain answers."""
@@ -129,7 +125,7 @@ def search_part(engine: Engine, texts: list[str], held_out: list[str], steps: in
         found[name] = {
             "seconds": round(time.perf_counter() - begin, 1),
             "curve": [[s, round(m, 4)] for s, m, _ in search.history],
-            "phases": {k: round(v, 2) for k, v in phases_of(engine.drafter.state).items()},
+            "phases": {k: round(v, 2) for k, v in engine.drafter.state.seconds.items()},
             "set": [list(search.best.attention), list(search.best.mlp)],
         }
         engine.drafting(True)
@@ -156,24 +152,23 @@ def speed_part(engine: Engine, texts: list[str], layer_set: LayerSet, min_confid
         rates = []
         for number, drafting in enumerate((True, False)):
             engine.drafting(drafting)
-            kept = dict(vars(engine.drafter.state.acceptance[""]))
+            kept = dict(vars(engine.drafter.state.acceptance))
             begin = time.perf_counter()
             count = engine.answer(text)
             seconds[number] += time.perf_counter() - begin
             tokens[number] += count
             rates.append(count / (time.perf_counter() - begin))
             if not drafting:  # the counts are of steps with drafts only
-                vars(engine.drafter.state.acceptance[""]).update(kept)
+                vars(engine.drafter.state.acceptance).update(kept)
         ratios.append(rates[0] / rates[1])
     engine.drafting(True)
-    accepted = acceptance_of(engine.drafter.state, "")
-    assert accepted is not None
+    accepted = engine.drafter.state.acceptance
     return {
         "skip_ratio": options.skip_ratio,
         "min_confidence": min_confidence,
-        "M": round(accepted[0], 3),
-        "alpha": round(accepted[1], 3),
-        "expected speedup": round(expected_speedup(*accepted, options.skip_ratio), 3),
+        "M": round(accepted.tokens_per_step, 3),
+        "alpha": round(accepted.alpha, 3),
+        "expected speedup": round(expected_speedup(accepted.tokens_per_step, accepted.alpha, options.skip_ratio), 3),
         "real speedup": round(tokens[0] / seconds[0] / (tokens[1] / seconds[1]), 3),
         "median speedup of a question": round(statistics.median(ratios), 3),
     }
@@ -198,14 +193,13 @@ def drift_part(
     for name, adapt in (("adaptation", True), ("no adaptation", False)):
         engine.restart(options, share)
         search = LayerSearch.from_json(replace(options, adapt=adapt), ended)
-        engine.drafter.state.streams[""] = search
-        engine.drafter.options = replace(engine.drafter.options, adapt=adapt)
+        engine.drafter.state.search = search
         segments = {}
         for task, texts in by_task.items():
-            before, candidates = dict(vars(engine.drafter.state.acceptance[""])), search.all_steps
+            before, candidates = dict(vars(engine.drafter.state.acceptance)), search.all_steps
             for text in texts:
                 engine.answer(text)
-            now = vars(engine.drafter.state.acceptance[""])
+            now = vars(engine.drafter.state.acceptance)
             rounds, steps, accepted = (now[key] - before[key] for key in ("rounds", "draft_steps", "accepted"))
             segments[task] = {
                 "alpha": round(accepted / max(steps, 1), 4),
@@ -230,7 +224,7 @@ def cost_part(texts: list[str], requests: int, max_tokens: int) -> dict[str, Any
         batch = [prompts[i % len(prompts)] for i in range(first, min(first + 100, requests))]
         outputs = engine.llm.generate(batch, engine.sampling, use_tqdm=False)
         tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
-        seconds, search = engine.drafter.state.seconds, engine.drafter.state.search()
+        seconds, search = engine.drafter.state.seconds, engine.drafter.state.search
         spent = seconds["optimise"] + seconds["propose"]
         curve.append([first + len(batch), round(spent / (time.perf_counter() - begin), 5), search.all_steps])
     return {

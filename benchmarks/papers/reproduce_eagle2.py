@@ -111,7 +111,7 @@ def served_tau(target: str, head: str, prompts: list[list[int]], lengths: list[i
 
     config = {"method": "eagle2", "model": head, "num_speculative_tokens": size.nodes, "draft_depth": size.depth}
     config |= {"draft_top_k": size.beam, "min_node_value": 0.0, "min_level_value": 0.0}
-    config |= {"context_vocabulary": 0, "draft_int8": False}  # as offline
+    config |= {"draft_int8": False}  # as offline
     llm = LLM(target, dtype="bfloat16", max_model_len=2048, speculative_config=config, disable_log_stats=False)
     sampling = [SamplingParams(temperature=0, max_tokens=length) for length in lengths]
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)

@@ -5,12 +5,13 @@
 
 The heads rank the tokens of the target's own greedy answers (``specplug data`` writes answers and features).  At
 temperature 0 a path of ranks is accepted exactly where each head gives the true token that rank.  One half of the
-answers grows the trees, the other half measures them.  ``--steps`` is a file of ``specplug steps``; ``--serve 3,16``
-runs sparse trees of those sizes in the real engine on prompts of the second half as well.
+answers grows the trees, the other half measures them.  ``--steps`` is a file like ``medusa_steps.json``; ``--serve
+3,16`` runs sparse trees of those sizes in the real engine on prompts of the second half as well.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -22,11 +23,9 @@ import torch
 
 from benchmarks.papers.reproductions import offline_parser, write
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.proposers.medusa.calibrate import best_dense
+from vllm_specplug.proposers.medusa.calibrate import best_dense, interpolate
 from vllm_specplug.proposers.medusa.ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_tau
-from vllm_specplug.proposers.medusa.simulate import simulate
 from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, dense_paths, grow
-from vllm_specplug.proposers.medusa.steps import read_steps
 from vllm_specplug.proposers.training.answers import read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 
@@ -106,13 +105,27 @@ def sparse_against_dense(growing: list[torch.Tensor], held_out: list[torch.Tenso
     }
 
 
+def read_steps(file: Path) -> dict:
+    """Read step times in milliseconds: plain ones and drafting by batch, steps by batch and rows."""
+    found = json.loads(file.read_text())
+    by_batch = {key: {int(batch): ms for batch, ms in found[key].items()} for key in ("plain_ms", "draft_ms")}
+    steps = {int(batch): {int(rows): ms for rows, ms in table.items()} for batch, table in found["step_ms"].items()}
+    return by_batch | {"step_ms": steps}
+
+
+def expected_speedups(taus: dict[int, float], steps: dict, batch: int) -> dict[int, float]:
+    """Return tau / overhead (step time / plain step's) by nodes, from tau by nodes (Medusa, section 3.3)."""
+    plain, table, drafting = (steps[key][batch] for key in ("plain_ms", "step_ms", "draft_ms"))
+    return {nodes: tau * plain / (interpolate(table, nodes + 1) + drafting) for nodes, tau in taus.items()}
+
+
 def budget_sweep(sparse: Paths, values: list[float], taus: dict[int, float], steps: dict | None) -> dict:
     """Reproduce figures 4 (right) and 21 of the paper; speeds where the step of that size was measured."""
     speeds, overheads = {}, {}
     if steps:
         batch = min(steps["step_ms"])
         measured = {n: tau for n, tau in taus.items() if n + 1 <= max(steps["step_ms"][batch])}
-        speeds = simulate(measured, steps)[batch]
+        speeds = expected_speedups(measured, steps, batch)
         overheads = {n: tau / speeds[n] for n, tau in measured.items()}
     slope = statistics.linear_regression(
         [math.log(n) for n in taus], [tau - taus[1] for tau in taus.values()], proportional=True
@@ -143,7 +156,7 @@ def main() -> None:
     """Run the command (see the module's docstring)."""
     parser = offline_parser(__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, metavar="HEADS", help="Medusa heads: a folder or a shipped name")
-    parser.add_argument("--steps", type=Path, metavar="FILE", help="file of `specplug steps`")
+    parser.add_argument("--steps", type=Path, metavar="FILE", help="step times, like results/medusa_steps.json")
     parser.add_argument(
         "--serve",
         type=lambda text: [int(n) for n in text.split(",")],

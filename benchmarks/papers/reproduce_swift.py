@@ -21,11 +21,12 @@ from benchmarks.end_to_end.swift import TASKS, Engine
 from benchmarks.papers.reproductions import gain, gain_text, write
 from vllm_specplug.proposers.swift import drafting
 from vllm_specplug.proposers.swift.layer_set import LayerSet
-from vllm_specplug.proposers.swift.report import expected_speedup
+from vllm_specplug.proposers.swift.options import SwiftOptions
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
+from vllm_specplug.proposers.swift.state import expected_speedup
 from vllm_specplug.tools.bench.questions import read_questions
 
-NODES, DEPTH = 128, 25
+NODES, DEPTH = 128, SwiftOptions.draft_depth
 SOURCE = "SWIFT (arXiv 2410.06916, {})"
 
 
@@ -86,7 +87,7 @@ def measure(engine: Engine, texts: Sequence[str], layer_set: LayerSet, ratio: fl
     """Answer every question with that layer set, without searching."""
     engine.drafter.options = replace(engine.drafter.options, min_confidence=min_confidence, skip_ratio=ratio)
     engine.restart(SearchOptions(layer_set.num_layers, ratio), share=0.0).best = layer_set
-    found, counts = Drafts([], [], []), engine.drafter.state.acceptance[""]
+    found, counts = Drafts([], [], []), engine.drafter.state.acceptance
     for text in texts:
         before = (counts.rounds, counts.draft_steps, counts.accepted)
         engine.answer(text)
@@ -180,7 +181,7 @@ def main() -> None:
     if len(mixed) < args.count + (args.searched is None):
         parser.error(f"--questions: too few; --count {args.count} needs more of each category: {', '.join(TASKS)}")
     texts, held_out = mixed[: -args.count], mixed[-args.count :]
-    engine = Engine(args.max_tokens, eager=True, num_speculative_tokens=NODES, draft_depth=DEPTH)
+    engine = Engine(args.max_tokens, eager=True, num_speculative_tokens=NODES)
     layers, threshold = engine.drafter.state.options.num_layers, engine.drafter.options.min_confidence
 
     found: dict[float, dict[str, Drafts]] = {}

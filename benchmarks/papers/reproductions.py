@@ -62,7 +62,7 @@ def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: An
     """Write the file and print its tables.
 
     Args:
-        out: JSON file; ``specplug report`` reads it too.
+        out: JSON file.
         tables: each with ``title``, ``source``, ``claim``, ``verdict``, ``headers``, ``rows`` and optionally ``note``.
         baseline: what the tables compare with.
         more: other entries of the file.

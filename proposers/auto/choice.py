@@ -15,7 +15,7 @@ from vllm_specplug.proposer import Choice, TargetInfo, find_method
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config
 from vllm_specplug.utils.published import is_published, publish, read_current
 
-from .options import RECORDING, AutoOptions
+from .options import AutoOptions
 
 #: Methods of shipped drafters, the best first (docs/measurements.md).
 METHODS = ("eagle2", "medusa")
@@ -57,11 +57,10 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
         recorded, head = folder / RECORDED_NAME, folder / HEAD_NAME
         found = _begin(head, name, drafter)
         why = f"the drafter that learns in {folder} ({found or f'begun with {why}'})"
-        limits = {key: value for key in RECORDING if (value := getattr(options, key)) is not None}
-        source |= {"model": str(head), "record": str(recorded), **limits}
+        source |= {"model": str(head), "record": str(recorded)}
+        if options.record_mib is not None:
+            source["record_mib"] = options.record_mib
         trainer = ("learn", str(recorded), "--target", name, "--out", str(head), "--nice", TRAINER_NICE)
-        if options.learn_min_tokens is not None:
-            trainer += ("--min-tokens", str(options.learn_min_tokens))
     elif drafter is None:
         why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
         return Choice({**lookup, **common}, why)

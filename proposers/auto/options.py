@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from vllm_specplug.config import BUDGETS, ConfigError, TreeOptions, require_int, require_string
-
-#: Keys that ``learn`` hands to the method that records.
-RECORDING = ("record_mib", "record_share")
+from vllm_specplug.config import BUDGETS, ConfigError, TreeOptions, require_string
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +20,7 @@ class AutoOptions(TreeOptions):
             shipped one that was trained for the model, if there is one.
         learn: folder in which a drafter learns from what is served: answers are recorded there, a trainer runs beside
             the server, and its versions are taken; None: nothing is recorded.
-        learn_min_tokens, record_mib, record_share: beside ``learn``: answer tokens that a round of the trainer waits
-            for, and limits of what is recorded; None: the defaults of `specplug learn` and of the other methods.
+        record_mib: beside ``learn``: limit of what is recorded; None: the default of the other methods.
         traffic_tokens: of ``lookup``; None: its default.
     """
 
@@ -36,9 +32,7 @@ class AutoOptions(TreeOptions):
     reload: bool | None = None
     model: str | None = None
     learn: str | None = None
-    learn_min_tokens: int | None = None
     record_mib: int | None = None
-    record_share: float | None = None
     traffic_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,8 +43,5 @@ class AutoOptions(TreeOptions):
             require_string("learn", self.learn)
             if not Path(self.learn).absolute().parent.is_dir():
                 raise ConfigError(f"learn={self.learn!r}: create the folder above it first, or leave the key out")
-        for name in (*RECORDING, "learn_min_tokens"):
-            if getattr(self, name) is not None and self.learn is None:
-                raise ConfigError(f"{name} needs learn: give a folder, or leave {name} out")
-        if self.learn_min_tokens is not None:
-            require_int("learn_min_tokens", self.learn_min_tokens, 1, 1 << 30)
+        if self.record_mib is not None and self.learn is None:
+            raise ConfigError("record_mib needs learn: give a folder, or leave record_mib out")

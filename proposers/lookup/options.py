@@ -15,7 +15,6 @@ from vllm_specplug.config import (
     require_number,
 )
 
-MAX_MATCH = 32
 MAX_TRAFFIC_TOKENS = 1 << 24
 
 
@@ -25,10 +24,6 @@ class LookupOptions(TreeOptions):
 
     Attributes:
         draft_depth: longest continuation, in tokens.
-        min_match: shortest match, in tokens; 1 also looks for the last token alone.
-        max_match: longer matches count as this long.
-        max_candidates: number of newest positions examined in each index, and of the longest matches among all of
-            them that are drafted.
         min_node_value: nodes below this estimated acceptance probability are not drafted; by default 0.06 with a fixed
             budget, 0.01 with a measured one.
         traffic_tokens: capacity for answers of finished requests, in tokens; with 0, a request is matched with its own
@@ -36,27 +31,22 @@ class LookupOptions(TreeOptions):
     """
 
     method: ClassVar[str] = "lookup"
+    #: Shortest match, in tokens; 1 also looks for the last token alone.
+    min_match: ClassVar[int] = 1
+    #: Longer matches count as this long, in tokens.
+    max_match: ClassVar[int] = 16
+    #: Number of newest positions examined in each index, and of the longest matches among all of them that are drafted.
+    max_candidates: ClassVar[int] = 8
 
     draft_depth: int = 16
-    min_match: int = 1
-    max_match: int = 16
-    max_candidates: int = 8
     min_node_value: float | None = None
     traffic_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
-        require_int("max_match", self.max_match, 1, MAX_MATCH)
-        require_int("min_match", self.min_match, 1, MAX_MATCH)
-        require_int("max_candidates", self.max_candidates, 1, 32)
         require_number("min_node_value", self.node_floor, 0.0, 0.5)
         require_int("traffic_tokens", self.kept_tokens, 0, MAX_TRAFFIC_TOKENS)
-        if self.min_match > self.max_match:
-            raise ConfigError(
-                f"min_match={self.min_match} is more than max_match={self.max_match}: "
-                "lower min_match or raise max_match"
-            )
         if 0 < self.kept_tokens < 1024:
             raise ConfigError(f"traffic_tokens={self.traffic_tokens} is too small: choose 1024 or more, or 0 for none")
 

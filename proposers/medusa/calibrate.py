@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, resolve_drafter
+from vllm_specplug.utils.figures import new_figure, save
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.tables import format_table
 
@@ -24,7 +25,6 @@ from ..training.trainer import LoopOptions
 from .options import DYNAMIC_TOP_K
 from .ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_dynamic_tau, simulate_tau
 from .sparse_tree import MAX_RANKS, TREE_KEY, dense_paths, dense_widths, grow
-from .steps import interpolate, read_steps
 
 #: Nodes of the dense trees that the sparse tree is compared with (Medusa, figure 6).
 DENSE = (64, 256)
@@ -105,9 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms",
         type=parse_step_ms,
-        metavar="FILE|ROWS=MS,...",
-        help="measured time of a step by rows, drafting included, or a file of `specplug steps`; cuts the tree to the "
-        "size with the most tokens per second",
+        metavar="ROWS=MS,...",
+        help="time of a step by rows, drafting included, for example from `specplug calibrate cost`; cuts the tree to "
+        "the size with the most tokens per second",
     )
     parser.add_argument(
         "--into-model",
@@ -145,15 +145,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_step_ms(text: str) -> dict[int, float]:
-    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}; a file of `specplug steps` -> its smallest batch, drafting included."""
-    if "=" not in text:
-        steps = read_steps(Path(text))
-        batch = min(steps["step_ms"])
-        return {rows: ms + steps["draft_ms"][batch] for rows, ms in steps["step_ms"][batch].items()}
+    """`1=20.6,32=25.7` -> {1: 20.6, 32: 25.7}."""
     table = {int(rows): float(ms) for rows, _, ms in (entry.partition("=") for entry in text.split(","))}
     if min(table) < 1 or min(table.values()) <= 0:
         raise ValueError("rows and milliseconds are positive")
     return dict(sorted(table.items()))
+
+
+def interpolate(table: dict[int, float], rows: int) -> float:
+    """Interpolate linearly between the points of `table`; beyond its ends, extend the nearest segment."""
+    points = sorted(table.items())
+    if len(points) == 1:
+        return points[0][1]
+    (x0, y0), (x1, y1) = next(
+        (pair for pair in zip(points, points[1:], strict=False) if rows <= pair[1][0]), points[-2:]
+    )
+    return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
 
 def report(result: dict) -> str:
@@ -185,10 +192,7 @@ def report(result: dict) -> str:
 
 def plot(result: dict, file: Path) -> None:
     """Draw tau by nodes, and the accuracies by rank."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     expected, held_out = result["expected_tau"], result["held_out_tau"]
     left.plot(range(1, len(expected) + 1), expected, label="expected")
@@ -206,7 +210,7 @@ def plot(result: dict, file: Path) -> None:
         right.plot(range(1, len(row) + 1), row, "o-", label=f"head {head}")
     right.set(xlabel="rank of the guess", ylabel="accuracy", title="Accuracy of each head's guesses", yscale="log")
     right.legend()
-    FigureCanvasAgg(figure).print_figure(str(file), dpi=120)
+    save(figure, file)
 
 
 def write_json(file: Path, value: dict) -> None:

@@ -42,7 +42,6 @@ class MedusaOptions(RecordOptions):
         draft_depth: levels of the tree, one for each head used; by default the number of heads.
         draft_top_k: with ``dynamic``: guesses per head and nodes extended per level.
         min_node_value: with ``dynamic``: nodes of a lower value are not verified; by default 0.06 with a fixed budget.
-        coupled: above temperature 0, draft with the noise that the target's sampler will use.
         draft_int8: compute the drafts' logits in 8 bits (V1 runner on a CPU with VNNI, or AVX2 and no AVX-512); by
             default with VNNI if the weights are bfloat16, unless the CPU has AMX and ``linear_rows`` is "all".
     """
@@ -50,6 +49,8 @@ class MedusaOptions(RecordOptions):
     method: ClassVar[str] = "medusa"
     drafter_packages: ClassVar[tuple[str, ...]] = ("medusa",)
     has_draft_probs: ClassVar[bool] = True
+    #: Above temperature 0, drafts use the noise that the target's sampler will use.
+    coupled: ClassVar[bool] = True
 
     model: str
     tree: str | Paths | None = None
@@ -57,14 +58,12 @@ class MedusaOptions(RecordOptions):
     draft_depth: int | None = None
     draft_top_k: int | None = None
     min_node_value: float | None = None
-    coupled: bool = True
     draft_int8: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
         require_bool("dynamic", self.dynamic)
-        require_bool("coupled", self.coupled)
         require_optional_bool("draft_int8", self.draft_int8)
         if self.draft_depth is not None:
             require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)

@@ -71,10 +71,8 @@ class MedusaTask(Task):
             )
 
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return self.head_losses(self.head, batch, batch.features)
-
-    def head_losses(self, heads: MedusaHeads, batch: Batch, features: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The cross-entropy of each head reading `features` [B, T, h], averaged over its rows, times decay ** k."""
+        """The cross-entropy of each head, averaged over its rows, times decay ** k."""
+        heads, features = self.head, batch.features
         num_heads, width = self.options.num_heads, batch.label_ids.shape[1]
         usable = batch.in_answer & (batch.label_ids >= 0) & self.in_draft[batch.label_ids.clamp(min=0)]
         # The batch's label of row t is token t + 2, the label of head 1; head k's label is that of row t + k - 1.
@@ -82,7 +80,7 @@ class MedusaTask(Task):
         for k in range(min(num_heads, width)):
             has_label[k, :, : width - k] = usable[:, k:]
         read = has_label.any(0)  # rows that some head reads
-        with autocast(batch.features.device):
+        with autocast(features.device):
             predicted = heads(features[read].to(compute_dtype(features.device)))  # [rows read, heads, h]
         targets = batch.target_features[usable]  # one row for each label; the heads share them
         label_index = (usable.flatten().cumsum(0) - 1).view_as(usable)
@@ -103,10 +101,7 @@ class MedusaTask(Task):
 
     def measure(self, dev: FeatureSet) -> Acceptance:
         """Acceptance of chains of each head's best guess; keeps the heads' accuracies for the checkpoint's facts."""
-        return self.measure_heads(self.head, dev)
-
-    def measure_heads(self, heads: MedusaHeads, dev: FeatureSet) -> Acceptance:
-        """As `measure`, for `heads` reading the features of `dev`."""
+        heads = self.head
         head = self.draft_head if heads.lm_heads is None else heads.lm_heads.detach()
         ranks = rank_answers(heads, dev, head, self.draft_ids)
         self._accuracies = head_accuracies(ranks)

@@ -39,23 +39,20 @@ def num_siblings(confidence: torch.Tensor) -> torch.Tensor:
     return counts[torch.bucketize(confidence.contiguous(), bounds)]
 
 
-def chain_with_siblings(
-    root_token_ids: torch.Tensor, groups: Sequence[Sequence[DraftedLevel]], num_nodes: int
-) -> Draft:
+def chain_with_siblings(root_token_ids: torch.Tensor, levels: Sequence[DraftedLevel], num_nodes: int) -> Draft:
     """Build the trees to verify: of all drafted tokens, the ``num_nodes`` best by the product of probabilities.
 
     Args:
         root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
-        groups: one entry per group of requests drafted together: its levels by depth.  A request without a chain in one
-            level has none in the deeper levels.
+        levels: by depth.  A request without a chain in one level has none in the deeper levels.
         num_nodes: most nodes of a tree.
     """
     num_reqs, width = len(root_token_ids), MAX_SIBLINGS
-    max_depth = max((len(levels) for levels in groups), default=0)
+    max_depth = len(levels)
     shape = (num_reqs, max_depth, width)
     token_ids, log_values = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NEVER)
     above = torch.zeros(num_reqs)
-    for depth, level in ((depth, level) for levels in groups for depth, level in enumerate(levels)):
+    for depth, level in enumerate(levels):
         siblings = level.token_ids.shape[1]
         values = above[level.requests].unsqueeze(1) + level.probs.log()
         drafted = torch.arange(siblings) < num_siblings(level.probs[:, 0]).unsqueeze(1)

@@ -97,7 +97,7 @@ def _covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 class LayerSearch:
-    """The search for one stream of requests.
+    """The search for one target.
 
     ``next_set`` returns the set to score on a window; ``add`` receives its score.  On each window, the set in use is
     scored first.

@@ -1,4 +1,4 @@
-"""The state of SWIFT's searches for a target, by stream of requests; saved in a file across restarts of the server."""
+"""The state of SWIFT's search for a target; saved in a file across restarts of the server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_specplug.utils.files import replacing
 from .search import LayerSearch, SearchOptions
 
 FORMAT = 1
-#: The stream of requests that name none, and the most streams kept.
-DEFAULT_STREAM, MAX_STREAMS = "", 32
+#: Key of the search in the file.  Earlier versions kept further searches under other keys, which are not read.
+SEARCH_KEY = ""
 #: Least seconds between two writes of the file.
 SAVE_SECONDS = 10.0
 PHASES = ("draft", "optimise", "propose", "served")
@@ -35,36 +35,38 @@ class Acceptance:
     draft_steps: int = 0
     accepted: int = 0
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per verified draft, including the bonus token (``M``)."""
+        return 1 + self.accepted / max(self.rounds, 1)
+
+    @property
+    def alpha(self) -> float:
+        """Accepted tokens per drafting forward."""
+        return self.accepted / max(self.draft_steps, 1)
+
 
 @dataclass
 class SwiftState:
-    """The searches for one target, with counts and times.
+    """The search for one target, with counts and times.
 
     Attributes:
-        options: of the searches.
-        streams: the search of each stream, the newest last.
-        acceptance: counts by stream.
+        options: of the search.
+        search: the search; by default a new one.
+        acceptance: counts of all drafts.
         seconds: time by phase: ``draft``, ``optimise`` (scoring candidates), ``propose`` (selecting candidates),
             ``served`` (all steps, including drafting and optimisation).
         saved_at: ``time.monotonic`` of the last write.
     """
 
     options: SearchOptions
-    streams: dict[str, LayerSearch] = field(default_factory=dict)
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    search: LayerSearch = None  # type: ignore[assignment]
+    acceptance: Acceptance = field(default_factory=Acceptance)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     saved_at: float = 0.0
 
-    def search(self, stream: str = DEFAULT_STREAM) -> LayerSearch:
-        """Return the search of a stream; a new stream starts from the best set of the default stream."""
-        if stream not in self.streams:
-            if len(self.streams) >= MAX_STREAMS:
-                oldest = next(name for name in self.streams if name != DEFAULT_STREAM)
-                del self.streams[oldest], self.acceptance[oldest]
-            start = self.streams[DEFAULT_STREAM].best if DEFAULT_STREAM in self.streams else None
-            self.streams[stream] = LayerSearch(self.options, seed=len(self.streams), best=start)
-            self.acceptance[stream] = Acceptance()
-        return self.streams[stream]
+    def __post_init__(self) -> None:
+        self.search = self.search or LayerSearch(self.options)
 
     def save(self, path: str) -> None:
         """Write the state to a file."""
@@ -73,10 +75,7 @@ class SwiftState:
             "num_layers": self.options.num_layers,
             "skip_ratio": self.options.skip_ratio,
             "seconds": self.seconds,
-            "streams": {
-                name: search.to_json() | {"acceptance": vars(self.acceptance[name])}
-                for name, search in self.streams.items()
-            },
+            "streams": {SEARCH_KEY: self.search.to_json() | {"acceptance": vars(self.acceptance)}},
         }
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(content), encoding="utf-8")
@@ -88,12 +87,18 @@ class SwiftState:
             self.save(path)
 
 
-def read_state(path: str) -> dict[str, Any]:
-    """Read a file written by ``SwiftState.save``.
+def expected_speedup(tokens_per_step: float, acceptance: float, skip_ratio: float) -> float:
+    """Return ``M alpha / ((M - 1) c + alpha)`` with ``c = 1 - r``, the relative cost of a draft (SWIFT, equation 6).
 
-    Raises:
-        ConfigError: the file cannot be read, or is not such a file.
+    Args:
+        tokens_per_step: ``M``, including the bonus token.
+        acceptance: ``alpha``, accepted tokens per drafting forward.
+        skip_ratio: ``r``.
     """
+    return tokens_per_step * acceptance / ((tokens_per_step - 1) * (1 - skip_ratio) + acceptance)
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -109,7 +114,7 @@ def load_state(path: str, options: SearchOptions) -> SwiftState:
     Raises:
         ConfigError: the file is damaged, or of another target or ``skip_ratio``.
     """
-    content = read_state(path)
+    content = _read(path)
     for name, own in (("num_layers", options.num_layers), ("skip_ratio", options.skip_ratio)):
         if content.get(name) != own:
             raise ConfigError(
@@ -118,9 +123,9 @@ def load_state(path: str, options: SearchOptions) -> SwiftState:
     state = SwiftState(options, saved_at=time.monotonic())
     try:
         state.seconds |= {phase: float(content["seconds"][phase]) for phase in PHASES}
-        for name, saved in content["streams"].items():
-            state.streams[name] = LayerSearch.from_json(options, saved)
-            state.acceptance[name] = Acceptance(**saved["acceptance"])
+        saved = content["streams"][SEARCH_KEY]
+        state.search = LayerSearch.from_json(options, saved)
+        state.acceptance = Acceptance(**saved["acceptance"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"swift_state={path!r} is damaged ({error}): remove it, or give another file") from error
     return state

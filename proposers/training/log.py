@@ -11,6 +11,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from vllm_specplug.utils.figures import new_figure
 from vllm_specplug.utils.files import replacing
 
 LOG_NAME = "training_log.jsonl"
@@ -45,9 +46,7 @@ def plot_log(out_dir: str | os.PathLike) -> Path | None:
     measured = [row for row in rows if "alpha" in row]
     if not rows or find_spec("matplotlib") is None:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     for name in sorted({name for row in losses for name in row["loss"]}):
         named = [row for row in losses if name in row["loss"]]

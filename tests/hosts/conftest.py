@@ -29,7 +29,9 @@ from vllm.distributed import parallel_state
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
+from tests.doubles.constants import constants_of
 from vllm_specplug.budget.arms import PLAIN
+from vllm_specplug.proposers.swift.options import SwiftOptions
 from vllm_specplug.utils.environment import multiplies_bytes
 
 needs_bytes = pytest.mark.skipif(not multiplies_bytes(), reason="this CPU does not multiply 8-bit numbers")
@@ -48,11 +50,8 @@ SWIFT = {
     "method": "swift",
     "budget": "fixed",
     "num_speculative_tokens": 16,
-    "draft_depth": 5,
     "min_confidence": 0.05,
-    "context_window": 8,
     "optimise_share": 1.0,
-    "max_delay": 1.0,
 }
 ENGINE = {
     "dtype": "float32",
@@ -186,6 +185,13 @@ def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
     return calls
+
+
+@pytest.fixture(scope="session", autouse=True)
+def swift_constants():
+    """Chains and windows for short answers, and a search that may delay requests."""
+    with constants_of(SwiftOptions, draft_depth=5, context_window=8, max_delay=1.0):
+        yield
 
 
 @pytest.fixture(scope="package", autouse=True)

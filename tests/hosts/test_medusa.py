@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.doubles import tiny
@@ -25,8 +25,6 @@ from tests.hosts.conftest import (
     runner_of,
     token_ids,
 )
-from vllm_specplug.proposers.medusa import steps
-from vllm_specplug.proposers.medusa.joint import JointTask, JointTraining
 from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features
@@ -186,40 +184,6 @@ def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypa
     llm = engine("medusa", {**MEDUSA, "num_speculative_tokens": 19})
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) < 0.9 * tau
-
-
-# ---- what a step costs
-
-
-def test_steps_are_timed_by_rows_and_batch(checkpoints, heads):
-    engine = {"enforce_eager": True, "skip_tokenizer_init": True, "dtype": "float32"}
-    found = steps.measure(str(checkpoints["target"]), str(heads), [1, 4], [1, 2], 20, 12, 1, **engine)
-    assert found["step_ms"].keys() == found["plain_ms"].keys() == found["draft_ms"].keys() == {1, 2}
-    for batch, table in found["step_ms"].items():
-        assert table.keys() == {2, 5}
-        assert min(*table.values(), found["draft_ms"][batch], found["plain_ms"][batch]) > 0
-
-
-# ---- MEDUSA-2
-
-
-def test_merged_backbone_and_its_heads_are_served(engine, checkpoints, prompts, plain, data, heads):
-    """What joint training exports is a model of its own: other answers than the target's, drafted by its heads."""
-    pytest.importorskip("peft")
-    out = heads.parent / "joint"
-    settings = {"num_heads": HEADS, "num_layers": 2, "draft_vocab_size": tiny.VOCAB, "batch_tokens": 4096}
-    options = JointTraining(**settings, lr=5e-3, epochs=60, heads_first=0.7, heads_weight=1.0)
-    task = JointTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), options)
-    train(task, data, str(out), RunSettings(progress=False))
-    backbone = str(out / "backbone")
-    alone = LLM(backbone, **ENGINE)
-    engine.kept.append(alone)
-    expected = token_ids(alone.generate(prompts[:24], GREEDY, use_tqdm=False))
-    assert expected != plain[:24]
-    drafted = LLM(backbone, speculative_config={**MEDUSA, "model": str(out)}, **ENGINE)
-    engine.kept.append(drafted)
-    assert token_ids(drafted.generate(prompts[:24], GREEDY, use_tqdm=False)) == expected
-    assert acceptance_length(drafted) > 1.2
 
 
 # ---- refused before the engine starts

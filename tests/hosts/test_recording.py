@@ -42,7 +42,7 @@ def llm(engine, tmp_path_factory):
 def collected(llm, monkeypatch):
     """Answers that the engine records in this test."""
     runner, collector = runner_of(llm), Collector()
-    monkeypatch.setattr(runner, "recorder", Recorder(runner, collector, 1.0, 4))
+    monkeypatch.setattr(runner, "recorder", Recorder(runner, collector, 4))
     yield collector.answers
     llm.generate(make_prompts(1, 99), NO_TOKENS, use_tqdm=False)  # the worker hears of the last test's ends
 
@@ -126,21 +126,14 @@ def test_answers_end_where_the_scheduler_ends_them(llm, collected, checkpoints):
     check(collected, checkpoints, texts(prompts, outputs))
 
 
-def test_requests_opt_out_and_a_share_is_chosen_by_id(llm, collected, monkeypatch):
+def test_requests_opt_out(llm, collected):
     prompts = make_prompts(8, 5)
     params = [SamplingParams(temperature=0, max_tokens=8, extra_args={"record": n % 2 == 0}) for n in range(8)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     flush(llm)
     assert sorted(answer.ids for answer in collected) == sorted(texts(prompts[::2], outputs[::2]))
-    runner, chosen = runner_of(llm), {str(n) for n in range(200) if recording._is_sampled(str(n), 0.25)}
-    assert 30 < len(chosen) < 70 and not any(recording._is_sampled(str(n), 0.0) for n in range(200))
     with pytest.raises(ConfigError, match="record must be true or false"):
         recording.wants_record({"record": "no"})
-    monkeypatch.setattr(runner.recorder, "_share", 0.0)
-    collected.clear()
-    llm.generate(prompts, GREEDY, use_tqdm=False)
-    flush(llm)
-    assert not collected
 
 
 def test_a_request_that_does_not_fit_in_memory_is_left_out(llm, collected, monkeypatch):
@@ -176,7 +169,7 @@ def test_a_folder_of_another_target_is_refused(llm, tmp_path):
     runner = runner_of(llm)
     settings = runner.speculative_config.specplug
     (tmp_path / "recorded.json").write_text('{"target": "other", "hidden_size": 8, "vocab_size": 9}')
-    options = SimpleNamespace(method="eagle2", record=str(tmp_path), record_mib=16, record_share=1.0)
+    options = SimpleNamespace(method="eagle2", record=str(tmp_path), record_mib=16)
     assert settings.record != str(tmp_path)
     with pytest.raises(ConfigError, match="another target"):
         make_recorder(runner, options)

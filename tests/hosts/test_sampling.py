@@ -93,7 +93,7 @@ def start(engine, checkpoints, tmp_path_factory):
         "eagle2": eagle,
         "medusa": {"method": "medusa", "model": str(root / "heads"), "num_speculative_tokens": 20},
         "union": {"method": "union", "sources": [source, {"method": "lookup"}], "num_speculative_tokens": 20},
-        "swift": SWIFT | {"optimise_share": 0.02, "max_delay": 0.1},
+        "swift": SWIFT | {"optimise_share": 0.02},
     }
 
     def make(method: str | None = None, target: str = "target"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -19,7 +20,7 @@ from vllm_specplug.hosts.attention import cpu as hosts_attention
 from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.kernels.tree_attention import tree_attention_reference, unpack_pages
 from vllm_specplug.proposers.swift.layer_set import LayerSet
-from vllm_specplug.proposers.swift.report import acceptance_of
+from vllm_specplug.proposers.swift.search import LayerSearch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LAYERS = 8
@@ -65,8 +66,8 @@ def test_greedy_and_the_set_changes_while_requests_run(start, prompts, monkeypat
     wanted = token_ids(plain.generate(prompts, GREEDY, use_tqdm=False))
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
     state = drafter_of(llm).state
-    search = state.search()
-    assert acceptance_of(state, "")[0] > 1.5 and search.all_steps > 20  # candidates were scored between the steps
+    search = state.search
+    assert state.acceptance.tokens_per_step > 1.5 and search.all_steps > 20  # candidates were scored between the steps
     others = cycle([LayerSet(LAYERS, (1, 2, 6), (4,)), LayerSet(LAYERS, (), (1, 2, 3)), search.best])
     propose, used = drafter_of(llm).propose, set()
 
@@ -95,7 +96,7 @@ def test_torch_compile(start, prompts):
     llm = start({}, enforce_eager=False)
     wanted = token_ids(start(None).generate(prompts[:12], GREEDY, use_tqdm=False))
     llm.generate(prompts[:1], GREEDY, use_tqdm=False)
-    before, search = counters["stats"]["unique_graphs"], drafter_of(llm).state.search()
+    before, search = counters["stats"]["unique_graphs"], drafter_of(llm).state.search
     first = search.all_steps
     assert token_ids(llm.generate(prompts[:12], GREEDY, use_tqdm=False)) == wanted
     assert search.all_steps > first + 5 and runner_of(llm)._draft_guard.failures == 0
@@ -113,19 +114,6 @@ def test_running_into_max_model_len(start, prompts):
     llm = start({}, max_model_len=96)
     assert token_ids(llm.generate(prompts[:6], endless, use_tqdm=False)) == wanted
     assert runner_of(llm)._draft_guard.failures == 0
-
-
-def test_streams_have_sets_of_their_own(start, prompts):
-    llm = start({"streams": True})
-    params = [
-        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, extra_args={"swift_stream": "ab"[i % 2]})
-        for i in range(len(prompts))
-    ]
-    wanted = token_ids(start(None).generate(prompts, GREEDY, use_tqdm=False))
-    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == wanted
-    state = drafter_of(llm).state
-    for stream in "ab":
-        assert state.search(stream).all_steps > 5 and state.acceptance[stream].accepted > 20
 
 
 # ---- committed key/value
@@ -199,7 +187,7 @@ def test_committed_kv_is_plain_decodings(prompts, rounded_attention):
         for name, content in found.items():
             assert torch.equal(content, plain[name]), name
     state = drafter_of(swift).state
-    assert state.acceptance[""].rounds > 30 and state.search().all_steps > 30
+    assert state.acceptance.rounds > 30 and state.search.all_steps > 30
 
 
 def test_drafting_and_scoring_change_no_page(start, prompts, monkeypatch):
@@ -258,14 +246,16 @@ def test_redundant_layers_are_found_while_serving(start, prompts):
     """The search leaves out what adds nothing, and acceptance rises."""
     # The last swap is a random one of about 200, and how often the Gaussian process helps depends on the time left: 14
     # searches took 42 to 434 steps and up to 14 calls, one took more than 1000 steps.
-    llm = start({"skip_ratio": 5 / 12, "max_steps": 4000, "patience": 4000}, enable_prefix_caching=False)
+    llm = start({"skip_ratio": 5 / 12}, enable_prefix_caching=False)
     drafter = drafter_of(llm)
-    before = drafter.state.search().best
+    state = drafter.state
+    state.search = LayerSearch(replace(state.options, max_steps=4000, patience=4000))
+    before = state.search.best
     for _ in range(150):
         llm.generate(prompts, GREEDY, use_tqdm=False)
-        if drafter.state.search().stopped:
+        if drafter.state.search.stopped:
             break
-    search = drafter.state.search()
+    search = drafter.state.search
     assert search.best != before and search.matchness > search.history[0][1]
     assert "matchness above" in search.stopped
     assert len(set(search.best.attention) & {3, 5}) + len(set(search.best.mlp) & {2, 3, 5}) >= 4
@@ -283,13 +273,13 @@ def test_state_is_kept(start, prompts, tmp_path, target, engine):
     options = {**SWIFT, "swift_state": str(path)}
     again = LLM(str(target), speculative_config=options, **ENGINE)
     engine.kept.append(again)
-    assert drafter_of(again).state.search().best == state.search().best
-    assert drafter_of(again).state.search().all_steps == state.search().all_steps > 0
+    assert drafter_of(again).state.search.best == state.search.best
+    assert drafter_of(again).state.search.all_steps == state.search.all_steps > 0
 
 
 def test_switches_itself_off(start, prompts, monkeypatch):
     """With a measured budget and drafts that cost more than they give, requests decode plainly."""
-    llm = start({"budget": "measured", "min_confidence": 0.0, "skip_ratio": 0.1, "draft_depth": 8})
+    llm = start({"budget": "measured", "min_confidence": 0.0, "skip_ratio": 0.1})
     wanted = token_ids(start(None).generate(prompts, GREEDY, use_tqdm=False))
     budget = runner_of(llm).serving_budget.budget
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
@@ -301,10 +291,10 @@ def test_switches_itself_off(start, prompts, monkeypatch):
     # A busy machine changes nothing of them: neither what a trial measures, nor the pace of the target.
     monkeypatch.setattr(first_pass, "observe", lambda *_, **__: None)
     monkeypatch.setattr(first_pass, "scale", lambda *_: None)
-    rounds = drafter_of(llm).state.acceptance[""].rounds
+    rounds = drafter_of(llm).state.acceptance.rounds
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == wanted
     assert budget.arm.name == "plain"
-    assert drafter_of(llm).state.acceptance[""].rounds - rounds < 40
+    assert drafter_of(llm).state.acceptance.rounds - rounds < 40
 
 
 @pytest.mark.parametrize(

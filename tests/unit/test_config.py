@@ -65,7 +65,8 @@ def test_only_our_methods_are_ours():
         ({"record": "/no/such/folder/recorded"}, "create the folder above it first"),
         ({"record": True}, "record must be a non-empty string"),
         ({"record_mib": 1}, "record_mib=1 is out of range: choose 16"),
-        ({"record_share": 1.5}, "record_share=1.5 is out of range: choose 0.0 to 1.0"),
+        ({"record_share": 0.5}, "'record_share' was removed: every request is recorded, .*. Leave it out"),
+        ({"coupled": True, "draft_dept": 3}, "'coupled' was removed: drafts above temperature 0 always use"),
     ],
 )
 def test_bad_option(changes, message):

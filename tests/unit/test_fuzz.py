@@ -22,7 +22,7 @@ KEYS = (
     "model", "num_speculative_tokens", "draft_depth", "draft_top_k", "min_node_value", "min_level_value",
     "verification", "typical_epsilon", "typical_delta", "trace_trees", "tree", "dynamic", "sources", "min_match",
     "tree_attention", "linear_rows", "on_failure", "max_match", "max_candidates", "traffic_tokens",
-    "skip_ratio", "swift_state", "bayes_every", "streams", "draft_dept", "", "__class__", "method ",
+    "skip_ratio", "swift_state", "bayes_every", "streams", "coupled", "draft_dept", "", "__class__", "method ",
 )  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 VALUES = st.recursive(

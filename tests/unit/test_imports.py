@@ -38,7 +38,7 @@ LAZY_ENTRY_POINTS = {
     "vllm_specplug.tools.bench.workers": "`specplug bench` starts an engine per method, each in its own process",
     "vllm_specplug.tools.cost_command": "`specplug calibrate costs` starts an engine in its own process",
     "vllm_specplug.tools.doctor": "`specplug doctor` checks the installed vLLM",
-    "vllm_specplug.utils.step_probe": "`specplug steps` starts engines in their own processes",
+    "vllm_specplug.utils.step_probe": "benchmarks start engines in their own processes",
 }
 
 

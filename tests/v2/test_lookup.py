@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.doubles.constants import constants_of
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
 from tests.hosts.conftest import runner_of
@@ -29,10 +30,17 @@ from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR
+from vllm_specplug.proposers.lookup.options import LookupOptions
 
-#: Candidates enough for all matches of these contexts: of more, the host keeps the newest, the device the longest.
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6, "max_candidates": 32}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6}
 LOOKUP |= {"traffic_tokens": 0}  # of ended requests the tests below would find answers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def candidates():
+    """Enough for all matches of these contexts: of more, the host keeps the newest, the device the longest."""
+    with constants_of(LookupOptions, max_candidates=32):
+        yield
 
 
 @pytest.fixture(scope="module")

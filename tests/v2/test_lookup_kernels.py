@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context, make_match_inputs
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.core.tree import from_flat
@@ -44,9 +45,13 @@ def check_lookup(inputs, options, taught=0.0):
     "options",
     [
         LookupOptions(traffic_tokens=0, num_speculative_tokens=15),
-        LookupOptions(traffic_tokens=0, num_speculative_tokens=60, max_candidates=32, min_match=2, max_match=4),
-        LookupOptions(traffic_tokens=0, num_speculative_tokens=4, draft_depth=1, max_candidates=1),
-        LookupOptions(traffic_tokens=0, num_speculative_tokens=9, draft_depth=7, max_candidates=5, min_match=3),
+        with_constants(
+            LookupOptions(traffic_tokens=0, num_speculative_tokens=60), max_candidates=32, min_match=2, max_match=4
+        ),
+        with_constants(LookupOptions(traffic_tokens=0, num_speculative_tokens=4, draft_depth=1), max_candidates=1),
+        with_constants(
+            LookupOptions(traffic_tokens=0, num_speculative_tokens=9, draft_depth=7), max_candidates=5, min_match=3
+        ),
     ],
 )
 def test_lookup(max_len, options):
@@ -72,10 +77,8 @@ class Traffic:
     def __init__(self, seed, most):
         self.random, self.vocab = random.Random(seed), 12 if most > 10 else 6
         self.last = self.tokens(12)  # of the request that ended last
-        options = LookupOptions(
-            traffic_tokens=1024, max_candidates=32, draft_depth=5, num_speculative_tokens=14, min_node_value=0.0,
-            min_match=3, max_match=5,
-        )  # fmt: skip
+        options = LookupOptions(traffic_tokens=1024, draft_depth=5, num_speculative_tokens=14, min_node_value=0.0)
+        with_constants(options, max_candidates=32, min_match=3, max_match=5)
         self.v1, self.v2 = LookupProposer(options), LookupOnDevice(options)
         self.v1._learn = lambda *_: None
         for weights in (self.v1.calibration.weights, self.v2.learner.calibration.weights):

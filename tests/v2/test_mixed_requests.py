@@ -12,9 +12,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from tests.doubles import tiny
+from tests.doubles.constants import constants_of
 from tests.hosts.conftest import runner_of
 from tests.hosts.test_sampling import check_same
 from tests.v2.conftest import ENGINE, PLAIN
+from vllm_specplug.config import Eagle2Options
 from vllm_specplug.hosts import grammars
 from vllm_specplug.hosts.v2 import scheduler as v2_scheduler
 
@@ -23,8 +25,7 @@ OPTIONS = {"skip_tokenizer_init": False}
 NUM_NODES = 8
 #: Trees with siblings from the head; what the grammar makes repeat is found by lookup.
 SPECULATIVE = {"method": "union", "num_speculative_tokens": NUM_NODES}
-#: The interpreter needs seconds for the noise of coupled drafts, see test_verification.
-EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, "coupled": False}
+EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 REGEX = r"(ab|er|[a-e]{2,5}): (true|false|er){3,20}[0-9]{1,12}"
 STRUCTURED = StructuredOutputsParams(regex=REGEX)
 PARAMS = [
@@ -34,6 +35,13 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=17, structured_outputs=STRUCTURED, repetition_penalty=1.3),
 ]
 FREE, SEEDED, OFF, PENALISED = range(4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drafts_without_noise():
+    """The interpreter needs seconds for the noise of coupled drafts, see test_verification."""
+    with constants_of(Eagle2Options, coupled=False):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

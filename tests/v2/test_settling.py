@@ -12,6 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from tests.doubles.constants import with_constants
 from tests.unit.core import test_rejection as toy
 from vllm_specplug.config import parse_options
 from vllm_specplug.core.tree import from_flat
@@ -85,13 +86,14 @@ class StubStates:
         self.top_k.np[:], self.top_p.np[:] = 100, 1
 
 
-def slot_params(given, use_flashinfer=False, processors=()):
+def slot_params(given, use_flashinfer=False, processors=(), **constants):
     """``SlotParams`` of a server's options, and a function that adds a request."""
     states = StubStates()
     sampler = SimpleNamespace(
         sampling_states=states, use_flashinfer=use_flashinfer, use_fp64_gumbel=False, logits_processors=processors
     )
-    found = SlotParams(parse_options({"method": "eagle2", "model": "x", **given}), sampler, torch.device(DEVICE))
+    options = parse_options({"method": "eagle2", "model": "x", **given})
+    found = SlotParams(with_constants(options, **constants), sampler, torch.device(DEVICE))
 
     def add(slot, params):
         states.temperature.np[slot], states.seeds.np[slot] = params.temperature, params.seed or 99
@@ -104,13 +106,13 @@ def slot_params(given, use_flashinfer=False, processors=()):
 
 def test_what_is_kept_of_a_request():
     everything = torch.arange(4, device=DEVICE)
-    for given, sampled, settled, coupled in (
-        ({}, [1, 0, 1, 1], [0] * 4, [1] * 4),
-        ({"coupled": False}, [0] * 4, [0] * 4, [0] * 4),
-        ({"verification": "typical"}, [0] * 4, [1, 0, 0, 1], [0] * 4),
-        ({"verification": "rejection"}, [1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 1, 0]),
+    for given, couples, sampled, settled, coupled in (
+        ({}, True, [1, 0, 1, 1], [0] * 4, [1] * 4),
+        ({}, False, [0] * 4, [0] * 4, [0] * 4),
+        ({"verification": "typical"}, True, [0] * 4, [1, 0, 0, 1], [0] * 4),
+        ({"verification": "rejection"}, True, [1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 1, 0]),
     ):
-        params, add = slot_params(given)
+        params, add = slot_params(given, coupled=couples)
         add(0, SamplingParams(temperature=0.5, seed=7, top_k=9))
         add(1, SamplingParams(temperature=0.0, seed=8))
         add(2, SamplingParams(temperature=0.9, repetition_penalty=1.2, extra_args={"speculation": False}))

@@ -15,7 +15,7 @@ from vllm_specplug.config import ConfigError, TreeOptions, check_typical_limits,
 TYPICAL_ARGS = ("typical_epsilon", "typical_delta")
 
 #: All our keys of ``extra_args``.  Other keys belong to other plugins and are left alone, unless they look like a typo.
-REQUEST_ARGS = ("speculation", "record", "swift_stream", *TYPICAL_ARGS)
+REQUEST_ARGS = ("speculation", "record", *TYPICAL_ARGS)
 
 
 def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
@@ -43,18 +43,6 @@ def _is_wanted(extra_args: Mapping[str, Any] | None, name: str) -> bool:
     return bool(value)
 
 
-def stream_of(extra_args: Mapping[str, Any] | None) -> str:
-    """Return the request's stream of tasks (``{"swift_stream": "translation"}``); empty if it names none.
-
-    Raises:
-        ConfigError: the value is not a string of up to 64 characters.
-    """
-    name = (extra_args or {}).get("swift_stream", "")
-    if not isinstance(name, str) or len(name) > 64:
-        raise ConfigError(f"swift_stream must be a string of up to 64 characters, not {name!r}")
-    return name
-
-
 def request_limits(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> tuple[float, float]:
     """Return epsilon and delta of a request: its own (``extra_args``), else the server's.
 
@@ -74,10 +62,11 @@ def request_limits(extra_args: Mapping[str, Any] | None, options: TreeOptions) -
 
 def check_request(extra_args: Mapping[str, Any] | None, options: TreeOptions) -> None:
     """Raise ``ConfigError`` unless all options of the request are valid."""
+    if "swift_stream" in (extra_args or {}):
+        raise ConfigError("swift_stream was removed: all requests share one search of layers; leave it out")
     for name in set(extra_args or ()) - set(REQUEST_ARGS):
         if meant := nearest(name, REQUEST_ARGS):
             raise ConfigError(f"unknown argument {name!r}: did you mean {meant!r}?")
     wants_speculation(extra_args)
     wants_record(extra_args)
-    stream_of(extra_args)
     request_limits(extra_args, options)

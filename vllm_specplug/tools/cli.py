@@ -49,13 +49,7 @@ COMMANDS = (
         "vllm_specplug.tools.bench.command",
         _MEASURE,
     ),
-    Command(("report",), "write result files as one HTML page", "vllm_specplug.tools.report", _MEASURE),
-    Command(
-        ("swift-report",),
-        "draw the search of the method swift: matchness, layer sets, latency by phase",
-        "vllm_specplug.proposers.swift.report",
-        _MEASURE,
-    ),
+    Command(("report",), "print and draw results of specplug bench", "vllm_specplug.tools.report", _MEASURE),
     Command(
         ("calibrate", "cost"),
         "time the parts of a step on this machine, for measured budgets",
@@ -68,18 +62,6 @@ COMMANDS = (
         "vllm_specplug.proposers.medusa.calibrate",
         _MEASURE,
     ),
-    Command(
-        ("steps",),
-        "measure the time of a step with Medusa heads, by tree size and batch",
-        "vllm_specplug.proposers.medusa.steps",
-        _MEASURE,
-    ),
-    Command(
-        ("simulate", "medusa"),
-        "estimate the speedup of Medusa heads from their tree and the step times",
-        "vllm_specplug.proposers.medusa.simulate",
-        _MEASURE,
-    ),
     Command(("data",), "make training data: the target's answers and its hidden states", f"{_TRAINING}.data", _TRAIN),
     Command(
         ("train", "hass"), "train an EAGLE head with HASS (start here)", "vllm_specplug.proposers.hass.train", _TRAIN
@@ -87,12 +69,6 @@ COMMANDS = (
     Command(("train", "eagle"), "train an EAGLE head", f"{_TRAINING}.eagle", _TRAIN),
     Command(("train", "eagle3"), "train an EAGLE-3 head", "vllm_specplug.proposers.eagle3.train", _TRAIN),
     Command(("train", "medusa"), "train Medusa heads", "vllm_specplug.proposers.medusa.train", _TRAIN),
-    Command(
-        ("train", "medusa2"),
-        "train Medusa heads and the target together (MEDUSA-2)",
-        "vllm_specplug.proposers.medusa.joint",
-        _TRAIN,
-    ),
     Command(("learn",), "train a drafter again and again on what a server records", f"{_TRAINING}.learn", _TRAIN),
     Command(
         ("drafter", "new"),
@@ -118,7 +94,6 @@ _GROUPS = {
     "train": "train a drafter",
     "drafter": "make a drafter",
     "calibrate": "measure step times on this machine, or the accuracy of a drafter",
-    "simulate": "estimate the speedup of a drafter",
 }
 
 #: Errors of usage or of the machine: one line, exit code 2.  Any other error is a defect of this package: exit code 1.

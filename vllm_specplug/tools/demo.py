@@ -16,9 +16,10 @@ from pathlib import Path
 
 from vllm_specplug.tools.arguments import add_max_tokens, add_model, check_at_least_one
 from vllm_specplug.tools.demo_prompts import PROMPTS, WARM_UP, Prompt
-from vllm_specplug.tools.draw import draw_tree, tree_svg
+from vllm_specplug.tools.draw import draw_tree, save_tree
 from vllm_specplug.tools.server_process import Answer, Server, stop_all, wait_until_ready
 from vllm_specplug.utils.environment import lacks_avx512, version_of
+from vllm_specplug.utils.figures import new_figure
 from vllm_specplug.utils.processes import terminate_like_interrupt
 from vllm_specplug.utils.smollm2 import check_target, prepare
 from vllm_specplug.utils.tables import format_table
@@ -123,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile", action="store_true", help="let both servers compile the model; the start takes longer"
     )
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="also draw a tree into this file")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw a tree into this file")
     parser.add_argument(
         "--log-dir", metavar="DIR", help="folder for the servers' logs (default: logs are kept only after an error)"
     )
@@ -154,6 +155,8 @@ def run(args: argparse.Namespace) -> None:
     config = _method_config(args.speculative_config)
     if args.picture is not None and not args.picture.absolute().parent.is_dir():
         raise ValueError(f"--picture {args.picture}: create its folder first")
+    if args.picture is not None:
+        new_figure(1, 1)  # before the servers start: matplotlib is optional
     check_target(args.target)
     with _stage(1, "prepare the model"):
         model = Path(args.target) if args.target else prepare()
@@ -217,4 +220,4 @@ def _compare_with_plain(args: argparse.Namespace, config: dict, model: Path, log
     if tree is not None:
         print("\nOne of its trees, with the accepted path marked:\n\n" + draw(tree, model))
         if args.picture is not None:
-            args.picture.write_text(tree_svg(tree["parents"], _tokens(tree, model), {0, *tree["accepted_rows"]}) + "\n")
+            save_tree(args.picture, tree["parents"], _tokens(tree, model), {0, *tree["accepted_rows"]})

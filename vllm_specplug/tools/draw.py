@@ -1,4 +1,4 @@
-"""Drawings of draft trees: as text for a terminal, as SVG for a page.
+"""Drawings of draft trees: as text for a terminal, as a picture.
 
 Both read from left to right, one column per depth, siblings from best to worst downwards.  Heavy lines mark the
 accepted path.
@@ -10,7 +10,13 @@ import math
 import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
+
+from vllm_specplug.utils.figures import new_figure, save
+
+#: Columns between two depths of a picture, and inches of a column and of a line.
+_GAP, _INCHES_PER_COLUMN, _INCHES_PER_LINE = 4, 0.078, 0.19
+_ACCEPTED = "#0a7d33"
 
 BOLD, PLAIN = "\x1b[1;32m", "\x1b[0m"
 
@@ -115,54 +121,28 @@ def text_width(text: str) -> int:
     )
 
 
-def tree_svg(
-    parents: Sequence[int],
-    tokens: Sequence[str],
-    accepted: Collection[int] = (),
-    values: Sequence[float] | None = None,
-    line_height: int = 18,
-) -> str:
-    """Draw a tree as a self-contained SVG; the arguments are those of ``draw_tree``."""
-    shape = _prepare(parents, tokens, accepted, values, "")
-    char_width, gap = 7.3, 34
-    lefts = [10.0]
-    for depth in range(max(shape.depths) + 1):
-        labels = [label for label, d in zip(shape.labels, shape.depths, strict=True) if d == depth]
-        lefts.append(lefts[-1] + max(map(text_width, labels)) * char_width + gap)
+def save_tree(path: str | Path, parents: Sequence[int], tokens: Sequence[str], accepted: Collection[int] = ()) -> None:
+    """Draw a tree into a file (svg, png or pdf); the other arguments are those of ``draw_tree``."""
+    shape = _prepare(parents, tokens, accepted, None, "")
     lines, num_lines = _first_lines(shape)
-
-    def middle(row: int) -> float:
-        return (lines[row] + 0.75) * line_height
-
-    edges, texts = [], []
+    lefts = [0.0]
+    for depth in range(max(shape.depths) + 1):
+        widest = max(text_width(label) for label, d in zip(shape.labels, shape.depths, strict=True) if d == depth)
+        lefts.append(lefts[-1] + widest + _GAP)
+    figure = new_figure(lefts[-1] * _INCHES_PER_COLUMN, (num_lines + 1) * _INCHES_PER_LINE)
+    axes = figure.subplots()
+    axes.set(xlim=(-1, lefts[-1] - _GAP + 1), ylim=(num_lines, -1))
+    axes.axis("off")
     for row, label in enumerate(shape.labels):
-        left, y, mark = lefts[shape.depths[row]], middle(row), ' class="a"' if row in shape.accepted else ""
-        texts.append(f'<text x="{left:.0f}" y="{y + 4:.0f}"{mark}>{escape(label)}</text>')
-        if row > 0:
+        marked, left = row in shape.accepted, lefts[shape.depths[row]]
+        style = {"color": _ACCEPTED, "weight": "bold"} if marked else {"color": "#555555"}
+        axes.text(left, lines[row], label, va="center", family="monospace", fontsize=9, parse_math=False, **style)
+        if row:
             parent = parents[row]
-            begin = lefts[shape.depths[parent]] + text_width(shape.labels[parent]) * char_width + 4
-            bend, end, top = left - gap + 10, left - 4, middle(parent)
-            curve = f"M{begin:.0f} {top:.0f}H{bend:.0f}C{end - 8:.0f} {top:.0f} {bend:.0f} {y:.0f} {end:.0f} {y:.0f}"
-            edges.append(f'<path d="{curve}"{mark}/>')
-    # Accepted edges come last, so that they lie on top.
-    edges.sort(key=lambda edge: 'class="a"' in edge)
-    style = (
-        ".tree text{font:12px ui-monospace,monospace;fill:var(--tree-text,#555);white-space:pre}"
-        ".tree path{fill:none;stroke:var(--tree-edge,#bbb)}"
-        ".tree text.a{fill:var(--tree-accepted,#0a7d33);font-weight:bold}"
-        ".tree path.a{stroke:var(--tree-accepted,#0a7d33);stroke-width:2.5}"
-    )
-    width, height = lefts[-1] - gap + 10, (num_lines + 0.5) * line_height
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'width="{width:.0f}">',
-            f"<style>{style}</style>",
-            *edges,
-            *texts,
-            "</svg>",
-        ]
-    )
+            begin = lefts[shape.depths[parent]] + text_width(shape.labels[parent]) + 0.5
+            xs, ys = (begin, left - _GAP + 1, left - 0.5), (lines[parent], lines[parent], lines[row])
+            axes.plot(xs, ys, color=_ACCEPTED if marked else "#bbbbbb", linewidth=2 if marked else 1)
+    save(figure, path)
 
 
 def _first_lines(shape: _Shape) -> tuple[list[int], int]:

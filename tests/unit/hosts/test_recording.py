@@ -29,7 +29,7 @@ class Runner:
     def __init__(self):
         self.requests, self.numbers = {}, {}
         self.writer = Writer()
-        self.recorder = Recorder(self, self.writer, 1.0, 4)
+        self.recorder = Recorder(self, self.writer, 4)
 
     def add(self, req_id, prompt, output, **changes):
         params = {"extra_args": None, "stop_token_ids": [], "ignore_eos": False, "eos_token_id": 2}
@@ -153,17 +153,6 @@ def test_what_is_not_recorded(runner, changes):
     runner.step(("a", 0, 3, 0, False))
     runner.step(("a", 3, 1, 0, False))
     assert runner.end("a") == []
-
-
-def test_a_share_is_chosen_by_the_request_id(runner):
-    runner.recorder._share = 0.5
-    chosen = {str(n) for n in range(64) if recording._is_sampled(str(n), 0.5)}
-    for n in range(64):
-        runner.add(str(n), [10, 11, 12], [20 + n, 21])
-    runner.step(*((str(n), 0, 3, 0, False) for n in range(64)))
-    runner.step(*((str(n), 3, 1, 0, False) for n in range(64)))
-    ids = {str(answer.ids[3] - 20) for answer in runner.end(*map(str, range(64)))}
-    assert ids == chosen and 16 < len(chosen) < 48
 
 
 def test_memory_is_bounded_and_comes_back(runner):

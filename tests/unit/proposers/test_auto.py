@@ -103,18 +103,14 @@ def test_a_given_drafter_learns(tmp_path):
     arguments = build_parser(list(choice.trainer)).parse_args(choice.trainer)
     assert (arguments.data, arguments.out, arguments.target) == (recorded, head, str(tmp_path / "target"))
     assert f"begun with the drafter {eagle}" in choice.why
-    limits = {"record_mib": 64, "record_share": 0.5}
-    limited, choice = learning(tmp_path, model=str(eagle), learn_min_tokens=500, **limits)
-    assert (limited.sources[0].record_mib, limited.sources[0].record_share) == (64, 0.5)
-    assert build_parser(list(choice.trainer)).parse_args(choice.trainer).min_tokens == 500
+    assert learning(tmp_path, model=str(eagle), record_mib=64)[0].sources[0].record_mib == 64
     publish(head, tiny.write_drafter, {})
     assert "version 2" in learning(tmp_path, model=str(eagle))[1].why
 
 
-@pytest.mark.parametrize("given", [{"record_mib": 64}, {"record_share": 0.5}, {"learn_min_tokens": 500}])
-def test_limits_of_learning_need_learning(given):
-    with pytest.raises(ConfigError, match=f"{next(iter(given))} needs learn"):
-        chosen(**given)
+def test_limits_of_learning_need_learning():
+    with pytest.raises(ConfigError, match="record_mib needs learn"):
+        chosen(record_mib=64)
 
 
 def test_a_new_drafter_learns(tmp_path):

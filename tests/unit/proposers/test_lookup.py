@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
@@ -51,8 +52,12 @@ def propose(proposer, *sequences, **changes):
     return trees
 
 
+CONSTANTS = ("min_match", "max_match", "max_candidates")
+
+
 def make(**changes):
-    return LookupProposer(parse_options({"method": "lookup", **changes}))
+    constants = {name: changes.pop(name) for name in CONSTANTS if name in changes}
+    return LookupProposer(with_constants(parse_options({"method": "lookup", **changes}), **constants))
 
 
 # ---- the index
@@ -494,7 +499,7 @@ def random_histories(rng, count):
 
 def test_torch_drafts_the_longest_matches():
     history = [5, 6, 7, 8, *[7, 9] * 4, 5, 6, 7]
-    options = parse_options({"method": "lookup", "max_candidates": 1, "draft_depth": 2, "num_speculative_tokens": 2})
+    options = make(max_candidates=1, draft_depth=2, num_speculative_tokens=2).options
     tokens, lens = torch.tensor([history], dtype=torch.int32), torch.tensor([len(history)], dtype=torch.int32)
     draft = draft_matches(tokens, torch.tensor([0]), lens, torch.tensor([7]), options)
     assert to_rows(draft.tree, 0) == [(7, -1), (8, 0), (7, 1)]
@@ -511,13 +516,12 @@ def test_options():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_match": 0}, "max_match=0 is out of range: choose 1 to 32"),
-        ({"min_match": 5, "max_match": 3}, "min_match=5 is more than max_match=3: lower min_match or raise max_match"),
+        ({"max_match": 8}, "'max_match' was removed: matches of more than 16 tokens count as 16. Leave it out"),
         ({"traffic_tokens": 5}, "traffic_tokens=5 is too small: choose 1024 or more, or 0 for none"),
         ({"traffic_tokens": -1}, "out of range"),
         ({"min_node_value": "x"}, "must be a number"),
         ({"draft_depth": 33}, "draft_depth=33 is out of range"),
-        ({"model": "x"}, "unknown key 'model' for method 'lookup'; valid keys: .*min_match"),
+        ({"model": "x"}, "unknown key 'model' for method 'lookup'; valid keys: .*traffic_tokens"),
     ],
 )
 def test_bad_options(changes, message):

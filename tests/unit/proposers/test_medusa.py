@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.doubles import trained
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, offsets, save_head
-from vllm_specplug.proposers.medusa import calibrate, simulate, train
+from vllm_specplug.proposers.medusa import calibrate, train
 from vllm_specplug.proposers.medusa.checkpoint import load_medusa, validate_medusa
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
 from vllm_specplug.proposers.medusa.heads import MedusaHeads, heads_from_state
@@ -338,47 +338,10 @@ def test_expected_tau_equals_the_held_out_one_on_independent_hits():
         calibrate.calibrate(answers[:1], 6, 30.0)
 
 
-# ---- step times and the simulation
-
-
-STEPS = {
-    "plain_ms": {1: 10.0, 32: 20.0},
-    "draft_ms": {1: 1.0, 32: 4.0},
-    "step_ms": {1: {2: 10.0, 4: 11.0, 8: 20.0}, 32: {2: 40.0, 4: 80.0}},
-}
-
-
-def test_simulated_speedup_is_tau_over_overhead():
-    speedups = simulate.simulate({1: 1.5, 2: 1.8, 7: 2.0}, STEPS)
-    assert speedups[1] == pytest.approx({1: 1.5 * 10 / 11, 2: 1.8 * 10 / 11.5, 7: 2.0 * 10 / 21})
-    assert speedups[32] == pytest.approx(
-        {1: 1.5 * 20 / 44, 2: 1.8 * 20 / 64, 7: 2.0 * 20 / 164}
-    )  # beyond the table: a straight line
-    assert simulate.best_nodes(speedups[1]) == 2 and simulate.best_nodes(speedups[32]) == 0
-
-
-def test_simulate_command_and_its_refusals(tmp_path, capsys):
-    tree, times = tmp_path / "tree.json", tmp_path / "steps.json"
-    tree.write_text(json.dumps({"held_out_tau": {"1": 1.5, "2": 1.8}}))
-    times.write_text(json.dumps(STEPS))
-    parser = argparse.ArgumentParser()
-    simulate.add_arguments(parser)
-    words = ["--tree", str(tree), "--steps", str(times), "--out", str(tmp_path / "out")]
-    simulate.run(parser.parse_args(words))
-    written = json.loads((tmp_path / "out" / "simulation.json").read_text())
-    assert written["best_nodes"] == {"1": 2, "32": 0} and written["speedup"]["1"]["2"] == 1.565
-    assert (tmp_path / "out" / "simulation.png").stat().st_size > 5_000
-    assert "batch 32: plain decoding" in capsys.readouterr().out
-    assert calibrate.parse_step_ms(str(times)) == {2: 11.0, 4: 12.0, 8: 21.0}  # of batch 1, drafting included
-    times.write_text(json.dumps(STEPS | {"plain_ms": {1: 10.0}}))
-    with pytest.raises(ValueError, match="not the same for plain steps and trees"):
-        simulate.run(parser.parse_args(words))
-    times.write_text("{}")
-    with pytest.raises(ValueError, match="no table of step times.*specplug steps"):
-        calibrate.parse_step_ms(str(times))
-    tree.write_text("[]")
-    with pytest.raises(ValueError, match="has no tau by nodes"):
-        simulate.run(parser.parse_args(words))
+def test_interpolation_goes_on_straight_beyond_the_table():
+    table = {2: 10.0, 4: 11.0, 8: 20.0}
+    assert [calibrate.interpolate(table, rows) for rows in (1, 3, 8, 12)] == [9.5, 10.5, 20.0, 29.0]
+    assert calibrate.interpolate({5: 7.0}, 9) == 7.0
 
 
 # ---- training

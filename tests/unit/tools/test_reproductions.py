@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from benchmarks.papers import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift, reproductions
-from tests.unit.tools.test_report import CLAIM, Page
 from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
 from vllm_specplug.proposers.swift import drafting
 from vllm_specplug.proposers.training.trees import Drafted
-from vllm_specplug.tools import report
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 #: Files of the page, and the scripts that wrote them.
@@ -47,6 +45,16 @@ def test_a_gain_has_an_interval_over_answers():
     )
 
 
+CLAIM = {
+    "title": "Dynamic against static",
+    "source": "EAGLE-2, table 5",
+    "claim": "4.62 against 4.24.",
+    "verdict": "holds",
+    "headers": ["tree", "tau"],
+    "rows": [["static", 1.7], ["dynamic", 1.9]],
+}
+
+
 def test_tables_go_into_their_place_of_a_page(tmp_path, monkeypatch, capsys):
     file, page = tmp_path / "reproduce_x.json", tmp_path / "page.md"
     file.write_text(json.dumps({"reproductions": [CLAIM | {"note": "offline"}], "provenance": PROVENANCE}))
@@ -72,8 +80,6 @@ def test_the_page_shows_the_files(name, script):
     content = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
     assert reproductions.markdown(content) in (BENCHMARKS / "REPRODUCTIONS.md").read_text()
     assert content["provenance"]["command"].startswith(f"{script}.py")
-    html = report.reproductions(content["reproductions"])
-    Page(f"<main>{html}</main>")
     assert all(table["claim"] and table["verdict"] for table in content["reproductions"])
 
 

@@ -21,7 +21,6 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_specplug.core.kv import DraftScratch
-from vllm_specplug.core.request_args import stream_of
 from vllm_specplug.hosts.attention.cpu import level_metadata
 from vllm_specplug.hosts.drafters.adapters import map_adapters
 from vllm_specplug.hosts.drafters.base import V1Drafter
@@ -32,8 +31,7 @@ from vllm_specplug.proposers.swift.drafting import MAX_SIBLINGS, DraftedLevel, c
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
 from vllm_specplug.proposers.swift.options import SwiftOptions
-from vllm_specplug.proposers.swift.search import LayerSearch
-from vllm_specplug.proposers.swift.state import DEFAULT_STREAM, SwiftState, load_state
+from vllm_specplug.proposers.swift.state import SwiftState, load_state
 from vllm_specplug.types import Draft
 
 logger = logging.getLogger("vllm_specplug")
@@ -65,7 +63,6 @@ class _Open(NamedTuple):
 
     num_tokens: int
     draft_steps: int
-    stream: str
 
 
 class SwiftProposer(V1Drafter):
@@ -98,9 +95,8 @@ class SwiftProposer(V1Drafter):
         self._scratch = DraftScratch(shapes, self.vllm_config.model_config.dtype)
         options, path = self.options.search_options(self._skipping.num_layers), self.options.swift_state
         self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
-        self.state.search()
         num_sub_layers = 2 * self._skipping.num_layers
-        self.shortest_draft = 1 - self.state.search().best.num_skipped / num_sub_layers
+        self.shortest_draft = 1 - self.state.search.best.num_skipped / num_sub_layers
 
     # ---- hooks of the draft phase
 
@@ -111,7 +107,7 @@ class SwiftProposer(V1Drafter):
             drafted = self._open.pop(request_id, None)
             new = int(batch.num_tokens_no_spec[place]) - drafted.num_tokens if drafted else 0
             if new > 0:
-                acceptance = self.state.acceptance[drafted.stream]
+                acceptance = self.state.acceptance
                 acceptance.rounds += 1
                 acceptance.draft_steps += drafted.draft_steps
                 acceptance.accepted += new - 1
@@ -133,12 +129,6 @@ class SwiftProposer(V1Drafter):
             self._open.pop(request_id, None)
             self._looked_at.pop(request_id, None)
 
-    def _stream(self, request_id: str) -> str:
-        params = self.runner.requests[request_id].sampling_params
-        if not self.options.streams or params is None:
-            return DEFAULT_STREAM
-        return stream_of(params.extra_args)
-
     # ---- drafting
 
     @torch.inference_mode()
@@ -156,19 +146,12 @@ class SwiftProposer(V1Drafter):
         roots = torch.from_numpy(token_ids_cpu[np.arange(num_reqs), last]).long()
         # Nothing can be emitted behind the model's last position.
         drafted = np.flatnonzero(self._wanted & (last < self.max_model_len - 1))
-        groups: dict[str, list[int]] = {}
+        layer_set = agreed(self.state.search.best)  # the first tensor-parallel rank searches
+        levels = self._draft(layer_set, torch.from_numpy(drafted), roots, torch.from_numpy(last))
+        steps = Counter(place for level in levels for place in level.requests.tolist())
         for place in drafted.tolist():
-            groups.setdefault(self._stream(self.runner.input_batch.req_ids[place]), []).append(place)
-        levels: list[list[DraftedLevel]] = []
-        # The first tensor-parallel rank searches.
-        layer_sets = agreed([self.state.search(stream).best for stream in groups])
-        for layer_set, (stream, places) in zip(layer_sets, groups.items(), strict=True):
-            chains = self._draft(layer_set, torch.tensor(places), roots, torch.from_numpy(last))
-            steps = Counter(place for level in chains for place in level.requests.tolist())
-            for place in places:
-                request_id = self.runner.input_batch.req_ids[place]
-                self._open[request_id] = _Open(int(last[place]) + 1, steps[place], stream)
-            levels.append(chains)
+            request_id = self.runner.input_batch.req_ids[place]
+            self._open[request_id] = _Open(int(last[place]) + 1, steps[place])
         draft = chain_with_siblings(roots, levels, self.options.num_speculative_tokens)
         self.state.seconds["draft"] += time.perf_counter() - begin
         return draft
@@ -204,7 +187,7 @@ class SwiftProposer(V1Drafter):
         matchness = self._matchness(trial.layer_set, request_ids.index(trial.window.request_id), trial.window.start)
         if not leads():
             return
-        search = self._search(trial.window)
+        search = self.state.search
         changed = search.add(trial.layer_set, matchness)
         end = time.perf_counter()
         self._uses += 1
@@ -225,12 +208,11 @@ class SwiftProposer(V1Drafter):
         window = self._choose_window(request_ids)
         if window is None:
             return None
-        stream = self._stream(window.request_id)
-        search, begin = self.state.search(stream), time.perf_counter()
+        search, begin = self.state.search, time.perf_counter()
         thinks = search.wants_bayesian
         seconds += self._bayesian_seconds
         affordable = self._may_search(request_ids, seconds)
-        layer_set = search.next_set((window, stream), bayesian=affordable)
+        layer_set = search.next_set(window, bayesian=affordable)
         seconds = time.perf_counter() - begin
         if thinks and not search.wants_bayesian:
             self._bayesian_seconds = seconds
@@ -243,10 +225,10 @@ class SwiftProposer(V1Drafter):
 
     def _choose_window(self, request_ids: list[str]) -> _Window | None:
         """Return the current window while it is fresh or the only one; else the newest tokens of an answer."""
-        batch, gamma = self.runner.input_batch, self.options.context_window
+        batch, gamma, stopped = self.runner.input_batch, self.options.context_window, bool(self.state.search.stopped)
         if self._window is not None and self._window.request_id not in request_ids:
             self._window = None
-        if self._window is not None and self._uses < WINDOW_USES and not self._search(self._window).stopped:
+        if self._window is not None and self._uses < WINDOW_USES and not stopped:
             return self._window
         for place in np.flatnonzero(self._wanted).tolist():
             request_id = request_ids[place]
@@ -255,15 +237,12 @@ class SwiftProposer(V1Drafter):
             # The first token of an answer is predicted from the last one of the prompt.
             if start < max(int(batch.num_prompt_tokens[place]) - 1, self._looked_at.get(request_id, 0)):
                 continue
-            if self._search(found).stopped and (not self.options.adapt or self._steps_since_look < CHECK_EVERY):
+            if stopped and self._steps_since_look < CHECK_EVERY:
                 continue
             self._looked_at[request_id] = start + gamma
             self._window, self._uses = found, 0
             return found
-        return None if self._window is None or self._search(self._window).stopped else self._window
-
-    def _search(self, window: _Window) -> LayerSearch:
-        return self.state.search(self._stream(window.request_id))
+        return None if stopped else self._window
 
     def _matchness(self, layer_set: LayerSet, place: int, start: int) -> float:
         """Return the share of the window's tokens that the drafting model predicts (SWIFT, section 4.1.2)."""

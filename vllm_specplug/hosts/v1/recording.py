@@ -6,7 +6,6 @@ of ``recorded.ShardWriter``.  Not recorded: requests with ``{"record": false}``,
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -62,12 +61,11 @@ class Recorder(NoRecording):
     Args:
         runner: has ``input_batch``, ``requests`` and the step's ``accepted`` rows.
         writer: takes the answers.
-        share: share of the requests to record, chosen by request id.
         row_bytes: of one token's hidden states.
     """
 
-    def __init__(self, runner: Any, writer: ShardWriter, share: float, row_bytes: int):
-        self._runner, self._writer, self._share = runner, writer, share
+    def __init__(self, runner: Any, writer: ShardWriter, row_bytes: int):
+        self._runner, self._writer = runner, writer
         self._room = HELD_BYTES // row_bytes
         #: None: the request is not recorded.
         self._kept: dict[str, _Kept | None] = {}
@@ -118,7 +116,7 @@ class Recorder(NoRecording):
         params = request.sampling_params
         if params is None or request.mm_features or request.lora_request is not None or not request.prompt_token_ids:
             return False
-        return wants_record(params.extra_args) and _is_sampled(req_id, self._share)
+        return wants_record(params.extra_args)
 
     def finish(self, request_ids: Collection[str]) -> None:
         for req_id in request_ids:
@@ -150,12 +148,7 @@ def make_recorder(runner: Any, options: TreeOptions) -> NoRecording:
     except (ValueError, OSError) as error:
         raise ConfigError(f"record={folder!r}: {error}") from error
     logger.info("Answers and their hidden states are recorded to %s, at most %d MiB", folder, drafter.record_mib)
-    return Recorder(runner, writer, drafter.record_share, facts.hidden_size * config.dtype.itemsize)
-
-
-def _is_sampled(req_id: str, share: float) -> bool:
-    """Decide by the request's id, so that the choice can be repeated."""
-    return share >= 1 or int.from_bytes(hashlib.sha256(req_id.encode()).digest()[:8], "big") < share * 2**64
+    return Recorder(runner, writer, facts.hidden_size * config.dtype.itemsize)
 
 
 def _answer(request: Any, kept: _Kept) -> RecordedAnswer | None:
