@@ -25,7 +25,7 @@ IDENTITY_ROWS = 64
 
 
 class TargetParts:
-    """What vLLM's loaders of EAGLE drafters read of a target: they look under these names.
+    """Parts of a target that vLLM's loaders of EAGLE drafters read, under the names that they look for.
 
     Args:
         target: vLLM's model, also a multi-modal one.
