@@ -142,7 +142,7 @@ def _first_call(call: Callable[[], Any], modules: Iterator[torch.nn.Module]) -> 
 
 
 def _modules(target: torch.nn.Module, kinds: tuple[type, ...]) -> Iterator[torch.nn.Module]:
-    """Yield modules of these kinds, or around such a one (for LoRA)."""
+    """Yield modules of these kinds, and LoRA layers that wrap one."""
     for module in target.modules():
         if isinstance(module, kinds) or isinstance(base_layer(module), kinds):
             yield module

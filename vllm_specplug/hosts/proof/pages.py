@@ -91,7 +91,7 @@ class Pages:
         blocks: list[int] = []
         for first in range(0, places.boundary - size + 1, size):
             read = any(start < first + size and stop > first for start, stop in places.reads)
-            # The page of the boundary's near side takes the first rows of the tree.
+            # The page before the boundary holds the first rows of the tree.
             near = first + size > places.root
             blocks.append(self._take() if read or near or not blocks else blocks[0])
         return blocks
