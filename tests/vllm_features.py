@@ -5,6 +5,7 @@ python -m tests.vllm_features       # prints the table
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from vllm_specplug.hosts.compat.features import REFUSED
@@ -57,22 +58,22 @@ WORKS = (
     Support(
         "structured output",
         "tests/hosts/test_structured.py::test_same_as_plain",
-        "every node masked along its path",
+        "each node has its own mask",
         v2="tests/v2/test_mixed_requests.py::test_same_as_plain",
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
-    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
+    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "same arguments as plain vLLM's"),
     Support(
         "tensor parallelism",
         "tests/hosts/test_tensor_parallel.py::test_same_as_plain",
-        "V1: every method, budget and verification; V2: eagle2, lookup, unions, measured budget",
+        "V2: eagle2, lookup, unions",
         v2="tests/v2/test_tensor_parallel.py::test_reduced_vocabulary",
     ),
     Support(
         "Ray executor",
         "tests/hosts/test_tensor_parallel.py::test_ray",
-        "vLLM itself refuses it on a CPU; the test lets Ray count the ranks as devices",
+        "vLLM refuses it on a CPU",
     ),
     Support("data parallelism", "tests/hosts/test_data_parallel.py::test_replicas_behind_one_server", "dense targets"),
     Support(
@@ -84,7 +85,7 @@ WORKS = (
     Support(
         "worker and scheduler classes of your own",
         "tests/hosts/test_deployments.py::test_custom_worker_and_scheduler",
-        "derived from vLLM's; ours are mixed in",
+        "derived from vLLM's",
     ),
     Support("prompt embeddings", "tests/hosts/test_deployments.py::test_prompt_embeddings"),
     Support("KV connectors", "tests/hosts/test_deployments.py::test_kv_connector", "ExampleConnector"),
@@ -118,7 +119,7 @@ WORKS = (
     Support(
         "quantised weights",
         "tests/hosts/test_quantised.py::test_same_as_plain",
-        "compressed-tensors, GPTQ, AWQ and online formats are tested",
+        "compressed-tensors, GPTQ, AWQ, online",
     ),
     Support(
         "LoRA",
@@ -129,7 +130,7 @@ WORKS = (
     Support(
         "several KV cache groups",
         "tests/hosts/test_kv_groups.py::test_same_as_plain",
-        "of windows and full layers (vLLM's hybrid KV cache manager)",
+        "windows and full layers",
         v2="tests/v2/test_kv_groups.py::test_groups",
     ),
     Support("layers of different shapes", "tests/hosts/test_kv_groups.py::test_layers_of_different_shapes"),
@@ -137,7 +138,7 @@ WORKS = (
     Support(
         "M-RoPE, multi-modal targets",
         "tests/hosts/test_images.py::test_same_as_plain",
-        "requests with text and images; drafters read the text",
+        "drafters read the text",
         v2="tests/v2/test_kv_groups.py::test_images",
     ),
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
@@ -145,12 +146,17 @@ WORKS = (
 
 
 def feature_table() -> str:
-    """Return the feature table of docs/support.md, in Markdown."""
+    """Return the feature table of docs/support.md in Markdown; below it, why features are refused."""
     rows = [[support.feature, "works", "works" if support.v2 else "not tested", support.note] for support in WORKS]
-    for refusal in REFUSED:
+    reasons = []
+    for number, refusal in enumerate(REFUSED, start=1):
         runners = ("refused", "works" if "V1" in refusal.feature else "refused")
-        rows.append([refusal.feature, *runners, f"{refusal.reason}: {refusal.fix}"])
-    return format_table(["vLLM feature", "V1, CPU", "V2, interpreter", "note"], rows, markdown=True)
+        rows.append([refusal.feature, *runners, f"({number})"])
+        reasons.append(f"{number}. *{refusal.feature}:* {refusal.reason}. Fix: {refusal.fix}.")
+    table = format_table(["vLLM feature", "V1", "V2", "note"], rows, markdown=True)
+    filled = [textwrap.fill(reason, 120, subsequent_indent="   ", break_on_hyphens=False) for reason in reasons]
+    about = "V1 was tested on a CPU, V2 in Triton's interpreter. Why a feature is refused:"
+    return "\n".join([table, "", about, "", *filled])
 
 
 if __name__ == "__main__":

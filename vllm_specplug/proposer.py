@@ -45,10 +45,10 @@ GROUP = "vllm_specplug.proposers"
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a model-free proposer is given.
+    """Input of a model-free proposer.
 
     A proposer needs no report of what became of its draft.  The tokens that a request has gained since the last call
-    are those that the target chose behind that draft.  A request may be missing for some calls (preempted, or not
+    are those that the target chose after that draft.  A request may be missing for some calls (preempted, or not
     scheduled).
 
     Attributes:
@@ -93,7 +93,7 @@ class Remembering(Protocol):
 
 @dataclass(frozen=True)
 class DeviceDraftContext:
-    """What a model-free proposer is given on the V2 runner.  All tensors are on the device.
+    """Input of a model-free proposer on the V2 runner.  All tensors are on the device.
 
     Attributes:
         root_token_ids: int64 ``[num_reqs]``; the last emitted token of each request.
@@ -120,7 +120,7 @@ class DeviceProposer(Protocol):
 
 @dataclass(frozen=True)
 class LateOutcome:
-    """What the target emitted behind some drafts.
+    """Tokens that the target emitted after some drafts.
 
     Attributes:
         requests: int64 ``[n]``; rows of the draft.
@@ -135,7 +135,7 @@ class LateOutcome:
     num_tokens: np.ndarray
 
     def arguments(self) -> tuple[np.ndarray, ...]:
-        """Return ``requests``, and what ``core.outcomes.find_outcomes`` takes behind ``first_nodes``."""
+        """Return ``requests``, and the arguments of ``core.outcomes.find_outcomes`` after ``first_nodes``."""
         return self.requests, self.token_ids, self.token_rows, np.zeros_like(self.num_tokens), self.num_tokens
 
 
@@ -181,7 +181,7 @@ class DeviceRemembering(Protocol):
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What is known of the target before it is loaded.
+    """Facts about the target, known before it is loaded.
 
     Attributes:
         hidden_size, vocab_size, num_layers: of the target model.
@@ -268,7 +268,7 @@ class ModelDrafter:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a method that only chooses has chosen.
+    """Choice of a method that only chooses.
 
     Attributes:
         config: a configuration of another method.

@@ -6,9 +6,9 @@ Words, one meaning each:
     drafter: what proposes draft tokens; with weights (EAGLE, Medusa, SWIFT) or model-free (lookup).
     step: one forward of the target over the batch, with all that belongs to it.  A verification step has draft trees.
     draft level: one forward of the drafter; it drafts the nodes of one depth.
-    draft phase: all that the drafter does behind one step.
+    draft phase: all that the drafter does after one step.
     walk: the pass down the verified trees that selects the accepted paths.
-    commit: moving accepted rows' key/value to the slots behind the context.
+    commit: moving accepted rows' key/value to the slots after the context.
     re-seed: the drafter's forward over the accepted tokens with the target's hidden states (stable KV).
     tau: tokens emitted per verification step and request, the bonus token counted.
     value of a node: estimated probability that the node's whole path is accepted.
@@ -114,7 +114,7 @@ class Walk:
         output_token_ids: int32 ``[num_reqs, max_emitted]``; tokens emitted (accepted path and
             the bonus token last), padded with ``PADDING``.
         path_rows: int64 ``[num_reqs, max_emitted]``; ``path_rows[r, d]`` is the tree row whose
-            logits gave ``output_token_ids[r, d]``; ``path_rows[:, 0] == 0``; ``PADDING`` behind.
+            logits gave ``output_token_ids[r, d]``; ``path_rows[:, 0] == 0``; then ``PADDING``.
         num_emitted: int64 ``[num_reqs]``; accepted nodes + 1 (0 for a request not sampled).
     """
 

@@ -3,7 +3,7 @@
     SPECPLUG_QUESTIONS=spec_bench.jsonl pytest benchmarks/end_to_end/test_end_to_end.py --benchmark-json=out.json
 
 Questions are not part of this repository.  All are measured in one run; a short one before it finds the chain's best
-length.  The results go to ``.benchmarks/end_to_end.json``; ``specplug bench --table FILE --into docs/measurements.md``
+length.  The results go to ``.benchmarks/end_to_end.json``; ``specplug bench --table FILE --short --into PAGE``
 publishes them.
 """
 

@@ -1,4 +1,4 @@
-"""What ``auto`` stands for: a configuration of the other methods, and why."""
+"""Replaces ``auto`` by a configuration of the other methods, and says why."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class _RequestText:
 
 
 def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
-    """Share ``total`` equally; what a request does not want goes to those that want more."""
+    """Share ``total`` equally; a request that wants less leaves the rest to the others."""
     shares, left = [0] * len(wanted), total
     for rank, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         shares[index] = min(wanted[index], left // (len(wanted) - rank))
@@ -51,7 +51,7 @@ class ContextVocabulary:
         self._missing[draft_ids.numpy()] = False
         self._texts: dict[str, _RequestText] = {}
         self._extra_ids: list[tuple[int, ...]] = []  # of each request of the draft phase
-        #: int64 ``[draft_vocab + num_extra]``; target id of each draft id, the extra ones behind.
+        #: int64 ``[draft_vocab + num_extra]``; target id of each draft id, the extra ones last.
         self.ids = draft_ids
         #: ``[num_extra, hidden_size]``, the extra tokens' rows of the LM head; None if there are no extra tokens.
         self.extra_rows: torch.Tensor | None = None

@@ -31,7 +31,7 @@ Score = Callable[[int, torch.Tensor, int], Children]
 
 #: ``forward(level, token_ids [R, b], features [R, b, h], mask [R, b, (level + 1) * b]) -> DraftFeatures`` of
 #: ``[R, b, h]``: run the drafter over the ``b`` nodes fed at ``level`` (from 0).  A node attends to the context and,
-#: of the nodes fed so far (level-major), to those that the mask allows: its ancestors and itself.
+#: of the nodes fed so far (level-major), to the nodes that the mask allows: its ancestors and itself.
 Forward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], DraftFeatures]
 
 

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 Rope = tuple[tuple[str, Any], ...]
 #: Scalings that depend on nothing but the config, and that vLLM and transformers compute alike.
 SCALINGS = ("linear", "llama3", "yarn")
-#: What vLLM reads besides; text has the same positions in all sections.
+#: Further keys that vLLM reads; text has the same positions in all sections.
 _ALSO_KEPT = ("mrope_section", "mrope_interleaved")
 _KEYS = {
     "linear": ("factor",),

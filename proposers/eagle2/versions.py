@@ -32,10 +32,10 @@ _VOCABULARY = ("d2t", "t2d")
 
 
 class VersionCheck:
-    """What every version must share with the one that the server started with.
+    """Properties that every version shares with the first one of the server.
 
     Args:
-        folder: of that version's checkpoint.
+        folder: of the first version's checkpoint.
         served: name of the target that is served, a folder or a repository.
     """
 

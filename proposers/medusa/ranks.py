@@ -91,7 +91,7 @@ def chain_acceptance(ranks: list[torch.Tensor]) -> Acceptance:
 
 
 class MeasuredProbabilities:
-    """Probability that a guess is right behind an accepted path, for `sparse_tree.grow`.
+    """Probability that a guess is right after an accepted path, for `sparse_tree.grow`.
 
     It is the share of hits among the positions where the path is right.  Rare paths have few such positions, so `prior`
     positions with the head's overall accuracy are added.  With a large prior the value of a path is the paper's product

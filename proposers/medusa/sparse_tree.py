@@ -1,6 +1,6 @@
 """Sparse trees: the combinations of the heads' ranked predictions to draft (Medusa, section 2.3.3).
 
-A node is a path of ranks: ``(0, 2)``, at depth 2, is the second head's third guess behind the first head's best guess.
+A node is a path of ranks: ``(0, 2)``, at depth 2, is the second head's third guess after the first head's best guess.
 A tree is a list of paths, each parent before its children, so the first ``n`` paths are a tree for every ``n``.
 Greedy growth appends the node of the largest value, so one list serves every budget.
 """

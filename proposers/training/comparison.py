@@ -2,7 +2,7 @@
 
 Measured are greedy chains and EAGLE-2 trees, offline (evaluate.py, trees.py). The comparison is paired over answers: of
 each answer, the difference of tau (tokens per verification). A head is better if the mean difference is above
-`STANDARD_ERRORS` standard errors of that mean, for chains and for trees.
+`STANDARD_ERRORS` standard errors of the mean, for chains and for trees.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean paired difference of tau over answers, and the standard error of that mean."""
+    """Mean paired difference of tau over answers, and the mean's standard error."""
 
     mean: float
     error: float

@@ -1,4 +1,4 @@
-"""EAGLE-1/2 heads: `specplug train eagle`, and what HASS (proposers/hass) and EAGLE-3 share with it."""
+"""EAGLE-1/2 heads: `specplug train eagle`, and the code that HASS (proposers/hass) and EAGLE-3 share with it."""
 
 from __future__ import annotations
 

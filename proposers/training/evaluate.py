@@ -2,7 +2,7 @@
 
 At T = 0 a drafted token is accepted if it is the token that the target wrote and all drafted tokens before it are
 accepted. So the accepted tokens of a draft equal the answer's, and pass j of `EagleHead.aligned` on the answer computes
-level j of a draft that starts j rows earlier, behind keys and values from the target's features.
+level j of a draft that starts j rows earlier, after keys and values from the target's features.
 
 tau, the tokens per verification, counts the target's own token: plain decoding has tau 1.0.
 """

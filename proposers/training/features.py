@@ -72,7 +72,7 @@ def extract(
     layers: tuple[int, ...] = (),
     device: str | torch.device = "cpu",
 ) -> list[Path]:
-    """Compute the missing shards; return all shard files in order, those that another process computes included.
+    """Compute the missing shards; return all shard files in order, also the shards of other processes.
 
     layers: ids of the layers whose inputs are stored as `layer_features` (number of layers: the last layer's output).
 

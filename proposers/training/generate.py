@@ -108,7 +108,7 @@ def answer_conversations(
 
 
 def _answer_turn(chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int) -> Iterator[int]:
-    """Answer the next turn of each chat, and close those that end with it; yield the tokens of each answer."""
+    """Answer the next turn of each chat, and close the chats that end with it; yield the tokens of each answer."""
     prompts = []
     for chat in chats:
         messages = chat.conversation.messages(chat.answers)

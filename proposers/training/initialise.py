@@ -2,7 +2,7 @@
 
 The embedding's rows are small (rms 0.14 on SmolLM2) and the features are large (rms 1.9, with outlier dimensions), so
 no single scale suits both halves of fc. A ridge regression of feature t+1 on [embed(token t+1); feature t] finds the
-scale of each column. The decoder layer starts as a small correction of that linear predictor.
+scale of each column. The decoder layer starts as a small correction of the linear predictor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def initialise(head: EagleHead, data: FeatureSet, embedding: torch.Tensor, seed:
 
 @torch.no_grad()
 def small_layer(layer: torch.nn.Module, input_rms: float) -> None:
-    """Set projections with unit-variance outputs for inputs of that rms, and output projections of zero."""
+    """Set projections with unit-variance outputs for inputs of this rms, and output projections of zero."""
     attention, mlp = layer.self_attn, layer.mlp
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         projection.weight.normal_(0, projection.in_features**-0.5 / input_rms)

@@ -75,7 +75,7 @@ class Material:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round found; `published` is None if its head is not better."""
+    """Result of a round; `published` is None if its head is not better."""
 
     plan: Plan
     facts: dict[str, Any]
@@ -84,7 +84,7 @@ class Outcome:
 
 @dataclass
 class State:
-    """What is kept between rounds.
+    """State kept between rounds.
 
     Attributes:
         rounds: number of the last one.
@@ -257,7 +257,7 @@ class Learner:
         new_ids = adapted_vocabulary(ids, answers_of(material.train), end_ids_of(self.config))
         task = EagleTask(self.target, new_ids, options, None if untrained else str(base), self.device)
         facts = {"round": plan.number, "base_version": plan.base, "answers": len(material.train)}
-        # What it was trained on before stays in the provenance.
+        # The provenance keeps its earlier training data.
         before = {"learned_from": info.config.get("specplug", {}).get("learned_from", base.name)}
         settings = RunSettings(facts=facts | before, progress=self.progress)
         train(task, material.train, str(self.work), settings)

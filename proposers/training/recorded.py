@@ -45,7 +45,7 @@ WAITING_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Facts:
-    """What all shards of a folder have in common.
+    """Properties that all shards of a folder share.
 
     Attributes:
         target: name of the target's folder or repository.
@@ -65,7 +65,7 @@ class RecordedAnswer:
         ids: token ids [tokens].
         prompt_length: how many of them belong to the prompt, at least 1.
         features: parts, [rows, hidden] each, of the tokens in order; the last token's row may be missing, rows
-            behind it are not written.
+            after it are not written.
         first_position: tokens of the request before these.
     """
 

@@ -299,7 +299,7 @@ class _Meter:
 
 
 def _plan_id(options: LoopOptions, data: FeatureSet, draft_ids: torch.Tensor, micro_batches: int) -> dict:
-    """What a saved state must agree with; two processes can resume a run of one that had twice the `accumulate`."""
+    """Settings that a saved state must have; two processes can resume a run of one that had twice the `accumulate`."""
     settings = asdict(options)
     del settings["accumulate"]
     return settings | {

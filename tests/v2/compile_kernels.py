@@ -1,8 +1,8 @@
 """Compiles every launch of the Triton kernels for GPUs, without one; prints what each needs.
 
-``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` the table of the attention kernels in
-docs/measurements.md.  ``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels
-cannot be compiled: all rows of the newest GPU, and the largest launches (``LARGEST``) of the older ones.
+``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` of the attention kernels only.
+``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: all
+rows of the newest GPU, and the largest launches (``LARGEST``) of the older ones.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def grow_level(
 
 @dataclass(frozen=True)
 class GrowthOps:
-    """The functions that a growth consists of: those of this package, or kernels that do the same.
+    """The functions of a growth: this package's, or kernels that do the same.
 
     Attributes:
         new_pool: see ``pool.new_pool``.

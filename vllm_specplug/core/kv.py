@@ -1,4 +1,4 @@
-"""Commit: make the accepted path's key/value contiguous behind the context.
+"""Commit: make the accepted path's key/value contiguous after the context.
 
 Who owns which cache slots of a request, by token index; C = context length at the start of the step, W = the tree's
 rows, E = tokens emitted by the walk, the bonus token included (half-open ranges; every range is in slots that vLLM
@@ -12,7 +12,7 @@ has allocated to the request):
     [C + W, ...)   not owned        not owned            not owned              not owned
 
 The bonus token is the next step's root: it has no key/value until that forward writes it at C + E.  The context
-therefore grows by E, and a rollback copies nothing.  The target of the d-th node of a path, C + d, never lies behind
+therefore grows by E, and a rollback copies nothing.  The target of the d-th node of a path, C + d, never lies after
 its source: rows are parent-first, so that the node is at row d or later.
 
 ``core/step.py: plan_step`` computes the moves.  On a CPU, a forward that has tree rows only writes nothing to the

@@ -1,7 +1,7 @@
 """The proof at start: what is tried with trees, and what counts as equal to plain decoding.
 
 Text of known tokens is read plainly and through trees that contain it beside wrong siblings.  Logits of the same token
-behind the same text must agree within a bound that the engine itself gives: how much two plain runs differ that put
+after the same text must agree within a bound that the engine itself gives: how much two plain runs differ that put
 the tokens into batches of other shapes.  A control without the mask must not agree.
 """
 
@@ -99,7 +99,7 @@ def grow_proof_tree(
 
 @dataclass(frozen=True)
 class Row:
-    """Logits of one token behind one text, by trees and plainly.
+    """Logits of one token after one text, by trees and plainly.
 
     Attributes:
         name: where the row is, for messages.
@@ -118,7 +118,7 @@ class Row:
 
 @dataclass
 class Evidence:
-    """What a proof has computed.
+    """Results of a proof.
 
     Attributes:
         dtype: of the model.

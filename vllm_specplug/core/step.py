@@ -1,10 +1,10 @@
 """One served decode step.  Both model runners (``hosts/v1/runner``, ``hosts/v2/runner``) call these functions.
 
-propose   the drafter grew a tree behind each request's last token, one step earlier   core/growth, proposers/
+propose   the drafter grew a tree after each request's last token, one step earlier    core/growth, proposers/
 lay out   tree rows get positions and ancestor masks                                   before_forward
 verify    vLLM's forward; tree rows attend by their masks                              hosts/attention, kernels/
 walk      vLLM's sampler selects the accepted path                                     core/walk, hosts/v*/
-commit    accepted key/value moves to the slots behind the context                     after_forward, core/kv
+commit    accepted key/value moves to the slots after the context                      after_forward, core/kv
 re-seed   the drafter reads the accepted rows and proposes the next tree               after_forward, hosts/drafters
 """
 
@@ -25,7 +25,7 @@ class StepPlan:
 
     Attributes:
         source_rows: int64 ``[num_reqs, max_emitted]``; row of each accepted token: the root, then the accepted nodes.
-            ``PADDING`` behind.  The drafter re-reads the target's hidden states of these rows.
+            then ``PADDING``.  The drafter re-reads the target's hidden states of these rows.
         target_rows: int64, same shape; row whose cache slot receives the token's key/value.  Never above its source.
         path_index: int64 ``[num_flat_rows]``; row that holds the accepted token of each flat row: ``source_rows`` at
             ``target_rows``, elsewhere the row itself.

@@ -143,7 +143,7 @@ def settled_rows(tree: TokenTree, token_ids: torch.Tensor) -> torch.Tensor:
 
     Args:
         tree: the trees.
-        token_ids: int64 ``[num_reqs, any width]``; the first tokens to emit; ``PADDING`` behind.
+        token_ids: int64 ``[num_reqs, any width]``; the first tokens to emit; then ``PADDING``.
 
     Returns:
         int64 ``[num_reqs, num_rows]``; the token to emit at each row; ``PADDING``: it is sampled there.

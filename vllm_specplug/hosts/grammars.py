@@ -73,7 +73,7 @@ def walk_grammar(
         token_ids: of the nodes, parents before children; negative ones are placeholders.
         parents: row of each node's parent; node ``i`` is row ``i + 1``.
         visit: receives the row, its grammar, and the tokens that are forbidden besides.  The grammar is None if it does
-            not constrain the row (before the end of reasoning, behind the end of the grammar).
+            not constrain the row (before the end of reasoning, after the end of the grammar).
     """
     grammar = request.structured_output_request.grammar
     children: dict[int, list[int]] = {}

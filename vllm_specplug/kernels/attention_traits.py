@@ -1,4 +1,4 @@
-"""What a layer's attention does besides the plain softmax, the same for every tree attention kernel."""
+"""Additions of a layer's attention to plain softmax, the same for every tree attention kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class AttentionTraits:
     """Additions of one layer to plain softmax attention; the defaults add nothing.
 
-    The distance of a visible key is how many visible keys of the row are behind it, up to the row's own: 0 for itself.
+    The distance of a visible key is how many visible keys of the row come after it, up to the row's own: 0 for itself.
 
     Attributes:
         window: a row sees the keys at distances below it, itself included; 0 for all visible keys.

@@ -78,7 +78,7 @@ class ContextAttention(ABC):
             query: ``[num_reqs, num_rows, num_heads, head_size]``; the first two axes can be flattened without a copy.
             kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, a token's key and value side by side;
                 any strides but the last.
-            block_table: int32 ``[num_reqs, max_blocks]``; entries behind the context must not be read.
+            block_table: int32 ``[num_reqs, max_blocks]``; entries after the context must not be read.
             context_lens: int32 ``[num_reqs]``; 0: the rows of the request see nothing.
             scale: factor of the scores.
             max_context_len: upper bound of ``context_lens``, at least 1.

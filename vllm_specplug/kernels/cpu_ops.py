@@ -142,7 +142,7 @@ def _cpu_identity() -> str:
 
 @contextmanager
 def _cores_of_parent() -> Iterator[None]:
-    """Let the compiler use the cores of the parent process: vLLM binds a worker to some, on a small machine to one."""
+    """Let the compiler use the parent process's cores: vLLM binds a worker to some of them, sometimes to one."""
     try:
         own, parents = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):  # another system than Linux, or the parent has ended

@@ -72,12 +72,12 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """What an EAGLE head's tokens are chosen from.
+    """Inputs for choosing an EAGLE head's tokens.
 
     Attributes:
         head: the LM head; its input is a hidden state.
         ids: int64 ``[draft_vocab + num_extra]``; the target's id of each token; None: the same.
-        extra_rows, other_requests: of further tokens behind the head's, see ``extra_logits``; None: there are none.
+        extra_rows, other_requests: of further tokens after the head's, see ``extra_logits``; None: there are none.
     """
 
     head: DraftLinear
@@ -119,10 +119,10 @@ class DraftLayer:
         is_amx: bool,
         block_table: torch.Tensor,
     ) -> torch.Tensor:
-        """Read tokens of each request into the pages, and begin a draft phase behind the last ones.
+        """Read tokens of each request into the pages, and begin a draft phase after the last ones.
 
         Args:
-            token_ids: int32 ``[num_reqs or more, max_len]``; tokens of each request, up to the one behind those read.
+            token_ids: int32 ``[num_reqs or more, max_len]``; tokens of each request, and the one after them.
             starts, counts: int64 ``[num_reqs]``; which tokens are read: ``[start, start + count)``, ``count`` > 0.
             hidden_states: ``[num_flat_rows, hidden_size]``; the target's.
             rows: int64 ``[sum of counts]``; the tokens' rows there, request by request; None: they are the first ones.
@@ -161,18 +161,18 @@ class DraftLayer:
         level_floors: list[float],
         min_node_value: float = 0.0,
     ) -> tuple[Draft, list[float], list[float]]:
-        """Draft a tree for each request behind ``first``, as ``grow_tree`` does with the likeliest tokens.
+        """Draft a tree for each request after ``first``, as ``grow_tree`` does with the likeliest tokens.
 
         Args:
             root_token_ids: int64 ``[num_reqs]``; last emitted tokens.
             root: ``[num_reqs, hidden_size]``; what ``first`` returned.
             vocabulary: to draft from.
             num_nodes, draft_top_k, min_node_value: of ``grow_tree``.
-            level_floors: of each level behind the first one; the growth ends at a level that runs over nodes whose
+            level_floors: of each level after the first one; the growth ends at a level that runs over nodes whose
                 values sum to less, over all requests.  ``capacity`` must hold these levels.
 
         Returns:
-            The trees; of each level behind the first one that was drafted, the sum of its nodes' values; its seconds.
+            The trees; of each level after the first one that was drafted, the sum of its nodes' values; its seconds.
         """
         *tree, log_values, beams, seconds = self._layer.grow(
             root_token_ids,

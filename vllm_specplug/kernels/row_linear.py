@@ -57,7 +57,7 @@ def make_row_linear(
 
 
 class RowLinearOnUse:
-    """What ``make_row_linear`` returns, made at its first use: an input embedding has a weight, but often no product.
+    """Result of ``make_row_linear``, made at its first use: an input embedding has a weight, but often no product.
 
     Args:
         weight, dtype: of ``make_row_linear``.

@@ -58,7 +58,7 @@ def tree_attention(
         output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
         kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS`` (vLLM's ``layer.isa``).
-        block_table: int32 ``[num_reqs, max_blocks]``; entries behind the context are never read.
+        block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
         context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
         query_start: int32 ``[num_reqs]``; the request's first row in ``query`` and ``output``.
         query_lens: int32 ``[num_reqs]``; the request's rows there; 0 leaves the request out.

@@ -372,7 +372,7 @@ def move_rows(
     source_rows: torch.Tensor,
     target_rows: torch.Tensor,
 ) -> None:
-    """Move the accepted rows' key/value behind the context, in all layers.
+    """Move the accepted rows' key/value after the context, in all layers.
 
     Args:
         pointers: uint64 ``[num_caches]``, from ``cache_pointers``.

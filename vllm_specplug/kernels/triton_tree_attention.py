@@ -285,7 +285,7 @@ def tree_attention(
         output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, a token's key and value side by side; any
             strides but the last.
-        block_table: int32 ``[num_reqs, max_blocks]``; entries behind the context are never read.
+        block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
         context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
         query_start, query_lens: int32 ``[num_reqs]``; the request's rows in ``query``; 0 rows leave the request out.
         tree_key, tree_value: ``[num_tree_rows, num_kv_heads, head_size]``; any strides but the last.

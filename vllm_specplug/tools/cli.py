@@ -17,7 +17,7 @@ from vllm_specplug.utils.lazy import load
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its words on the command line, one line of help, the module behind it, and its heading in --help."""
+    """One command: its words, one line of help, the module that runs it, and its heading in --help."""
 
     words: tuple[str, ...]
     help: str

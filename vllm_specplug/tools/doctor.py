@@ -25,7 +25,7 @@ _PLUGIN_GROUP, _PROPOSER_GROUP = "vllm.general_plugins", "vllm_specplug.proposer
 _PLUGIN = "specplug"
 #: Proofs that are shown, the newest first.
 MOST_PROOFS = 5
-#: What the recommended command serves: a small model, and the drafter that is shipped for it.
+#: The recommended command serves these: a small model, and the drafter that is shipped for it.
 _DEMO_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEMO_CONFIG = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 _CHECK, _PROBE = "vllm_specplug.hosts.compat.check", "vllm_specplug.hosts.probes.platform_probe"

@@ -50,7 +50,7 @@ def draw_tree(
         parents: parent of each row, a lower row; the root, row 0, has -1.
         tokens: text of each row.
         accepted: rows of the accepted path, the root included; marked by heavy lines and ``*``, or bold with ``color``.
-        values: number behind each token, e.g. its probability; NaN shows nothing.
+        values: number after each token, e.g. its probability; NaN shows nothing.
         color: use terminal colours.
     """
     shape = _prepare(parents, tokens, accepted, values, "" if color else "*")

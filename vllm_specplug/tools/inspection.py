@@ -23,7 +23,7 @@ _MEDUSA_TENSOR = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint's config and tensor headers say; None means not recorded.
+    """Facts from a checkpoint's config and tensor headers; None means not recorded.
 
     Attributes:
         layout: the format of the files.

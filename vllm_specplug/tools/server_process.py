@@ -45,7 +45,7 @@ class Server:
         name: for messages; requests name the model ``demo``.
         log: file of its output.
         plugins: if false, vLLM loads no plugin.
-        command: which serves the model behind it; by default this environment's.
+        command: the words before the model; by default this environment's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What all tree attention backends share: how vLLM selects them, their metadata builder, the features they refuse."""
+"""Shared by all tree attention backends: how vLLM selects them, their metadata builder, the features they refuse."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class TreeAttentionMetadataBuilder(TreeBuilder, CPUAttentionMetadataBuilder):
 class TreeAttentionImpl(CPUAttentionBackendImpl):
     @functools.cached_property
     def traits(self) -> AttentionTraits:
-        """What this layer adds to plain softmax; read from the loaded weights, on first use."""
+        """Additions of this layer to plain softmax; read from the loaded weights, on first use."""
         return AttentionTraits(
             window=max(self.sliding_window, 0),
             soft_cap=float(self.logits_soft_cap),

@@ -18,7 +18,7 @@ from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 
 @dataclass
 class TreeFlashMetadata(FlashAttentionMetadata):
-    """vLLM's metadata with the tree rows of this forward, if any, and that of the requests behind the trees."""
+    """vLLM's metadata with the tree rows of this forward, if any, and that of the requests after the trees."""
 
     tree: DeviceTreeRows | None = None
     others: FlashAttentionMetadata | None = None

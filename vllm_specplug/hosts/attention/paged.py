@@ -61,7 +61,7 @@ class TreeImpl:
 
     @cached_property
     def traits(self) -> AttentionTraits:
-        """What the layer does besides the plain softmax.  Sinks are vLLM's own weights, of the model's dtype."""
+        """Additions of the layer to plain softmax.  Sinks are vLLM's own weights, of the model's dtype."""
         return AttentionTraits(
             window=self.sliding_window[0] + 1,  # vLLM does not count the row itself; -1: no window
             soft_cap=float(self.logits_soft_cap or 0),
@@ -139,7 +139,7 @@ def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Te
 def with_trees(metadata: Any, rows: DeviceTreeRows) -> Any:
     """Return a copy of vLLM's metadata with the trees of a forward.
 
-    Where the trees come first and other requests behind, vLLM's kernel gets the latter only.
+    Where the trees come first and other requests after them, vLLM's kernel gets the latter only.
     """
     num_trees, first, others = len(rows.context_lens), rows.num_tree_rows, None
     if first is not None and not any(torch.is_tensor(getattr(metadata, name, None)) for name in _BY_REQUEST):
@@ -155,13 +155,13 @@ def with_trees(metadata: Any, rows: DeviceTreeRows) -> Any:
     return replace(metadata, tree=rows, others=others)
 
 
-#: What some models add to the metadata by request or by row of the whole batch; it is not split.
+#: Fields that some models add to the metadata, by request or by row of the whole batch; they are not split.
 _BY_REQUEST = ("causal", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
 
 
 @dataclass
 class TreeTritonMetadata(TritonAttentionMetadata):
-    """vLLM's metadata with the tree rows of this forward, if any, and that of the requests behind the trees."""
+    """vLLM's metadata with the tree rows of this forward, if any, and that of the requests after the trees."""
 
     tree: DeviceTreeRows | None = None
     others: TritonAttentionMetadata | None = None

@@ -106,7 +106,7 @@ class DeviceTreeRows(TreeRows):
         max_query_len: the largest of ``query_lens``.
         max_context_len: at least the largest of ``context_lens``; None: unknown.
         uniform: whether every tree has ``max_query_len`` rows, which are the first ones of the forward.
-        num_tree_rows: rows of all trees, if they are the first ones of the forward; the requests behind have no trees.
+        num_tree_rows: rows of all trees, if they come first in the forward; requests after them have no trees.
             None: unknown, or the forward has no other rows.
     """
 

@@ -31,7 +31,7 @@ PARTS_ON_CPU = {"0.33.0": "its Python files, with the operators of 0.32.0"}
 
 @dataclass(frozen=True)
 class VllmReport:
-    """What is installed.
+    """The installed vLLM, and whether the plugin can use it.
 
     Attributes:
         distribution: its name, empty if there is none.

@@ -1,4 +1,4 @@
-"""Features of vLLM that are refused at start, as data; ``tests/vllm_features.py`` lists those that work."""
+"""Features of vLLM that are refused at start, as data; ``tests/vllm_features.py`` lists the features that work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONNECTORS = ("ExampleConnector",)
 
 
 class Setting(NamedTuple):
-    """What vLLM passes when the speculative config is built."""
+    """Values that vLLM passes to build the speculative config."""
 
     model_config: Any
     parallel_config: Any

@@ -65,7 +65,7 @@ _ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
-#: What tells a target's layers and their parts apart, on every runner.
+#: Symbols by which a target's layers and their parts are told apart, on every runner.
 _LAYERS = (
     VllmSymbol("vllm.model_executor.models.interfaces:supports_multimodal", ("model",)),
     VllmSymbol("vllm.model_executor.layers.logits_processor:LogitsProcessor.forward", ("self", "lm_head")),

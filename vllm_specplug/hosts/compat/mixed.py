@@ -44,7 +44,7 @@ def problem(ours: str, theirs: str, besides: tuple[str, ...] = ()) -> str | None
 
     Args:
         ours, theirs: paths of classes; the last base of ours is vLLM's class.
-        besides: subclasses of that one that ours does not serve.
+        besides: subclasses of vLLM's class that ours does not serve.
     """
     mixin, found = class_at(ours), class_at(theirs)
     if mixin is None:

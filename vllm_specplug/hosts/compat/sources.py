@@ -66,7 +66,7 @@ class Sources:
         return None
 
     def problem(self, symbol: VllmSymbol) -> str | None:
-        """Return what ``VllmSymbol.problem`` returns after an import."""
+        """Return the same as ``VllmSymbol.problem`` after an import."""
         return symbol.problem(self._problem)
 
     def _problem(self, symbol: VllmSymbol) -> str | None:

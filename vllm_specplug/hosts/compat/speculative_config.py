@@ -47,7 +47,7 @@ from vllm_specplug.utils.published import is_published
 
 logger = logging.getLogger("vllm_specplug")
 
-#: What vLLM's ``custom_class`` method loads on V1.  Our runner puts the method's own adapter in its place.
+#: Class that vLLM's ``custom_class`` method loads on V1.  Our runner puts the method's own adapter in its place.
 NO_DRAFTER = "vllm_specplug.hosts.drafters.base.V1Drafter"
 
 #: vLLM's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.

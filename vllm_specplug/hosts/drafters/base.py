@@ -1,4 +1,4 @@
-"""What the V1 runner needs of a drafter with weights.  An adapter overrides what concerns it."""
+"""Interface of a drafter with weights on the V1 runner.  An adapter overrides what concerns it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DraftHooks:
         sampled_token_ids: list[list[int]],
         num_drafts: np.ndarray,
     ) -> None:
-        """Take notice of a step behind which the drafter does not run.
+        """Take notice of a step after which the drafter does not run.
 
         Args:
             hidden_states: ``[num_flat_rows, hidden_size]`` of the step.
@@ -83,7 +83,7 @@ class DraftHooks:
         """
 
     def after_draft(self, step_began: float) -> None:
-        """Do work behind the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
+        """Do work after the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
 
     def version_check(self, folder: str) -> Any:
         """Return what checks other versions of the checkpoint in ``folder``, which is in use; see ``new_version``."""

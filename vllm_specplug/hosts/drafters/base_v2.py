@@ -1,4 +1,4 @@
-"""What the V2 runner needs of a speculator: trees of a fixed size, drafted without CPU-GPU synchronisation."""
+"""Interface of a speculator on the V2 runner: trees of a fixed size, drafted without CPU-GPU synchronisation."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class TreeSpeculator:
             self.learning.start()
 
     def finish(self, req_ids: Collection[str]) -> None:
-        """Let the proposer keep the tokens of ended requests, of those that did not turn speculation off."""
+        """Let the proposer keep the tokens of ended requests that did not turn speculation off."""
         if not (self._serves and isinstance(self._proposer, DeviceRemembering)):
             return
         known = self._req_states
@@ -199,7 +199,7 @@ class TreeSpeculator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and parents, int64 ``[num_reqs, num_rows]``; see ``growth.Grow``.
 
-        The trees have ``nodes`` nodes; the rows behind them are padding.
+        The trees have ``nodes`` nodes; the rows after them are padding.
         """
         known, draft_by_model = self._req_states, None
         self.draft_depth = self.depths[nodes]

@@ -36,7 +36,7 @@ class ContextWriter:
         """Compute the key/value of these rows.
 
         Args:
-            token_ids: int ``[num_rows]``; the token *behind* that of each row.
+            token_ids: int ``[num_rows]``; the token after each row's own.
             positions: int ``[num_rows]``.
             hidden_states: ``[num_rows, hidden_size]``; of EAGLE-3: its three layers combined.
 

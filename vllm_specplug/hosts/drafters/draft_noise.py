@@ -28,7 +28,7 @@ def noise_is_known(sampler: Sampler) -> bool:
 
 
 class DraftNoise:
-    """Coupled noise for requests that are walked exactly; separate noise for those that are verified by rejection."""
+    """Coupled noise for requests that are walked exactly; separate noise for requests verified by rejection."""
 
     def __init__(self, runner: Any, options: TreeOptions, has_custom_processors: bool):
         self._runner = runner

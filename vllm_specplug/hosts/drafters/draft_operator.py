@@ -132,7 +132,7 @@ class DraftOperator:
     def run(self, rows: int, hidden_states: torch.Tensor, is_first: bool, block_table: torch.Tensor) -> torch.Tensor:
         """Run a forward over rows of one request, to time it; a first one writes to the blocks of ``block_table``."""
         token_ids = torch.zeros(1, rows + 1, dtype=torch.int32)
-        if is_first or self._num_reqs != 1:  # a level is timed behind the first forward of one request
+        if is_first or self._num_reqs != 1:  # a level is timed after the first forward of one request
             counts = torch.tensor([rows if is_first else 1])
             output = self.first(token_ids, torch.zeros_like(counts), counts, hidden_states, None, block_table).score
             if is_first:

@@ -46,7 +46,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) on vLLM's paged draft KV.
 
     The first forward of a draft phase is vLLM's own.  It runs the drafter over the accepted tokens with the target's
-    hidden states (stable KV); if there are many rows, only over the last row of each request.  The levels behind it
+    hidden states (stable KV); if there are many rows, only over the last row of each request.  The levels after it
     keep their key/value in a scratch, so that drafting never touches committed pages.
     """
 
@@ -386,7 +386,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
 
 def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.Tensor) -> torch.Tensor:
-    """Return the tokens behind the rows: ``token_ids`` moved by one, ``next_token_ids`` at the ``last`` rows."""
+    """Return the tokens after the rows: ``token_ids`` moved by one, ``next_token_ids`` at the ``last`` rows."""
     shifted = token_ids.roll(-1)
     shifted[last.long()] = next_token_ids.to(shifted.dtype)
     return shifted

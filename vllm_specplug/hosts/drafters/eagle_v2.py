@@ -26,7 +26,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
     """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees).
 
     The first forward of a draft phase is vLLM's own.  It runs the drafter over the accepted tokens with the target's
-    hidden states (stable KV), on rows that were brought into path order.  The levels behind it keep their key/value in
+    hidden states (stable KV), on rows that were brought into path order.  The levels after it keep their key/value in
     a scratch that is not kept.
     """
 
@@ -186,7 +186,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         scores: torch.Tensor,
         hidden: torch.Tensor,
     ) -> Draft:
-        """Grow the levels behind the first forward, from ``_roots`` and the block table ``[num_reqs, max_blocks]``."""
+        """Grow the levels after the first forward, from ``_roots`` and the block table ``[num_reqs, max_blocks]``."""
         if self._rows is None:  # allocated once, for all requests: recorded graphs hold its addresses
             scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, self.options, self.dtype, self.device)
             levels = self.options.draft_depth - 1

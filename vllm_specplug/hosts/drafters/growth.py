@@ -8,7 +8,7 @@ import torch
 
 
 class Growth:
-    """Decides which levels behind the first one are drafted, and times them.
+    """Decides which levels after the first one are drafted, and times them.
 
     Args:
         floors: of each level, see ``FixedBudget.level_floors``.

@@ -45,7 +45,7 @@ FIRST_GUESS_SECONDS = 0.1
 
 
 class _Window(NamedTuple):
-    """Tokens ``start`` to ``start + context_window`` of a request; the tokens behind them are known."""
+    """Tokens ``start`` to ``start + context_window`` of a request; the tokens after them are known."""
 
     request_id: str
     start: int
@@ -66,7 +66,7 @@ class _Open(NamedTuple):
 
 
 class SwiftProposer(V1Drafter):
-    """The target itself, with layers left out; it searches for better layer sets behind the draft phase."""
+    """The target itself, with layers left out; it searches for better layer sets after the draft phase."""
 
     options: SwiftOptions
 
@@ -144,7 +144,7 @@ class SwiftProposer(V1Drafter):
         num_reqs = len(sampled_token_ids)
         last = np.maximum(num_tokens_no_spec[:num_reqs] - 1, 0).astype(np.int64)
         roots = torch.from_numpy(token_ids_cpu[np.arange(num_reqs), last]).long()
-        # Nothing can be emitted behind the model's last position.
+        # Nothing can be emitted after the model's last position.
         drafted = np.flatnonzero(self._wanted & (last < self.max_model_len - 1))
         layer_set = agreed(self.state.search.best)  # the first tensor-parallel rank searches
         levels = self._draft(layer_set, torch.from_numpy(drafted), roots, torch.from_numpy(last))
@@ -269,7 +269,7 @@ class SwiftProposer(V1Drafter):
             layer_set: sub-layers to leave out.
             requests: int64 ``[n]``; batch indices.
             context_lens: int64 ``[n]``; tokens whose pages are read.
-            token_ids: int64 ``[n, width]``; tokens behind the context and the ``first`` tokens of earlier forwards.
+            token_ids: int64 ``[n, width]``; tokens after the context and the ``first`` tokens of earlier forwards.
             first: tokens fed since the context.
             mask: bool ``[n, width, first + width]``; which of the fed tokens each row sees.
 

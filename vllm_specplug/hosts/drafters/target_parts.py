@@ -25,7 +25,7 @@ IDENTITY_ROWS = 64
 
 
 class TargetParts:
-    """What vLLM's loaders of EAGLE drafters read of a target: they look under these names.
+    """Parts of a target that vLLM's loaders of EAGLE drafters read, under the names that they look for.
 
     Args:
         target: vLLM's model, also a multi-modal one.
@@ -142,7 +142,7 @@ def _first_call(call: Callable[[], Any], modules: Iterator[torch.nn.Module]) -> 
 
 
 def _modules(target: torch.nn.Module, kinds: tuple[type, ...]) -> Iterator[torch.nn.Module]:
-    """Yield modules of these kinds, or around such a one (for LoRA)."""
+    """Yield modules of these kinds, and LoRA layers that wrap one."""
     for module in target.modules():
         if isinstance(module, kinds) or isinstance(base_layer(module), kinds):
             yield module

@@ -95,7 +95,7 @@ def _own_parameter(name: str, value: Any, module: torch.nn.Module, twin: torch.n
         return None
     if (recorded := get_layerwise_info(module).restore_metadata[0].get(name)) is not None:
         fresh = materialize_meta_tensor(recorded)
-    else:  # made behind vLLM's record: biases
+    else:  # biases: made after vLLM's record
         fresh = torch.empty_like(value.data)
         fresh.__class__, fresh.__dict__ = value.__class__, value.__dict__.copy()
     if fresh.shape == value.shape:  # a checkpoint may leave it out

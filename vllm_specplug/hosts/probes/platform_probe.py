@@ -1,4 +1,4 @@
-"""What ``specplug doctor`` asks the installed vLLM: its platform, its model runner, and the symbols that we need.
+"""Asks the installed vLLM for ``specplug doctor``: its platform, its model runner, and the symbols that we need.
 
 ``import vllm`` loads the compiler of PyTorch and takes seconds.  So symbols are read from vLLM's source files, and only
 the modules with which vLLM chooses a platform are imported.
@@ -20,7 +20,7 @@ from vllm_specplug.hosts.compat.sources import installed_sources
 
 @dataclass(frozen=True)
 class Installation:
-    """What vLLM says on this machine.
+    """Answers of vLLM on this machine.
 
     Attributes:
         platform: class name of vLLM's platform.

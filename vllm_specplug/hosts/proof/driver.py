@@ -1,6 +1,6 @@
 """Runs steps of a model runner for requests of our own, as vLLM's scheduler would, and reads their logits.
 
-All hooks are attributes of the runner's objects while the proof runs; they are removed behind it.
+All hooks are attributes of the runner's objects while the proof runs; they are removed after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_NODES = 8
 
 @dataclass
 class Part:
-    """What one request does in a step.
+    """Work of one request in a step.
 
     Attributes:
         request_id: ours.
@@ -40,7 +40,7 @@ class Part:
         start: tokens whose key/value is in the pages.
         block_ids: by KV cache group.
         emitted: tokens that the step is made to emit, one if there is no tree.
-        tree: what is verified behind the last token; None: nothing.
+        tree: verified after the last token; None: nothing.
         upcoming: the tree of its next step; None: there is none.
         num_prompt: tokens that it came with, if the runner has it already; 0: it is new.
     """

@@ -16,7 +16,7 @@ class Places:
 
     Attributes:
         root: position of the first tree's root; the tokens before it are the context.
-        boundary: first position of a new page, behind the root; 0: the text is too short to reach one.
+        boundary: first position of a new page, after the root; 0: the text is too short to reach one.
         reads: half-open ranges of the context that are computed.  The rest of it is never read by the model: its
             pages are those of the first range again, which costs nothing however long the context is.
     """
@@ -27,13 +27,13 @@ class Places:
 
 
 def choose_places(page: int, windows: Sequence[int], branch_depth: int, room: int, max_len: int) -> Places | None:
-    """Choose a context behind which a tree crosses the end of a page and the reach of sliding windows.
+    """Choose a context after which a tree crosses the end of a page and the reach of sliding windows.
 
     Args:
         page: tokens of a page; the largest of the KV cache groups.
         windows: sliding windows of the layers, in tokens; windows that do not fit are left out.
         branch_depth: depth at which the path comes to the next page.
-        room: positions behind the root that are needed.
+        room: positions after the root that are needed.
         max_len: positions that a request has.
 
     Returns:
@@ -87,17 +87,17 @@ class Pages:
             raise ValueError("the KV cache has too few blocks") from None
 
     def _shared(self, size: int, places: Places) -> list[int]:
-        """Return the blocks before the boundary; those that hold nothing read are the first one again."""
+        """Return the blocks before the boundary; blocks that are never read are the first one again."""
         blocks: list[int] = []
         for first in range(0, places.boundary - size + 1, size):
             read = any(start < first + size and stop > first for start, stop in places.reads)
-            # The page of the boundary's near side takes the first rows of the tree.
+            # The page before the boundary holds the first rows of the tree.
             near = first + size > places.root
             blocks.append(self._take() if read or near or not blocks else blocks[0])
         return blocks
 
     def table(self, num_tokens: int) -> tuple[list[int], ...]:
-        """Return blocks for a request of so many tokens: those of the context, and behind it blocks of its own."""
+        """Return blocks for a request of so many tokens: those of the context, and after it blocks of its own."""
         return tuple(
             context + [self._take() for _ in range(-(-num_tokens // size) - len(context))]
             for context, size in zip(self._context, self._sizes, strict=True)

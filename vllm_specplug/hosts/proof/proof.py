@@ -22,7 +22,7 @@ from vllm_specplug.hosts.proof.pages import Pages, Places, choose_places
 
 #: Most depths of the three trees: the proof's first and second, and the control's.
 DEPTHS = (4, 2, 4)
-#: What stands for a position of other text.
+#: Token at a position of other text.
 _BRANCH = -1
 #: The request that reads the text and verifies the trees.
 _TEXT = "specplug-text"
@@ -74,7 +74,7 @@ class Proof:
         #: Rows of trees: name, position and logits.  The row of other text has the position ``_BRANCH``.
         self._trees: list[tuple[str, int, torch.Tensor]] = []
         self._control: list[tuple[str, int, torch.Tensor]] = []
-        #: The tokens of the other text behind the boundary; empty: there is none.
+        #: The tokens of the other text after the boundary; empty: there is none.
         self._other_text: list[int] = []
 
     def _windows(self) -> list[int]:
@@ -149,7 +149,7 @@ class Proof:
         return grow_proof_tree(text, self._wrong, nodes, depth, self._branch_depth, driver.width)
 
     def _verify(self) -> None:
-        """Verify the proof's trees one behind the other, and the control behind them."""
+        """Verify the proof's trees one after the other, and the control after them."""
         driver, root = self._driver, self._places.root
         for index, name in enumerate(_NAMES):
             tree, stop = self._tree, root + len(self._tree.path_rows)
