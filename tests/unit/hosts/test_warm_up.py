@@ -49,6 +49,7 @@ json.dump([before, signatures(), drafted], sys.stdout)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"method": "lookup", "traffic_tokens": 4096}, {"method": "union", "sources": [{"method": "lookup"}]}]
 )

@@ -117,6 +117,7 @@ def test_limits_of_learning_need_learning(given):
         chosen(**given)
 
 
+@pytest.mark.slow
 def test_a_new_drafter_learns(tmp_path):
     options, choice = learning(tmp_path)
     assert "begun with a new drafter" in choice.why and choice.trainer

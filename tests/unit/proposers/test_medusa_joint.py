@@ -98,6 +98,7 @@ def test_dropout_is_drawn_from_the_step(target, data):
     assert one == again != other
 
 
+@pytest.mark.slow
 def test_the_backbone_keeps_its_loss_and_is_exported_merged(target, data, held_out, tmp_path):
     strong = {"lr": 5e-3, "epochs": 20}
     task = fit(target, data, tmp_path / "a", dev=held_out, **strong)
@@ -124,6 +125,7 @@ def test_the_backbone_keeps_its_loss_and_is_exported_merged(target, data, held_o
     assert adapter_of(task).abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_resumed_training_is_bit_exact(target, data, tmp_path):
     straight = fit(target, data, tmp_path / "a").head.state_dict()
     fit(target, data, tmp_path / "b", max_steps=5)
