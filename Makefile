@@ -16,7 +16,7 @@ demo: install
 
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
 # (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
-# `make test-fast` the unit tier (two to three minutes), `pytest -m hosts` any one of them.
+# `make test-fast` the quick ones of the unit tier (about a minute and a half), `pytest -m hosts` any one of them.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 
 # Two parts run at once, each in one thread, the longest ones first.
@@ -51,9 +51,9 @@ test-ranks: install
 	$(PYTEST) $(RANKS)
 	$(PYTEST) $(RANKS_V2)
 
-# The tests of `test-unit`, in two processes.
+# The quick ones of `test-unit`, in two processes.
 test-fast: install
-	$(PYTEST) --numprocesses 2 tests/unit
+	$(PYTEST) --numprocesses 2 -m "not slow" tests/unit
 
 # At most 35 minutes: an interrupt at 30 keeps what was measured.  All of benchmarks/ takes longer.
 bench: install

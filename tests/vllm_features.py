@@ -62,8 +62,8 @@ WORKS = (
         v2="tests/v2/test_mixed_requests.py::test_same_as_plain",
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
-    Support("streaming", "tests/e2e/test_server.py::test_chat_streamed_and_not"),
-    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "same arguments as plain vLLM's"),
+    Support("streaming", "tests/e2e/test_api.py::test_whole_and_streamed"),
+    Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
     Support(
         "tensor parallelism",
         "tests/hosts/test_tensor_parallel.py::test_same_as_plain",

@@ -17,6 +17,8 @@ import pytest
 
 from benchmarks.end_to_end import stress
 from tests import bad_input
+from tests.doubles import tiny
+from tests.doubles.servers import tree_server
 from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
 from vllm_specplug.tools import cli
 from vllm_specplug.tools.bench.server import Server as MeasuredServer
@@ -200,6 +202,13 @@ def test_bad_requests_are_refused_as_by_the_plain_server(servers):
                 post(server, "/v1/completions", prompt="a", **body)
             answers.append((refused.value.code, json.load(refused.value)["error"]["message"]))
         assert answers[0] == answers[1] and answers[0][0] == 400
+
+
+def test_bad_configuration_ends_before_the_server_starts(tmp_path):
+    speculative = {"method": "eagle2", "model": "smollm2-135m-instruct", "draft_dept": 4}
+    process = tree_server(tiny.write_target(tmp_path / "target"), speculative, tmp_path / "log").process
+    assert process.wait(timeout=120) != 0
+    assert "unknown key 'draft_dept'" in (tmp_path / "log").read_text()
 
 
 def test_abort_in_the_middle_of_a_stream(servers):

@@ -36,7 +36,7 @@ os.environ.update(
 from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
-from tests.doubles import interpreted, tiny  # noqa: F401
+from tests.doubles import interpreted, oracle_kernels, tiny  # noqa: F401
 from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import (  # noqa: F401
     acceptance_length,
@@ -80,6 +80,21 @@ def host_without_its_top_k_kernel():
         if not torch.cuda.is_available():
             patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def oracle():
+    """Plain torch for the slowest kernels of a step; tests marked ``interpreted`` have the kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            oracle_kernels.use(patch, oracle_kernels.ORACLE)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def kernels(request, monkeypatch):
+    if request.node.get_closest_marker("interpreted") is not None:
+        oracle_kernels.use(monkeypatch, oracle_kernels.KERNELS)
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,7 @@ def shared(engine, checkpoints, prompts):
     return both(engine, checkpoints, prompts, SHARED, of_layer="model.layers.1.")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["windowed", "with_sinks", "shared"])
 def test_same_tokens(request, prompts, plain, name):
     expected, llm = request.getfixturevalue(name)

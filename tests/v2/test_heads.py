@@ -27,6 +27,7 @@ def eagle3(checkpoints, features, tmp_path_factory):
     return out.name
 
 
+@pytest.mark.interpreted
 def test_eagle3(engine, prompts, plain, eagle3):
     llm = engine(eagle3, TREE, **ENGINE)
     assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))

@@ -32,6 +32,7 @@ def llm(engine):
     return engine("eagle", TREE, **ENGINE)
 
 
+@pytest.mark.interpreted
 def test_greedy_trees(prompts, plain, llm):
     assert isinstance(runner_of(llm), TreeRunner)
     assert same(answers(llm, prompts), plain)
@@ -70,6 +71,7 @@ def test_prefix_cache_hits_on_blocks_written_by_trees(llm, prompts, plainly):
     check_prefix_cache_hits(plainly, llm, prompts)
 
 
+@pytest.mark.interpreted
 def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
     check_preemption(engine("eagle", TREE, **SCARCE), prompts, plain)
 

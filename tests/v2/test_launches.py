@@ -92,6 +92,7 @@ def start(engine, checkpoints):
     return make
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["eagle2", "lookup", "union"])
 def test_whole_steps_look_at_no_value(start, prompts, plain, monkeypatch, name):
     """From scheduling to the next drafts; vLLM's own code is left out."""

@@ -81,6 +81,7 @@ def trees_of(llm, monkeypatch):
     return drafted
 
 
+@pytest.mark.interpreted
 def test_greedy(llm, repeating, expected, monkeypatch):
     check_greedy(llm, ModelFreeSpeculator, repeating, expected, 1.3, monkeypatch)
 

@@ -119,6 +119,7 @@ def check(llm, requests, expected, watch):
     assert all(drafted == 0 and rows == 1 for drafted, _, rows in seen[OFF][1:])
 
 
+@pytest.mark.interpreted
 def test_same_as_plain(start, requests, expected, watch):
     check(start(), requests, expected, watch)
 

@@ -43,6 +43,7 @@ def start(engine, checkpoints, heads):
     return make
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("drafter", "kind", "drafted_by"),
     [("eagle", TreeEagleSpeculator, {1, 2, 3}), ("medusa", HeadsSpeculator, {1, 2})],

@@ -47,6 +47,7 @@ def test_arguments_of_others_are_left_alone():
     check_request({"watermark_key": 7, "stream_id": "a", "speculation": True}, TreeOptions())
 
 
+@pytest.mark.slow
 def test_nothing_that_drafts_is_loaded():
     """The front end checks requests and never drafts: numba and LLVM would take some 80 MiB of it."""
     program = """

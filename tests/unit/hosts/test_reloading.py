@@ -254,19 +254,29 @@ def test_two_ranks_change_in_the_same_step_or_not_at_all(head, monkeypatch, text
     if text == "damaged":
         drafters[0].new_version = lambda folder, check: Weights(drafters[0], folder)
     published(head, text)
-    threading.Timer(0.3, drafters[1].slow.set).start()
 
     def program(rank):
         # Both ranks are threads of one process, which can publish one file of counters.
         _, followed, _ = follow(head, drafter=drafters[rank], counters=Counters(None))
         found = []
-        for _ in range(300):
-            followed.before_step()
-            found.append((drafters[rank].text, followed.version))
-            time.sleep(0.002)
-        return found
 
-    first, second = ranks.run(program)
-    assert first == second and first[0] == ("first", 1)
+        def step_together(condition):
+            """Step until the condition holds on both ranks."""
+            end, holds = time.monotonic() + 60, False
+            while not holds:
+                assert time.monotonic() < end
+                followed.before_step()
+                found.append((drafters[rank].text, followed.version))
+                holds = all(ranks.gather(condition()))
+                time.sleep(0.002)
+
+        step_together(lambda: followed._reading is not None and (rank == 1 or followed._reading.has_ended))
+        more = len(found) + 10 * reloading.STEPS_BETWEEN
+        step_together(lambda: len(found) >= more)
+        drafters[rank].slow.set()
+        step_together(lambda: followed._reading is None)
+        return found, more
+
+    (first, more), (second, _) = ranks.run(program)
+    assert first == second and first[:more] == [("first", 1)] * more
     assert first[-1] == (("second", 2) if text == "second" else ("first", 1))
-    assert first.index(first[-1]) > 20 or text == "damaged"

@@ -51,6 +51,7 @@ def test_a_build_that_ends_early_leaves_no_library(builds, monkeypatch):
     assert cpu_ops.library_file().read_bytes() == b"all of it"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="one core")
 def test_the_compiler_gets_the_cores_of_the_parent():
     """A worker is bound to one core on a machine of two."""

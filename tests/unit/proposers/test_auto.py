@@ -113,6 +113,7 @@ def test_limits_of_learning_need_learning():
         chosen(record_mib=64)
 
 
+@pytest.mark.slow
 def test_a_new_drafter_learns(tmp_path):
     options, choice = learning(tmp_path)
     assert "begun with a new drafter" in choice.why and choice.trainer

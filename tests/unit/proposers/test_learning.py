@@ -79,7 +79,10 @@ def test_a_new_drafter_is_a_whole_checkpoint_and_says_that_it_is_untrained(targe
     assert cli.main(["drafter", "new", target, "--out", str(head)]) == 2
 
 
-def test_a_round_publishes_what_is_better_on_answers_that_it_has_not_seen(target, ring, tmp_path):
+@pytest.mark.slow
+def test_rounds_publish_what_is_better_on_new_answers_and_forgets_no_old_ones(
+    target, ring, answered, tmp_path, monkeypatch
+):
     head = new_drafter(target, tmp_path / "head")
     learner = make_learner(target, ring, head)
     outcome = learner.run(learner.plan())
@@ -96,8 +99,15 @@ def test_a_round_publishes_what_is_better_on_answers_that_it_has_not_seen(target
     assert json.loads((head / "learn.jsonl").read_text())["published_version"] == 2
     # All shards are read: the next round has nothing to do.
     assert learner.plan() is None and make_learner(target, ring, head).plan() is None
+    recorded_from(answered.take(list(range(60, 96))), ring)
+    monkeypatch.setattr(learning, "is_better", lambda _: True)
+    monkeypatch.setattr(learning, "WORST_ON_OLD", 10.0)
+    outcome = learner.run(learner.plan())
+    assert outcome.plan.replayed and outcome.facts["old_tree_tau"] > 1 and outcome.published is None
+    assert read_current(head).version == 2
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_better_is_not_published(target, ring, tmp_path, monkeypatch):
     head = new_drafter(target, tmp_path / "head")
     learner = make_learner(target, ring, head, from_nothing=replace(QUICK, epochs=1, lr=1e-9))
@@ -109,18 +119,6 @@ def test_a_head_that_is_not_better_is_not_published(target, ring, tmp_path, monk
     assert learner.patience == make_learner(target, ring, head).patience == 2
     learner.state.misses = 9
     assert learner.patience == 4
-
-
-def test_a_head_that_forgets_old_answers_is_not_published(target, ring, answered, tmp_path, monkeypatch):
-    head = new_drafter(target, tmp_path / "head")
-    learner = make_learner(target, ring, head)
-    learner.run(learner.plan())
-    recorded_from(answered.take(list(range(60, 96))), ring)
-    monkeypatch.setattr(learning, "is_better", lambda _: True)
-    monkeypatch.setattr(learning, "WORST_ON_OLD", 10.0)
-    outcome = learner.run(learner.plan())
-    assert outcome.plan.replayed and outcome.facts["old_tree_tau"] > 1 and outcome.published is None
-    assert read_current(head).version == 2
 
 
 def test_held_out_answers_are_the_newest_and_never_trained_on(target, ring, tmp_path, monkeypatch):
@@ -163,6 +161,7 @@ def command(target, ring, head, *more):
     return ["learn", ring, "--target", target, "--out", str(head), "--nice", "0", *more]
 
 
+@pytest.mark.slow
 def test_a_killed_learner_goes_on_with_its_round(target, ring, tmp_path):
     head = new_drafter(target, tmp_path / "head")
     code = "import sys; from vllm_specplug.tools.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -19,6 +19,7 @@ def test_products_are_in_bfloat16(device, lacks, monkeypatch):
     assert precision.compute_dtype(device) == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_cpu_without_avx512_trains_and_measures_in_float32(target, tmp_path, monkeypatch):
     """Data of one kind of machine is taken on the other, and the heads agree up to bfloat16's rounding."""
     answers, heads, taus, written = make_answers(), {}, {}, set()

@@ -135,6 +135,7 @@ def _record(folder, first, count, both_started):
     assert not write(folder, [answer(n) for n in range(first, first + count)], 6000).failed
 
 
+@pytest.mark.slow
 def test_two_servers_on_one_folder_keep_to_the_limit_and_lose_nothing_else(tmp_path):
     folder, context, most = tmp_path / "ring", multiprocessing.get_context("forkserver"), 0
     context.set_forkserver_preload([__name__])  # imported once for both

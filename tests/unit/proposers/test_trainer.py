@@ -109,6 +109,7 @@ def _train_in_a_team(environment, target, files, order, out):
         train(target, data, out, team=team, max_steps=3)
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_steps_of_one_that_accumulates(target, feature_files, data, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

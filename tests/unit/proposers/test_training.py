@@ -204,6 +204,7 @@ def test_resumed_training_is_bit_exact(target, data, tmp_path, align_steps):
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_training_keeps_its_last_step(target, data, tmp_path, monkeypatch, number):
     straight = train(target, data, tmp_path / "a").state_dict()

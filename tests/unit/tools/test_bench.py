@@ -235,6 +235,7 @@ def start_family(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_killed(start_family):
     parent, pids = start_family(0)
     wait_for_states(pids, ["T", "T"])
@@ -243,6 +244,7 @@ def test_an_idle_worker_is_stopped_with_its_family_and_ends_when_its_parent_is_k
     wait_for_states(pids, [])
 
 
+@pytest.mark.slow
 def test_a_starting_worker_ends_with_its_family_when_its_parent_is_terminated(start_family):
     """As ``kill`` and ``timeout`` do; Ctrl-C is the same to the parent."""
     parent, pids = start_family(600)
