@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.doubles.contexts import context
+from tests.doubles.union_reference import merge_drafts
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import ENGINE, GREEDY, answers, same, watch_rounds
 from tests.v2.test_lookup import LOOKUP, trees_of
@@ -19,10 +20,9 @@ from vllm_specplug.core.guard import Guard
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.v2.late_copies import LateCopies
 from vllm_specplug.hosts.v2.late_learning import MOST_REQUESTS, LateLearning
-from vllm_specplug.proposers.lookup.device import kernel_table
+from vllm_specplug.proposers.lookup.device_proposer import kernel_table
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.union import device_proposer
-from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
 

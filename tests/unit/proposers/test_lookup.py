@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles.contexts import context
+from tests.doubles.lookup_reference import draft_matches, match_keys
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex, match_lengths
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches, _best_matches
