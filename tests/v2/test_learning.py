@@ -238,7 +238,7 @@ def test_which_answers_are_kept():
             kept.append((token_ids, num_tokens, slot, prompt_len))
 
     speculator = TreeSpeculator.__new__(TreeSpeculator)
-    speculator._proposer, speculator._guard, speculator.learning = Remembers(), Guard("lookup"), None
+    speculator._proposer, speculator.guard, speculator.learning = Remembers(), Guard("lookup"), None
     speculator.slot_params = SimpleNamespace(speculates=np.array([True, False, True]))
     speculator._req_states = SimpleNamespace(
         req_id_to_index={"b": 0, "silent": 1, "a": 2},
@@ -254,7 +254,7 @@ def test_which_answers_are_kept():
     assert kept == [("tokens", "lens", 2, 7), ("tokens", "lens", 0, 5)]
     speculator._proposer = object()  # keeps nothing
     speculator.finish(ended)
-    assert len(kept) == 2 and not speculator._guard.failures
+    assert len(kept) == 2 and not speculator.guard.failures
 
 
 def test_copies_with_a_lag():
