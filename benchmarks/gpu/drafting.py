@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import attempt, device, launches, no_syncs, record, timed
+from tests.doubles import union_reference
 from tests.doubles.contexts import make_match_inputs
+from tests.doubles.lookup_reference import draft_matches
+from tests.doubles.lookup_reference import match_keys as match_keys_reference
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
@@ -25,11 +28,8 @@ from vllm_specplug.kernels.triton_tree_attention import tree_attention
 from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig, rotary_table
-from vllm_specplug.proposers.lookup.device import draft_matches
-from vllm_specplug.proposers.lookup.device import match_keys as match_keys_reference
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.options import LookupOptions
-from vllm_specplug.proposers.union import device as union_on_device
 from vllm_specplug.proposers.union import device_proposer
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Draft
@@ -164,7 +164,7 @@ class DraftPhase:
 
     def _merge(self, drafts: list[Draft]) -> Draft:
         if self.reference:
-            return union_on_device.merge_drafts(drafts, self.nodes)
+            return union_reference.merge_drafts(drafts, self.nodes)
         if self._merging is None:
             self._merging = device_proposer.Merging.make(start_weights(len(drafts)), drafts, self.batch)
         return device_proposer.merge_drafts(drafts, self.nodes, self._merging)

@@ -16,8 +16,10 @@ if not torch.cuda.is_available():
 
     use_interpreter()
 
+from tests.doubles import union_reference
 from tests.doubles.contexts import make_match_inputs
 from tests.doubles.device_work import DeviceWork
+from tests.doubles.lookup_reference import draft_matches
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
@@ -26,10 +28,9 @@ from vllm_specplug.kernels import triton_growth, triton_step
 from vllm_specplug.kernels.triton_lookup import match_keys
 from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
-from vllm_specplug.proposers.lookup.device import draft_matches
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.options import LookupOptions
-from vllm_specplug.proposers.union import device, device_proposer
+from vllm_specplug.proposers.union import device_proposer
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Draft, Walk
 
@@ -96,7 +97,7 @@ class Phases:
     def union(self, kernels: bool) -> Draft:
         """Merge two drafts; their sources are not counted."""
         if not kernels:
-            return device.merge_drafts(self.drafts, NUM_NODES)
+            return union_reference.merge_drafts(self.drafts, NUM_NODES)
         return device_proposer.merge_drafts(self.drafts, NUM_NODES, self.merging)
 
     def plan(self, kernels: bool) -> object:

@@ -7,22 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.kernels.triton_growth import rerank_draft
 from vllm_specplug.kernels.triton_lookup import LookupBuffers, continuations, keep_answer
 from vllm_specplug.proposer import DeviceDraftContext, LateOutcome
-from vllm_specplug.proposers.lookup.device import kernel_table
 from vllm_specplug.proposers.lookup.index import BREAK
 from vllm_specplug.proposers.lookup.learning import MatchLearner
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.types import Draft
 
+#: Added to the weight of the matches that agree on a token.
+LEAST_WEIGHT = 1e-3
+
 
 class LookupOnDevice:
     """Drafts continuations of matches in each request's tokens and in ended requests' answers, all kept on the GPU.
 
-    It takes three launches.  ``device.draft_matches`` is the reference for a request's own tokens, ``LookupProposer``
-    for both.  It is a ``DeviceLearner`` and a ``DeviceRemembering``.
+    It takes three launches.  ``LookupProposer`` is the reference, except for more matches than ``max_candidates``: here
+    the longest of all are drafted, not the longest of the newest.  It is a ``DeviceLearner`` and a
+    ``DeviceRemembering``.
     """
 
     def __init__(self, options: LookupOptions):
@@ -93,3 +97,11 @@ class LookupOnDevice:
         )
         valued = self.learner.value(found, np.zeros(num_reqs), np.arange(num_reqs), num_reqs)
         self.learner.learn(valued, *outcome.arguments())
+
+
+def kernel_table(weights: np.ndarray) -> np.ndarray:
+    """Return what ``kernels.triton_lookup.continuations`` needs of ``MatchLearner.calibration.weights``.
+
+    float64 ``[2 + num_scopes * num_features]``: ``LEAST_WEIGHT``, the limit of log odds, the weights.
+    """
+    return np.concatenate([[LEAST_WEIGHT, LOGIT_LIMIT], weights.ravel()])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
+from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.kernels.triton_growth import rerank_draft
 from vllm_specplug.kernels.triton_union import merged_pool
 from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, LateOutcome, find_method
-from vllm_specplug.proposers.union.device import kernel_columns, kernel_limit
 from vllm_specplug.proposers.union.learning import MergeLearner
 from vllm_specplug.proposers.union.merge import merge
 from vllm_specplug.proposers.union.options import UnionOptions
@@ -105,7 +106,7 @@ class UnionOnDevice:
 
 
 def merge_drafts(drafts: Sequence[Draft], num_nodes: int, merging: Merging) -> Draft:
-    """Merge drafts as ``device.merge_drafts`` does, in a few launches; keep them in ``merging``."""
+    """Merge drafts in a few launches; keep them in ``merging``."""
     trees = [draft.tree for draft in drafts]
     rows = slice(trees[0].token_ids.shape[0])
     token_ids, parents, log_values = merging.token_ids[rows], merging.parents[rows], merging.log_values[rows]
@@ -117,9 +118,23 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int, merging: Merging) -> D
         torch.cat([tree.depths for tree in trees], dim=1),
         parents,
         log_values,
-        kernel_columns(merging.widths, token_ids.device),
+        _kernel_columns(merging.widths, token_ids.device),
         max(merging.widths),
         merging.weights,
-        kernel_limit(token_ids.device),
+        _kernel_limit(token_ids.device),
     )
     return rerank_draft(pool, trees[0].token_ids[:, 0].contiguous(), num_nodes)[0]
+
+
+@lru_cache(maxsize=16)
+def _kernel_columns(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source and first column."""
+    lens, starts = torch.tensor(widths), torch.tensor([sum(widths[:source]) for source in range(len(widths))])
+    columns = (torch.arange(len(widths)), starts)
+    return tuple(values.repeat_interleave(lens).to(device, torch.int32) for values in columns)
+
+
+@lru_cache(maxsize=16)
+def _kernel_limit(device: torch.device) -> torch.Tensor:
+    """Return the limit of log odds, float64 ``[1]`` on a device; cached, so that no call copies it again."""
+    return torch.tensor([LOGIT_LIMIT], dtype=torch.float64, device=device)

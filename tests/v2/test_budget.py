@@ -165,7 +165,7 @@ def test_the_drafter_keeps_up_with_plain_steps(start, prompts, monkeypatch):
         patch.setattr(speculator, "_writer", None)
         assert torch.equal(found, drafts_behind_a_pause(llm, prompts, monkeypatch))
     with monkeypatch.context() as patch:  # the negative control
-        patch.setattr(speculator, "keep_up", lambda batch, *_, **__: speculator._draft_nothing(batch))
+        patch.setattr(speculator, "keep_up", lambda batch, *_, **__: speculator.draft_nothing(batch))
         assert not torch.equal(found, drafts_behind_a_pause(llm, prompts, monkeypatch))
 
 

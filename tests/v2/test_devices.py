@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.doubles import union_reference as union
+from tests.doubles.lookup_reference import draft_matches
 from vllm_specplug.core import tree
 from vllm_specplug.core.draft_sampling import likeliest
 from vllm_specplug.core.growth import TORCH, TORCH_STATIC
@@ -20,10 +22,8 @@ from vllm_specplug.hosts.attention.paged import level_metadata
 from vllm_specplug.hosts.v2.trees import DeviceTrees
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
-from vllm_specplug.proposers.lookup.device import draft_matches
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.medusa import drafting as medusa
-from vllm_specplug.proposers.union import device as union
 from vllm_specplug.types import Walk
 
 DEVICE = torch.device("meta")

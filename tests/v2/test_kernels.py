@@ -9,6 +9,7 @@ import triton.language as tl
 
 from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.contexts import make_match_inputs as make_keys_inputs
+from tests.doubles.lookup_reference import match_keys as reference_keys
 from tests.doubles.reference_step import move_rows as reference_moves
 from tests.doubles.reference_step import walk_tokens
 from tests.unit.kernels.test_tree_attention import TOLERANCE
@@ -24,7 +25,6 @@ from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_r
 from vllm_specplug.kernels.triton_step import plan_step as plan_by_kernel
 from vllm_specplug.kernels.triton_tiles import warm_up
 from vllm_specplug.kernels.triton_tree_attention import _find_part, tree_attention
-from vllm_specplug.proposers.lookup.device import match_keys as reference_keys
 from vllm_specplug.types import PADDING, Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

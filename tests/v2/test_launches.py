@@ -102,7 +102,7 @@ def test_whole_steps_look_at_no_value(start, prompts, plain, monkeypatch, name):
     assert not work.looks, sorted(set(work.looks))
     assert bool(work.learned_from) == (name != "eagle2")
     assert work.launches["stage_rows_kernel"] > 3 and work.launches["plan_step_kernel"] > 3
-    assert runner_of(llm).speculator._guard.failures == 0
+    assert runner_of(llm).speculator.guard.failures == 0
     # vLLM keeps the tokens in device memory if this holds, else in CPU memory, which each search would read over PCIe.
     assert llm.llm_engine.vllm_config.speculative_config.use_ngram() == (name != "eagle2")
 

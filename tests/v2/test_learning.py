@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.doubles.contexts import context
+from tests.doubles.union_reference import merge_drafts
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import ENGINE, GREEDY, answers, same, watch_rounds
 from tests.v2.test_lookup import LOOKUP, trees_of
@@ -19,10 +20,9 @@ from vllm_specplug.core.guard import Guard
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.v2.late_copies import LateCopies
 from vllm_specplug.hosts.v2.late_learning import MOST_REQUESTS, LateLearning
-from vllm_specplug.proposers.lookup.device import kernel_table
+from vllm_specplug.proposers.lookup.device_proposer import kernel_table
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.union import device_proposer
-from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
 
@@ -238,7 +238,7 @@ def test_which_answers_are_kept():
             kept.append((token_ids, num_tokens, slot, prompt_len))
 
     speculator = TreeSpeculator.__new__(TreeSpeculator)
-    speculator._proposer, speculator._guard, speculator.learning = Remembers(), Guard("lookup"), None
+    speculator._proposer, speculator.guard, speculator.learning = Remembers(), Guard("lookup"), None
     speculator.slot_params = SimpleNamespace(speculates=np.array([True, False, True]))
     speculator._req_states = SimpleNamespace(
         req_id_to_index={"b": 0, "silent": 1, "a": 2},
@@ -254,7 +254,7 @@ def test_which_answers_are_kept():
     assert kept == [("tokens", "lens", 2, 7), ("tokens", "lens", 0, 5)]
     speculator._proposer = object()  # keeps nothing
     speculator.finish(ended)
-    assert len(kept) == 2 and not speculator._guard.failures
+    assert len(kept) == 2 and not speculator.guard.failures
 
 
 def test_copies_with_a_lag():

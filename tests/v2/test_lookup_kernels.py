@@ -8,15 +8,15 @@ import torch
 
 from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context, make_match_inputs
+from tests.doubles.lookup_reference import draft_matches, match_keys
 from tests.doubles.oracle_tensors import to_rows
+from tests.doubles.union_reference import merge_drafts
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.proposer import DeviceDraftContext
-from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.union import device_proposer
-from vllm_specplug.proposers.union.device import merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Draft, TokenTree
 

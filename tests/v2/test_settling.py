@@ -272,7 +272,7 @@ def test_the_sampler_emits_and_traces_what_was_settled(tmp_path):
     batch.input_ids, batch.positions = tokens.flatten().int(), torch.tensor([10, 11, 11, 12, 20, 21, 22, 23])
     batch.logits_indices, batch.seq_lens = torch.arange(8), torch.tensor([14, 24], dtype=torch.int32)
     batch.cu_num_logits, batch.req_ids = batch.cu_num_logits.int(), ["a", "b"]
-    committed = SimpleNamespace(commit=lambda plan: None, follow=lambda plan: None)
+    committed = SimpleNamespace(commit=lambda walk: None)
     sampler = SimpleNamespace(
         compute_nans=False,
         needs_logits_processing=np.zeros(2, dtype=bool),

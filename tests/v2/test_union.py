@@ -88,8 +88,8 @@ def test_what_the_host_runs_before_it_serves_on_cuda(start, mixed, expected, mon
         monkeypatch.setattr(runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *_: None)
     # An earlier test's last requests keep their places until the next step.
     monkeypatch.setattr(runner.scheduler_config, "max_num_seqs", 2)
-    walks, honest = [], TreeRejectionSampler._walk_by_depth
-    monkeypatch.setattr(TreeRejectionSampler, "_walk_by_depth", lambda *args: walks.append(args) or honest(*args))
+    walks, honest = [], TreeRejectionSampler.walk_by_depth
+    monkeypatch.setattr(TreeRejectionSampler, "walk_by_depth", lambda *args: walks.append(args) or honest(*args))
     warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
     assert run_mixed_prefill_decode_warmup(runner, worker.execute_model, worker.sample_tokens, 20)
     assert len(walks) > 2

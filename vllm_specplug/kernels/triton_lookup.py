@@ -1,6 +1,6 @@
 """Prompt lookup in Triton: the search for earlier matches, and the tree of their continuations.
 
-The references are in ``proposers.lookup.device``.
+The references are in ``tests/doubles/lookup_reference``.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class LookupBuffers:
     """What keeps its address between draft phases, so that CUDA graphs can read and write it.
 
     Attributes:
-        table: float64; see ``proposers.lookup.device.kernel_table``.
+        table: float64; see ``proposers.lookup.device_proposer.kernel_table``.
         token_ids: int64 ``[max_num_reqs, draft_depth * max_candidates]``; continuations of the last draft, -1 behind
             their ends.
         matches: int32 ``[max_num_reqs, 3, max_candidates]``; of its matches: lengths, ages, 1 if in the request itself.
@@ -251,7 +251,7 @@ def continuations(
 ) -> DraftPool:
     """Find the best matches and build the pool of their continuations, in two launches.
 
-    The references are ``prefix_tree`` of ``proposers.lookup.device`` for matches in the request itself, and
+    The references are ``prefix_tree`` of ``tests/doubles/lookup_reference`` for matches in the request itself, and
     ``proposers.lookup.matches.find_matches`` with ``prefix_tree.build_prefix_tree`` for all.
 
     Args:

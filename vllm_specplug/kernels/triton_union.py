@@ -1,4 +1,4 @@
-"""Merging of drafts in Triton: the pool of a union; its reference is ``proposers.union.device.merged_pool``.
+"""Merging of drafts in Triton: the pool of a union; its reference is ``tests/doubles/union_reference``.
 
 One program merges the drafts of one request.  Rows with equal paths have the same leader: the first of the rows whose
 token is equal and whose parents have the same leader.  Rows reach each other's values through buffers in device memory.

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context
+from tests.doubles.lookup_reference import draft_matches, match_keys
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.kernels.cpu_ops import call
-from vllm_specplug.proposers.lookup.device import draft_matches, match_keys
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches

@@ -13,6 +13,7 @@ from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, TreeOptions, model_
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.pruning import best_nodes
 from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.v2 import step
 from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, draft_sampling
 from vllm_specplug.hosts.v2.growth import Growth
 from vllm_specplug.hosts.v2.late_learning import LateLearning
@@ -31,6 +32,7 @@ class TreeSpeculator:
         options: of the drafter with weights; None for a model-free method.
         trees: what was drafted last.
         timer: counts and times the step.
+        guard: catches errors of the drafter.
         learning: teaches the method's proposer; None if it does not learn.
         slot_params: sampling parameters by request.
         proposals: the distributions that sampled trees were drawn from, if they are verified by rejection.
@@ -43,6 +45,7 @@ class TreeSpeculator:
     options: TreeOptions | None
     trees: DeviceTrees
     timer: StepTimer
+    guard: Guard
     learning: LateLearning | None
     slot_params: SlotParams
     proposals: Proposals
@@ -69,7 +72,7 @@ class TreeSpeculator:
         learns = isinstance(self._proposer, DeviceLearner)
         self.learning = LateLearning(self._proposer, device) if learns else None
         self._vocab_size = vllm_config.model_config.get_vocab_size()
-        self._guard = Guard(config.specplug.method)
+        self.guard = Guard(config.specplug.method)
         metrics_file = config.metrics_file if leads() else None  # every tensor-parallel rank does the same
         self.timer = StepTimer(metrics_file, device, vllm_config.parallel_config.data_parallel_index)
         self.trees = DeviceTrees(
@@ -106,7 +109,7 @@ class TreeSpeculator:
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft one tree per request.  A drafter that fails costs speed: its trees then have no nodes.
+        """Draft one tree per request, see ``step.draft``.
 
         Args:
             num_speculative_tokens: nodes of the round's shape; 0 drafts nothing; None: the configured ones.
@@ -117,21 +120,8 @@ class TreeSpeculator:
         self._nodes = self.trees.width - 1 if num_speculative_tokens is None else num_speculative_tokens
         if dummy_run:
             return self.draft_trees(input_batch, *args, dummy_run=True, **kwargs)
-        failures = self._guard.failures
-        if self.learning is not None:
-            self._guard.run(self.learning.begin_phase)
-        speculates = self.slot_params.speculates[input_batch.idx_mapping_np]
-        self.timer.add("turned off by the request", int((~speculates).sum()))
-        # A draft model reads all tokens: later requests may find their key/value in the prefix cache.
-        if not speculates.any() and not self.draft_attn_layer_names:
-            return self._draft_nothing(input_batch)
         draft = self.draft_trees if self._nodes else self.keep_up
-        with self.timer.timed("draft_seconds"):
-            token_ids = self._guard.run(partial(draft, input_batch, *args, **kwargs))
-            if token_ids is None:
-                token_ids = self._draft_nothing(input_batch)
-        self.timer.add("proposer failed", self._guard.failures - failures)
-        return token_ids
+        return step.draft(self, input_batch, partial(draft, input_batch, *args, **kwargs))
 
     def start_serving(self) -> None:
         """Learn from here on, and keep answers; called at the end of the start."""
@@ -148,13 +138,14 @@ class TreeSpeculator:
             slot = known.req_id_to_index.get(req_id)
             if slot is not None and self.slot_params.speculates[slot]:
                 tokens, prompt_len = (known.all_token_ids.gpu, known.total_len.gpu), int(known.prompt_len.np[slot])
-                self._guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
+                self.guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""
-        return self._draft_nothing(input_batch)
+        return self.draft_nothing(input_batch)
 
-    def _draft_nothing(self, input_batch: Any) -> torch.Tensor:
+    def draft_nothing(self, input_batch: Any) -> torch.Tensor:
+        """Keep trees without nodes, and return placeholders of their tokens."""
         shape = (input_batch.num_reqs, self.trees.width)
         parents = torch.full(shape, PADDING, dtype=torch.int64, device=self.trees.parents.device)
         self.trees.keep(parents, input_batch.idx_mapping)

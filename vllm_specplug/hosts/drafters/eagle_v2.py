@@ -175,7 +175,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             hidden = torch.cat(aux, dim=-1) if aux else hidden
             slots = slot_mappings[next(iter(self.draft_attn_layer_names))]
             self._writer.write(buffers.input_ids[rows], buffers.positions[rows], hidden[rows], slots[rows])
-        return self._draft_nothing(input_batch)
+        return self.draft_nothing(input_batch)
 
     def _draft_by_model(
         self,

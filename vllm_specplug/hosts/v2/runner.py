@@ -1,9 +1,4 @@
-"""The V2 model runner with trees: stage -> (vLLM's forward) -> walk -> commit -> draft phase, all on the device.
-
-Seams in the order of a step: the model state's ``prepare_attn`` (positions and masks, after slots were derived), the
-attention implementation, the rejection sampler (walk and commit), the speculator (re-seeding and drafting).  See
-``core/step.py``.
-"""
+"""The V2 model runner with trees; the phases of a step are in ``step``, and these overrides of vLLM call them."""
 
 from __future__ import annotations
 
@@ -20,14 +15,14 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplug.config import ConfigError, model_drafter
-from vllm_specplug.core.step import StepPlan, before_forward
-from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels, with_trees
+from vllm_specplug.hosts.attention.paged import check_caches, committed_caches, compile_kernels
 from vllm_specplug.hosts.attention.rows import DeviceTreeRows
 from vllm_specplug.hosts.compat.patches import Patch, apply_all
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
 from vllm_specplug.hosts.kv_groups import alike_layers
 from vllm_specplug.hosts.ranks import leads
+from vllm_specplug.hosts.v2 import step
 from vllm_specplug.hosts.v2.draft_sampling import most_children
 from vllm_specplug.hosts.v2.draft_tokens import TreeDraftTokensHandler
 from vllm_specplug.hosts.v2.late_trace import LateTrace
@@ -35,8 +30,8 @@ from vllm_specplug.hosts.v2.rounds import check_batch
 from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
 from vllm_specplug.hosts.v2.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.hosts.v2.slot_params import SlotParams
-from vllm_specplug.kernels.triton_step import move_rows
 from vllm_specplug.proposer import find_method
+from vllm_specplug.types import Walk
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.lazy import load
 
@@ -92,15 +87,7 @@ class TreeModelState:
         rows = self._stage(input_batch, cudagraph_mode, for_capture)
         if rows is None or (cudagraph_mode == CUDAGraphMode.FULL and not for_capture):
             return metadata  # a replayed graph reads the buffers that it was recorded with
-        return self._with_trees(metadata, rows)
-
-    def _with_trees(self, metadata: dict[str, Any], rows: DeviceTreeRows) -> dict[str, Any]:
-        """Give target layers metadata with trees; layers that share metadata share it still."""
-        copies: dict[int, Any] = {}
-        for name, layer in metadata.items():
-            if name not in self._draft_layers and id(layer) not in copies:
-                copies[id(layer)] = with_trees(layer, rows)
-        return {name: layer if name in self._draft_layers else copies[id(layer)] for name, layer in metadata.items()}
+        return step.verify(metadata, rows, self._draft_layers)
 
     def prepare_inputs(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self._inner.prepare_inputs(input_batch, *args, **kwargs)
@@ -115,7 +102,9 @@ class TreeModelState:
             width, rest = divmod(input_batch.num_tokens_after_padding, num_reqs)
             uniform = rest == 0 and width - 1 in self._runner.speculator.depths
             return trees.stage_for_capture(num_reqs, width, self._inner.max_model_len) if uniform else None
-        rows = before_forward(self._runner, input_batch)
+        rows = step.stage(trees, input_batch)
+        if rows is not None:
+            self._runner.speculator.timer.begin_step()
         if cudagraph_mode == CUDAGraphMode.FULL and (rows is None or not rows.all_rows):
             longest = int(input_batch.num_scheduled_tokens.max())
             if longest > 1:
@@ -124,7 +113,7 @@ class TreeModelState:
 
 
 class TreeRunner:
-    """Mixed into a V2 runner of vLLM; implements ``core.step.StepRunner``."""
+    """Mixed into a V2 runner of vLLM; ``step`` has the phases of a step."""
 
     speculator: TreeSpeculator
     #: int ``[num_reqs]`` of the step: rows of each request that have logits; None: one each.
@@ -225,23 +214,9 @@ class TreeRunner:
         target = {name: layer for name, layer in layers.items() if name not in self.speculator.draft_attn_layer_names}
         self._committed = committed_caches(alike_layers(self.kv_cache_config, target))
 
-    # ---- the step, see ``core.step.StepRunner``
-
-    def lay_out_trees(self, input_batch: Any) -> DeviceTreeRows | None:
-        """Write positions and masks in one kernel; ``core.layout.lay_out`` is its reference."""
-        rows = self.speculator.trees.stage(input_batch)
-        if rows is not None:
-            self.speculator.timer.begin_step()
-        return rows
-
-    def commit(self, plan: StepPlan) -> None:
-        """Move the accepted rows' key/value behind the context, in all layers of the target."""
-        for group, cache, pointers in self._committed:
-            move_rows(pointers, cache, self.block_tables.slot_mappings[group], plan.source_rows, plan.target_rows)
-
-    def follow(self, plan: StepPlan) -> None:
-        """Keep the accepted rows for the speculator's next forward."""
-        self.speculator.trees.plan = plan
+    def commit(self, walk: Walk) -> None:
+        """Commit the accepted rows; the step's trees were then walked."""
+        step.commit(self.speculator.trees, walk, self._committed, self.block_tables.slot_mappings)
         self.speculator.timer.end_step()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
@@ -25,13 +25,12 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_specplug.core.step import StepRunner, after_forward
 from vllm_specplug.core.walk import walk_exact
+from vllm_specplug.hosts.v2 import step
 from vllm_specplug.hosts.v2.late_learning import LateLearning
 from vllm_specplug.hosts.v2.late_trace import LateTrace
 from vllm_specplug.hosts.v2.settling import Settling, VerifiedRows
 from vllm_specplug.hosts.v2.trees import DeviceTrees
-from vllm_specplug.kernels.triton_step import plan_step, walk_rows
 from vllm_specplug.types import Walk
 
 
@@ -40,7 +39,7 @@ class TreeRejectionSampler(RejectionSampler):
 
     Args:
         sampler, spec_config, device: vLLM's.
-        runner: commits what is accepted.
+        runner: the ``TreeRunner``, which commits a walk.
         trees: the staged trees.
         settling: chooses tokens before the exact walk; None: all are sampled.
         trace: receives the verified trees.
@@ -54,7 +53,7 @@ class TreeRejectionSampler(RejectionSampler):
         sampler: Any,
         spec_config: Any,
         device: torch.device,
-        runner: StepRunner,
+        runner: Any,
         trees: DeviceTrees,
         settling: Settling | None = None,
         trace: LateTrace | None = None,
@@ -75,40 +74,24 @@ class TreeRejectionSampler(RejectionSampler):
         token_ids, pos = self._row_tokens(input_batch)
         if invalid_drafts is not None:  # nodes whose rows have no grammar mask
             token_ids = token_ids.masked_fill(invalid_drafts, -1)
-        settled = None
-        if self._settling is not None:
-            settled = self._settling(VerifiedRows(logits, input_batch, token_ids, pos))
-        if self._needs_history(input_batch):
-            output, path_rows, num_emitted = self._walk_by_depth(logits, input_batch, token_ids, pos, settled)
-        else:
-            sampled = self._sample_all(logits, input_batch, token_ids, pos)
-            if settled is not None:
-                chosen = settled[_requests_of_rows(input_batch), input_batch.expanded_local_pos.long()]
-                sampled = torch.where(chosen >= 0, chosen, sampled)
-            output, path_rows, num_emitted = walk_rows(
-                input_batch.idx_mapping, input_batch.cu_num_logits, token_ids, sampled, self.trees.parents
-            )
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_emitted,
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )
-        walk = Walk(output, path_rows, num_sampled)
+        rows = VerifiedRows(logits, input_batch, token_ids, pos)
+        walk, num_rejected = step.walk(self, self.trees, rows)
+        self.runner.commit(walk)
         if self._trace is not None and self._trace.is_on:
             self._trace.add(input_batch.req_ids, self.trees.batch_tree(input_batch, token_ids), walk)
         if self._learning is not None:
             self._learning.verified(input_batch, walk)
-        row_start, num_rows = self.trees.tree_start[: len(path_rows)], self.trees.max_num_tokens
-        after_forward(self.runner, walk, row_start, num_rows, plan_step)
         return SamplerOutput(
-            sampled_token_ids=output,
-            logprobs_tensors=self._logprobs(logits, input_batch, token_ids, pos, output, path_rows, num_sampled),
+            sampled_token_ids=walk.output_token_ids,
+            logprobs_tensors=self._logprobs(rows, walk),
             num_nans=num_nans,
-            num_sampled=num_sampled,
+            num_sampled=walk.num_emitted,
             num_rejected=num_rejected,
         )
+
+    def choose(self, rows: VerifiedRows) -> torch.Tensor | None:
+        """Return the tokens that typical acceptance or rejection chose, see ``Settling``; None: all are sampled."""
+        return None if self._settling is None else self._settling(rows)
 
     def _row_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and positions of the sampled rows; placeholder drafts of a request without tokens are -1."""
@@ -122,7 +105,7 @@ class TreeRejectionSampler(RejectionSampler):
         placeholder = (local > 0) & (root_pos < self.sampler.req_states.prefill_len.gpu[slots])
         return input_batch.input_ids[rows].masked_fill(placeholder, -1), pos
 
-    def _needs_history(self, input_batch: InputBatch) -> bool:
+    def needs_history(self, input_batch: InputBatch) -> bool:
         """Return whether a row's logits depend on the tokens before it; reads CPU values only."""
         requests, sampler = input_batch.idx_mapping_np, self.sampler
         if not sampler.needs_logits_processing[requests].any():
@@ -139,39 +122,41 @@ class TreeRejectionSampler(RejectionSampler):
         thinking = sampler.thinking_budget_state
         return thinking.enabled and bool(thinking.use_thinking_budget[requests].any())
 
-    def _sample_all(
-        self, logits: torch.Tensor, input_batch: InputBatch, token_ids: torch.Tensor, pos: torch.Tensor
-    ) -> torch.Tensor:
-        """Sample a token for every row, int64 ``[num_logits]``; by chunks of requests, as vLLM bounds its copies."""
+    def sample_all(self, rows: VerifiedRows, chosen: torch.Tensor | None) -> torch.Tensor:
+        """Sample a token for every row, int64 ``[num_logits]``, unless one was chosen.
+
+        By chunks of requests, as vLLM bounds its copies of logits.
+        """
+        logits, input_batch = rows.logits, rows.batch
         offsets = input_batch.cu_num_logits_np
         sampled = []
         for first, last in _iter_request_chunks(offsets, get_max_chunk_logits(logits.shape[1])):
-            rows = slice(int(offsets[first]), int(offsets[last]))
+            part = slice(int(offsets[first]), int(offsets[last]))
             tokens, _ = self.sampler.sample(
-                logits[rows],
-                input_batch.expanded_idx_mapping[rows],
+                logits[part],
+                input_batch.expanded_idx_mapping[part],
                 input_batch.idx_mapping[first:last],
                 input_batch.idx_mapping_np[first:last],
-                pos[rows],
-                token_ids[rows],
-                input_batch.expanded_local_pos[rows],
+                rows.pos[part],
+                rows.token_ids[part],
+                input_batch.expanded_local_pos[part],
                 input_batch.seq_lens_cpu_upper_bound.numpy()[first:last],
             )
             sampled.append(tokens.view(-1))
-        return torch.cat(sampled)
+        sampled = torch.cat(sampled)
+        if chosen is None:
+            return sampled
+        of_rows = chosen[_requests_of_rows(input_batch), input_batch.expanded_local_pos.long()]
+        return torch.where(of_rows >= 0, of_rows, sampled)
 
-    def _walk_by_depth(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        token_ids: torch.Tensor,
-        pos: torch.Tensor,
-        settled: torch.Tensor | None,
+    def walk_by_depth(
+        self, verified: VerifiedRows, chosen: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Walk by ``walk_exact``; at each depth the processors see the path so far, as if it were drafted as a chain.
 
         By chunks of requests too, since the chains of a deep tree have many rows.
         """
+        logits, input_batch = verified.logits, verified.batch
         first = input_batch.cu_num_logits[:-1].long()
         num_reqs, max_rows = first.shape[0], get_max_chunk_logits(logits.shape[1])
         visited: list[torch.Tensor] = []
@@ -190,40 +175,32 @@ class TreeRejectionSampler(RejectionSampler):
                     input_batch.idx_mapping[part].repeat_interleave(length),
                     input_batch.idx_mapping[part],
                     input_batch.idx_mapping_np[part],
-                    pos[chain],
-                    token_ids[chain],
+                    verified.pos[chain],
+                    verified.token_ids[chain],
                     local.repeat(chains[part].shape[0]),
                     input_batch.seq_lens_cpu_upper_bound.numpy()[part],
                 )
                 sampled.append(tokens.view(-1, length)[:, -1])
             tokens = torch.cat(sampled)
-            if settled is None:
+            if chosen is None:
                 return tokens
-            chosen = settled.gather(1, rows.unsqueeze(1)).squeeze(1)
-            return torch.where(chosen >= 0, chosen, tokens)
+            of_rows = chosen.gather(1, rows.unsqueeze(1)).squeeze(1)
+            return torch.where(of_rows >= 0, of_rows, tokens)
 
-        tree = self.trees.batch_tree(input_batch, token_ids)
+        tree = self.trees.batch_tree(input_batch, verified.token_ids)
         walk = walk_exact(tree, sample, static_depth=self.trees.max_depth)
         return walk.output_token_ids.long(), walk.path_rows, walk.num_emitted.to(torch.int32)
 
-    def _logprobs(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        token_ids: torch.Tensor,
-        pos: torch.Tensor,
-        output: torch.Tensor,
-        path_rows: torch.Tensor,
-        num_sampled: torch.Tensor,
-    ) -> Any:
+    def _logprobs(self, rows: VerifiedRows, walk: Walk) -> Any:
         """Compute vLLM's logprobs on the logits in path order."""
+        logits, input_batch = rows.logits, rows.batch
         max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
         if max_num_logprobs == NO_LOGPROBS:
             return None
         offsets = input_batch.cu_num_logits
         row = torch.arange(logits.shape[0], device=logits.device)
         request = _requests_of_rows(input_batch)
-        path = path_rows[request, input_batch.expanded_local_pos.long()]
+        path = walk.path_rows[request, input_batch.expanded_local_pos.long()]
         in_path = torch.where(path >= 0, offsets[request].long() + path, row)
         logits = logits[in_path]
         if self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES:
@@ -232,13 +209,14 @@ class TreeRejectionSampler(RejectionSampler):
                 input_batch.expanded_idx_mapping,
                 input_batch.idx_mapping,
                 input_batch.idx_mapping_np,
-                pos[in_path],
-                token_ids[in_path],
+                rows.pos[in_path],
+                rows.token_ids[in_path],
                 input_batch.expanded_local_pos,
                 input_batch.seq_lens_cpu_upper_bound.numpy(),
             )
         return self._get_logprobs_tensors(
-            output, num_sampled, logits, offsets, input_batch.cu_num_logits_np, max_num_logprobs
+            *(walk.output_token_ids, walk.num_emitted, logits, offsets),
+            *(input_batch.cu_num_logits_np, max_num_logprobs),
         )
 
 

@@ -1,4 +1,4 @@
-"""Lookup in torch, for a GPU: tensors of fixed shape, no CPU-GPU synchronisation.
+"""The reference of ``kernels.triton_lookup``: lookup in torch.
 
 The matches of a request are found in its own tokens by a search over all positions.  Trees and weights are those of
 ``prefix_tree``; of more matches than ``max_candidates`` the longest of all are drafted, not the longest of the newest.
@@ -16,12 +16,10 @@ from torch.nn.functional import logsigmoid, pad
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.pool import NEVER, DraftPool
 from vllm_specplug.core.pruning import rerank_draft
+from vllm_specplug.proposers.lookup.device_proposer import LEAST_WEIGHT
 from vllm_specplug.proposers.lookup.options import LookupOptions
 from vllm_specplug.proposers.lookup.prefix_tree import SCOPES, START_WEIGHTS
 from vllm_specplug.types import PADDING, Draft
-
-#: Added to the weight of the matches that agree on a token.
-LEAST_WEIGHT = 1e-3
 
 #: float64 ``[num_scopes, num_features]``, before anything is learned.
 UNTAUGHT = np.array([START_WEIGHTS[scope] for scope in SCOPES])
@@ -150,11 +148,3 @@ def _prefix_tree(
         depths=(depths + 1).expand_as(token_ids).flatten(1),
         size=depth * count,
     )
-
-
-def kernel_table(weights: np.ndarray) -> np.ndarray:
-    """Return what ``kernels.triton_lookup.continuations`` needs of ``MatchLearner.calibration.weights``.
-
-    float64 ``[2 + num_scopes * num_features]``: ``LEAST_WEIGHT``, the limit of log odds, the weights.
-    """
-    return np.concatenate([[LEAST_WEIGHT, LOGIT_LIMIT], weights.ravel()])

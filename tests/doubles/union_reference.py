@@ -1,4 +1,4 @@
-"""Merging of drafts in torch, for a GPU: tensors of fixed shape, no CPU-GPU synchronisation.
+"""The reference of ``kernels.triton_union``: merging of drafts in torch.
 
 Nodes are merged as in ``merge`` and valued as in ``learning``; the sources' records in each request count as 0.
 """
@@ -112,17 +112,3 @@ class _Rows:
 def _start_weights(num_sources: int, device: torch.device) -> torch.Tensor:
     """Return ``start_weights`` on a device; cached, so that no call copies it again."""
     return torch.from_numpy(start_weights(num_sources)).to(device)
-
-
-@lru_cache(maxsize=16)
-def kernel_columns(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source and first column."""
-    lens, starts = torch.tensor(widths), torch.tensor([sum(widths[:source]) for source in range(len(widths))])
-    columns = (torch.arange(len(widths)), starts)
-    return tuple(values.repeat_interleave(lens).to(device, torch.int32) for values in columns)
-
-
-@lru_cache(maxsize=16)
-def kernel_limit(device: torch.device) -> torch.Tensor:
-    """Return the limit of log odds, float64 ``[1]`` on a device; cached as above."""
-    return torch.tensor([LOGIT_LIMIT], dtype=torch.float64, device=device)
