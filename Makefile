@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast bench install clean
+.PHONY: demo test test-fast test-faults bench install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -54,6 +54,10 @@ test-ranks: install
 # The quick ones of `test-unit`, in two processes.
 test-fast: install
 	$(PYTEST) --numprocesses 2 -m "not slow" tests/unit
+
+# Plants each fault of tests/faults in a copy of the sources and shows that its test fails; `FAULTS="mask walk"` chooses some.
+test-faults: install
+	OMP_NUM_THREADS=1 $(RUN) -m tests.faults --jobs 2 $(FAULTS)
 
 # At most 35 minutes: an interrupt at 30 keeps what was measured.  All of benchmarks/ takes longer.
 bench: install

@@ -1,0 +1,6 @@
+"""All planted faults."""
+
+from tests.faults.serving_faults import SERVING_FAULTS
+from tests.faults.tree_faults import TREE_FAULTS
+
+FAULTS = [*TREE_FAULTS, *SERVING_FAULTS]
