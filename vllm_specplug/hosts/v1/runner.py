@@ -31,7 +31,7 @@ from vllm_specplug.hosts.trace import TreeTrace
 from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.hosts.v1.rejection_walk import RejectionWalk
-from vllm_specplug.hosts.v1.reloading import Reloading, StaticDrafter
+from vllm_specplug.hosts.v1.reloading import Reloading
 from vllm_specplug.hosts.v1.sampled_walk import SampledWalk, is_argmax
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
 from vllm_specplug.hosts.v1.typical_walk import TypicalWalk
@@ -87,7 +87,7 @@ class TreeModelRunner(DraftPhase, ABC):
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: StagedStep | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
-        self.reloading = StaticDrafter()
+        self.reloading: Reloading | None = None
         self.trainer: ChildProgram | None = None
         self._has_custom_processors = restore_processors(self)
         self._init_drafting(vllm_config, device, self._has_custom_processors)
@@ -104,15 +104,14 @@ class TreeModelRunner(DraftPhase, ABC):
         self.alike_layers = alike_layers(self.kv_cache_config, target)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.reloading.before_step()
-        self.serving_budget.begin(scheduler_output)
-        output = with_room(super().execute_model, scheduler_output, *args, **kwargs)
-        self.serving_budget.forward_ends()
-        return output
+        if self.reloading is not None:
+            self.reloading.before_step()
+        self._begin_step(scheduler_output)
+        return with_room(super().execute_model, scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = with_room(super().sample_tokens, *args, **kwargs)
-        self.serving_budget.end()
+        self._end_step()
         return attach_drafts(output, self.take_draft_token_ids())
 
     def follow_versions(self) -> None:
@@ -136,10 +135,8 @@ class TreeModelRunner(DraftPhase, ABC):
         self._step = None
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if scheduler_output.scheduled_spec_decode_tokens:
-            begin = time.perf_counter()
             self._step = self._stage(scheduler_output, num_scheduled_tokens, prepared[1])
             self._step.rows = before_forward(self, self._step)
-            self.serving_budget.staged(time.perf_counter() - begin)
         else:  # a plain step: vLLM's attention, sampler and cost
             last = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
             self.follow(StepPlan(last.unsqueeze(1), last.unsqueeze(1), self._flat_rows, last))
@@ -244,7 +241,6 @@ class TreeModelRunner(DraftPhase, ABC):
                 if id(metadata) not in with_trees:
                     with_trees[id(metadata)] = replace(metadata, tree=self._step.rows)
                 attn_metadata[layer_name] = with_trees[id(metadata)]
-        self.serving_budget.forward_begins()
         return attn_metadata, common
 
     # ---- after the forward
@@ -258,21 +254,15 @@ class TreeModelRunner(DraftPhase, ABC):
             self.speculative_config = config
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        begin = time.perf_counter()
-        output = self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
-        self.serving_budget.sampled(time.perf_counter() - begin)
-        return output
+        return self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
 
     def _walk(self, step: StagedStep, logits: torch.Tensor) -> Any:
         num_reqs = self.input_batch.num_reqs
         active = ~self.discard_request_mask.np[:num_reqs]
         walk, output = self._walker(step, num_reqs)(step.tree, logits, step.logits_start, torch.from_numpy(active))
         after_forward(self, walk, step.row_start, step.num_tokens)
-        self.serving_budget.accepted(int(walk.num_emitted.numpy().sum() - active.sum()), num_reqs)
-        self.reloading.walked(self.input_batch.req_ids, step.tree, walk)
-        self._trace.write(self.input_batch.req_ids, step.tree, walk, self._drafts)
+        self._walked(step.tree, walk, active)
         self._step = None
-        self._count(step)
         return output
 
     def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -283,13 +273,6 @@ class TreeModelRunner(DraftPhase, ABC):
         """Give the drafter the rows that it reads next."""
         self._plan = plan
         self.drafter.follow(plan)
-
-    def _count(self, step: StagedStep) -> None:
-        if step.tree.num_rows.numpy().max() > 1:
-            self._counters.add("steps")
-            self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
-            if self.input_batch.sampling_metadata.max_num_logprobs == -1:
-                self._counters.add("logprobs of the whole vocabulary", int((step.tree.num_rows > 1).sum()))
 
     def _sample_plainly(self, logits: torch.Tensor) -> Any:
         """Sample one token per request; a request in the middle of its prefill does not draw noise."""
