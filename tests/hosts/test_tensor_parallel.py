@@ -44,7 +44,7 @@ def lose_time(worker):
     """Let a measured budget draft whatever that costs: on two ranks of a busy machine drafts may not pay."""
     budget = getattr(getattr(worker.model_runner, "serving_budget", None), "budget", None)
     if budget is not None:
-        budget.left = 1e9
+        budget.left, budget.planner._change_arm = 1e9, lambda *_: None
 
 
 def ray_serves_cpus():
