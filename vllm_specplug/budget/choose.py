@@ -25,7 +25,7 @@ from vllm_specplug.types import Draft
 #: Probability that the target accepts the next node of a chain, before any draft was seen: the EAGLE heads of
 #: docs/measurements.md (*Drafters and their training*) reach 0.60 to 0.66 by level.
 FIRST_ACCEPTANCE = 0.6
-#: Plain steps that a draft phase takes beside its forwards, before one was seen (0.7 of 14 ms on two cores of an EPYC).
+#: Plain steps that a draft phase is assumed to take beside its forwards, before one was seen; not measured.
 OVERHEAD = 0.05
 #: Of so many first times of an arm's drafts the shortest counts: the first take up to ten times as long.
 FIRST_TIMES = 8

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-#: Relative deviation of the time of one step from its mean.  Steps of SmolLM2 on two cores of a shared EPYC spread by
-#: 5 to 15%.
+#: Assumed relative deviation of the time of one step from its mean; not measured.
 NOISE = 0.15
 #: Share of the certainty that is lost in each step: an estimate follows a change within some hundred steps.
 FORGETTING = 1e-3
@@ -80,8 +79,7 @@ class StepCost:
         weights: of an earlier ``to_json``.
     """
 
-    #: Start of the weights, and how uncertain it is.  On two cores of an EPYC vLLM's own work is 0.05 to 0.1 of a step
-    #: of SmolLM2, staging and walk 0.1; of a tiny model vLLM's own work is all of it.
+    #: Start of the weights, and how uncertain it is; assumed, not measured.  The first steps replace the second one.
     START, SPREAD = (1.0, 0.1, 0.0, 0.0, 0.1), (0.3, 1.0, 0.02, 0.02, 0.1)
 
     def __init__(
