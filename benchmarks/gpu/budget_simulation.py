@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.budget_simulation --out benchmarks/results/budget_simulation.json
 
-Decisions are those of the class that serves (``budget.shape_budget.ShapeBudget``), with outcomes that arrive one round
+Decisions are those of the class that serves (``budget.choose.ShapeBudget``), with outcomes that arrive one round
 after the next one was planned.  Step times are rooflines of an 8B model; acceptance is that of published drafters.
 """
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_specplug.budget.shape_budget import ShapeBudget
+from vllm_specplug.budget.choose import ShapeBudget
+from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.budget.shapes import Shape, shapes_of
-from vllm_specplug.budget.step_times import StepTimes, counts_to_measure
 from vllm_specplug.utils.environment import provenance
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -155,11 +155,11 @@ def simulate(gpu: Gpu, scenario: Scenario, num_reqs: int, rounds: int, seed: int
     measured = {
         nodes: {
             count: (with_drafts if nodes else plain) * round_seconds(gpu, drafter, shape, count, MEASURED_CONTEXT)
-            for count in counts_to_measure(max(REQUESTS))
+            for count in REQUESTS
         }
         for nodes, shape in by_nodes.items()
     }
-    budget = ShapeBudget(StepTimes(measured, max(REQUESTS)), shapes, MAX_ROWS)
+    budget = ShapeBudget(RoundCost(measured, max(REQUESTS)), shapes, MAX_ROWS)
     seconds = plain_seconds = best_seconds = 0.0
     late: deque[tuple[int, int, float]] = deque()
     chosen: dict[int, int] = {}

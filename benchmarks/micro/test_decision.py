@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.budget.arms import Arm
-from vllm_specplug.budget.budget import Budget
-from vllm_specplug.budget.costs import CostModel
+from vllm_specplug.budget.choose import Budget, StepRecord
+from vllm_specplug.budget.cost import StepCost
+from vllm_specplug.budget.planner import Arm
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.tools.bench.methods import METHODS, Method
 from vllm_specplug.tools.bench.questions import read_questions
@@ -36,9 +36,10 @@ def num_reqs(request):
 
 
 def test_decision(benchmark, num_reqs):
-    costs = CostModel({"verify": {1: 0.02, 512: 0.0201}}, {"rows": 512, "requests": 64})
+    line = {1: 1e-3, 512: 1.1e-3}
+    cost = StepCost({"verify": {1: 0.02, 512: 0.0201}, "read": line, "level": line}, 512)
     arm = Arm("eagle2", model=True, model_free=False)
-    budget = Budget(costs, (arm,), num_nodes=NUM_NODES, max_levels=6, level_width=3, max_rows=512)
+    budget = Budget(cost, (arm,), num_nodes=NUM_NODES, max_levels=6, level_width=3, max_rows=512)
     parents = torch.arange(-1, NUM_NODES).repeat(num_reqs, 1)
     tree = from_flat(torch.arange(NUM_NODES + 1).repeat(num_reqs, 1), parents, torch.full((num_reqs,), NUM_NODES + 1))
     log_values = torch.linspace(0, -3, NUM_NODES + 1).repeat(num_reqs, 1)
@@ -49,8 +50,10 @@ def test_decision(benchmark, num_reqs):
 
     def decide():
         budget.plan(num_reqs)
-        budget.select(draft, names, num_tokens, wanted, 1e-3)
-        budget.learn(names, token_ids, num_tokens + 3)
+        record = StepRecord(num_reqs, NUM_NODES * num_reqs, num_accepted=2 * num_reqs, drafting=1e-3)
+        budget.select(draft, names, num_tokens, wanted, record)
+        budget.learn(record, 0.021)
+        budget.acceptance.learn(names, token_ids, num_tokens + 3)
 
     benchmark(decide)
 

@@ -22,6 +22,7 @@ os.environ.update(
     VLLM_CONFIGURE_LOGGING="0",  # or vLLM's loggers, and ours below them, do not reach pytest
 )
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -30,7 +31,8 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
 from tests.doubles.constants import constants_of
-from vllm_specplug.budget.arms import PLAIN
+from vllm_specplug.budget.choose import Plan
+from vllm_specplug.budget.planner import PLAIN
 from vllm_specplug.proposers.swift.options import SwiftOptions
 from vllm_specplug.utils.environment import multiplies_bytes
 
@@ -148,6 +150,13 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
     return found
 
 
+def all_nodes(draft: Any, *_: Any) -> np.ndarray:
+    """Select every node of a draft, as ``Budget.select``."""
+    return (np.arange(draft.tree.token_ids.shape[1]) < draft.tree.num_rows.numpy()[:, None]) & (
+        np.arange(draft.tree.token_ids.shape[1]) > 0
+    )
+
+
 def drafts_after_pauses(
     monkeypatch: pytest.MonkeyPatch, llm: Any, prompts: list[Any], params: SamplingParams
 ) -> tuple[list[list[list[int]]], float]:
@@ -157,14 +166,13 @@ def drafts_after_pauses(
         The answers, and the share of the drafts that are the same as without pauses.
     """
     budget, steps = runner_of(llm).serving_budget.budget, itertools.count()
-    monkeypatch.setattr(budget, "wants_model_drafter", lambda *_: True)
-    monkeypatch.setattr(budget, "level_floors", lambda num_levels, _num_rows: [0.0] * num_levels)
-    monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
-    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
+    monkeypatch.setattr(budget, "wants_model", lambda _: True)
+    monkeypatch.setattr(budget, "select", all_nodes)
+    monkeypatch.setattr(budget, "plan", lambda *_: Plan(budget.arms[-1]))
     always = record_drafts(monkeypatch)
     llm.generate(prompts, params, use_tqdm=False)
     sometimes = record_drafts(monkeypatch)
-    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1] if next(steps) % 8 > 4 else PLAIN)
+    monkeypatch.setattr(budget, "plan", lambda *_: Plan(budget.arms[-1] if next(steps) % 8 > 4 else PLAIN))
     answers = token_ids(llm.generate(prompts, params, use_tqdm=False))
     both = [(always[context], sometimes[context]) for context in always.keys() & sometimes.keys()]
     assert len(both) > 30
@@ -197,11 +205,11 @@ def swift_constants():
 @pytest.fixture(scope="package", autouse=True)
 def kept_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Cost models and proofs of the tests are not kept beside the user's."""
-    from vllm_specplug.budget import cost_files
+    from vllm_specplug.budget import saved
     from vllm_specplug.utils import proof_files
 
     with pytest.MonkeyPatch.context() as patch:
-        for files in (cost_files, proof_files):
+        for files in (saved, proof_files):
             folder = tmp_path_factory.mktemp(files.__name__.rpartition(".")[2])
             patch.setattr(files, "FOLDER", folder)
         yield

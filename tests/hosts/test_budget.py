@@ -10,12 +10,12 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, counters, make_prompts, record_drafts, runner_of, token_ids
-from vllm_specplug.budget import cost_files
-from vllm_specplug.budget.arms import PLAIN
+from tests.hosts.conftest import ENGINE, all_nodes, counters, make_prompts, record_drafts, runner_of, token_ids
+from vllm_specplug.budget import saved
+from vllm_specplug.budget.choose import Plan
+from vllm_specplug.budget.cost import StepCost
+from vllm_specplug.budget.planner import PLAIN
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
-from vllm_specplug.hosts.v1 import budgeting
-from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -102,18 +102,17 @@ def toggled(monkeypatch):
             if state["left"] == 0:
                 state["left"], state["arm"] = rng.randrange(1, 7), rng.choice(budget.arms)
             state["left"] -= 1
-            budget.planner.running = state["arm"]
+            budget.running = state["arm"]
             ran.append(state["arm"])
-            return state["arm"]
+            return Plan(state["arm"])
 
-        def wants_model_drafter(*_):
+        def wants_model(_):
             ran.append(rng.random() < 0.5)
             return ran[-1]
 
         monkeypatch.setattr(budget, "plan", plan)
-        monkeypatch.setattr(budget, "wants_model_drafter", wants_model_drafter)
-        monkeypatch.setattr(budget, "level_floors", lambda num_levels, _num_rows: [0.0] * num_levels)
-        monkeypatch.setattr(budget, "select", lambda draft, *_: draft)
+        monkeypatch.setattr(budget, "wants_model", wants_model)
+        monkeypatch.setattr(budget, "select", all_nodes)
         return ran
 
     return toggle
@@ -160,7 +159,7 @@ def agreement(monkeypatch, start, checkpoints, prompts, toggled, drafter="eagle"
     always = record_drafts(monkeypatch)
     budget = budget_of(llm)
     toggled(budget)
-    monkeypatch.setattr(budget, "plan", lambda *_: budget.arms[-1])
+    monkeypatch.setattr(budget, "plan", lambda *_: Plan(budget.arms[-1]))
     llm.generate(prompts, GREEDY, use_tqdm=False)
     monkeypatch.undo()
     sometimes = record_drafts(monkeypatch)
@@ -203,36 +202,16 @@ def test_control_without_catching_up(monkeypatch, start, checkpoints, prompts, t
 # ---- decisions
 
 
-def test_a_fixed_budget_runs_everything():
-    """And has every method of the measured one that the runner calls."""
-    budget, draft, ran = FixedBudget(), object(), []
-    arm = budget.plan(np.ones(2, dtype=bool))
-    assert arm.model and arm.model_free and budget.wants_model_drafter(None) and budget.level_floors(2, 6) == [0, 0]
-    assert budget.propose(lambda: draft) is budget.timed(lambda: draft) is budget.select(draft, None) is draft
-    budget.catch_up(lambda: ran.append(True))
-    assert ran == [True]
-    own = {"budget", "facts", "measure", "report", "restart", "save", "observe"}  # of a measured budget only
-    public = {name for name in vars(budgeting.MeasuredBudget) if not name.startswith("_")}
-    assert public - own == {name for name in vars(FixedBudget) if not name.startswith("_")}
-
-
-def plant(budget, **seconds):
-    """Fix the costs: by part, the seconds for one, and for each further row or request."""
-    for part, (base, slope) in seconds.items():
-        table = budget.costs[part]
-        table.observe = lambda *_, **__: None
-        table._state[len(table.start) :] = 0.0  # no terms
-        table.seconds = base + slope * np.arange(len(table.seconds))
-
-
-def test_planted_costs_make_it_draft_all_or_nothing(start, checkpoints, prompts, plain, verified):
+def test_planted_costs_make_it_draft_all_or_nothing(start, checkpoints, prompts, plain, verified, monkeypatch):
+    """A further row costs nothing, or as much as the first one."""
     llm = start(eagle(checkpoints), max_num_seqs=2)
-    budget = budget_of(llm)
-    others = ("between_steps", "sample", "tree", "first_pass", "level", "draft_overhead")
-    cheap = dict.fromkeys(others, (1e-6, 0))
-    counts = []
-    for verify in ((1e-2, 0.0), (1e-2, 1e-2)):
-        plant(budget, verify=verify, **cheap)
+    budget, counts = budget_of(llm), []
+    monkeypatch.setattr(StepCost, "observe_step", lambda *_: None)
+    monkeypatch.setattr(StepCost, "observe_part", lambda *_: None)
+    for slope in (0.0, 1.0):
+        cheap = dict.fromkeys(("read", "level"), {1: 1e-6})
+        cost = StepCost({"verify": {1: 10.0, 2: 10.0 * (1 + slope)}, **cheap}, 26)
+        monkeypatch.setattr(budget, "cost", cost)
         verified.clear()
         assert token_ids(llm.generate(prompts[:12], GREEDY, use_tqdm=False)) == plain[:12]
         counts.append(sum(nodes for nodes, _ in verified))
@@ -243,7 +222,7 @@ def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, 
     """No tree attention, no walk, no drafter."""
     llm = start(eagle(checkpoints))
     toggled(budget_of(llm))
-    monkeypatch.setattr(budget_of(llm), "plan", lambda *_: PLAIN)
+    monkeypatch.setattr(budget_of(llm), "plan", lambda *_: Plan(PLAIN))
     llm.generate(prompts[:1], GREEDY, use_tqdm=False)  # the last drafts of earlier steps
 
     def fail(*_args, **_kwargs):
@@ -260,21 +239,19 @@ def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, 
 
 
 def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts):
+    """And what was learned while serving is saved with them."""
     llm = start(eagle(checkpoints))
     serving = runner_of(llm).serving_budget
+    measured = serving.budget.cost.measured
+    assert set(measured) == {"verify", "read", "level"} and measured["verify"][1] > 1e-5
+    before = saved.load(StepCost, serving.facts, 64)[0].plain(1)
     llm.generate(prompts[:4], GREEDY, use_tqdm=False)
-    table = budget_of(llm).costs["verify"]
-    assert table.observations > 5 and table.at(1) > 1e-5
-    saved = cost_files.load(serving.facts)
-    assert saved is not None and set(saved["seconds"]) == {"verify", "first_pass", "level"}  # what start-up measured
-    budget, serving._budget = serving._budget, None
+    serving.save()
+    budget, serving.budget = serving.budget, None
     serving.prepare()
-    assert serving._budget.costs["verify"].at(4) == pytest.approx(saved_at(saved, 4))
-    serving._budget = budget
-
-
-def saved_at(saved, count):
-    return float(np.interp(count, saved["seconds"]["verify"]["counts"], saved["seconds"]["verify"]["seconds"]))
+    assert serving.budget.cost.plain(1) == pytest.approx(budget.cost.plain(1)) != before
+    assert serving.budget.to_json().keys() == budget.to_json().keys()
+    serving.budget = budget
 
 
 def test_missed_rows():

@@ -9,7 +9,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.hosts.test_grammars import VERSIONS, request
 from vllm_specplug.hosts.v1 import draft_phase, scheduler
-from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
 from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 
@@ -17,9 +16,7 @@ from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
 def test_a_step_without_drafts_has_no_metadata():
     """Until 0.31: its rows are sampled plainly, and no request has drafts."""
     sampled = []
-    runner = SimpleNamespace(
-        _step=None, serving_budget=FixedBudget(), _sample_plainly=lambda logits: sampled.append(logits) or "tokens"
-    )
+    runner = SimpleNamespace(_step=None, _sample_plainly=lambda logits: sampled.append(logits) or "tokens")
     logits = torch.zeros(2, 5)
     assert TreeCPUModelRunner._sample(runner, logits, None) == "tokens" and sampled == [logits]
     assert draft_phase._num_drafts(None, 2).tolist() == [0, 0]

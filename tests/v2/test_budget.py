@@ -18,11 +18,11 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
-from vllm_specplug.budget import cost_files
-from vllm_specplug.budget.cost_files import load_step_times
-from vllm_specplug.budget.shape_budget import ShapeBudget
-from vllm_specplug.budget.step_times import StepTimes
-from vllm_specplug.hosts.v2 import budgeting, step_times
+from vllm_specplug.budget import saved
+from vllm_specplug.budget.choose import ShapeBudget
+from vllm_specplug.budget.cost import RoundCost
+from vllm_specplug.hosts.v2 import budget as serving_budget
+from vllm_specplug.hosts.v2 import step_times
 from vllm_specplug.hosts.v2.rounds import facts
 from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
 
@@ -45,7 +45,7 @@ def cache(tmp_path_factory):
     """A cache of step times for this module, made up when they would be measured."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache") / "costs"
-        patch.setattr(cost_files, "STEP_TIMES", folder)
+        patch.setattr(saved, "ROUNDS", folder)
         patch.setattr(step_times.StepMeasurement, "measure", lambda _: seconds(1.2))
         yield patch
 
@@ -197,7 +197,7 @@ def test_no_round_waits_for_the_device(start, prompts, monkeypatch):
 def chosen_shapes(llm, prompts, monkeypatch, learns=True):
     """The shapes that a new budget chooses for drafts that no one accepts, by step; times stay as made up."""
     serving = scheduler_of(llm).round_budget
-    budget = ShapeBudget(StepTimes(seconds(1.2), 8), serving.budget.shapes, 4096)
+    budget = ShapeBudget(RoundCost(seconds(1.2), 8), serving.budget.shapes, 4096)
     chosen, plan = [], budget.plan
     monkeypatch.setattr(serving, "budget", budget)
     monkeypatch.setattr(budget, "plan", lambda num_reqs: (chosen.append(plan(num_reqs)), chosen[-1])[1])
@@ -222,19 +222,16 @@ def test_control_without_outcomes_it_does_not_adapt(start, prompts, monkeypatch)
 
 def test_step_times_are_measured_and_kept(engine, monkeypatch, tmp_path, prompts, plain):
     """By whole steps at start; a second start, and the scheduler, read them."""
-    monkeypatch.setattr(cost_files, "STEP_TIMES", tmp_path / "costs")
+    monkeypatch.setattr(saved, "ROUNDS", tmp_path / "costs")
     monkeypatch.setattr(step_times.StepMeasurement, "measure", MEASURE)
     monkeypatch.setattr(step_times, "TIMES", 1)
     small = {"method": "lookup", "num_speculative_tokens": 7, "draft_depth": 4, "budget": "measured"}
     llm = engine(speculative_config=small, max_num_seqs=2, **ENGINE)
-    known = load_step_times(facts(llm.llm_engine.vllm_config, budgeting.device_name()), 2)
+    known, _ = saved.load(RoundCost, facts(llm.llm_engine.vllm_config, serving_budget.device_name()), 2)
     # A shape that cannot pay for one request is not timed for two.
-    assert set(known.tables) == {0, 7} and len(known.tables[0].knots) == 2
-    assert all((table.start > 0).all() for table in known.tables.values())
-    measured = scheduler_of(llm).round_budget.budget.times
-    assert {nodes: table.start.tolist() for nodes, table in measured.tables.items()} == {
-        nodes: table.start.tolist() for nodes, table in known.tables.items()
-    }
+    assert set(known.measured) == {0, 7} and len(known.measured[0]) == 2
+    assert all(min(points.values()) > 0 for points in known.measured.values())
+    assert scheduler_of(llm).round_budget.budget.cost.measured == known.measured
     monkeypatch.setattr(step_times.StepMeasurement, "measure", lambda _: pytest.fail("measured again"))
     step_times.measure_if_unknown(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker)
     assert answers(llm, prompts[:2])[0] == plain[0][:2]

@@ -1,55 +1,210 @@
-"""The accepted nodes to expect of each shape, learned from how many were accepted."""
+"""How likely drafted nodes are accepted: of each node (CPU), and of a whole tree by its shape (GPU)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from vllm_specplug.budget.costs import CostTable
+import numpy as np
+
+from vllm_specplug.budget.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
+from vllm_specplug.budget.cost import FORGETTING, Filter
 from vllm_specplug.budget.shapes import Shape
+from vllm_specplug.types import Draft
 
-#: Accepted nodes of a request per doubling of the rows, before any draft was seen: a tree of 60 nodes then has 3, about
-#: what EAGLE-2 reports for dialogue (Li et al. 2024, table 1).  Not swept.
-FIRST_PER_DOUBLING = 0.5
-#: Most steps that may pass between two outcomes of a shape and still count as forgetting.  Chosen by hand; not swept.
-MOST_ELAPSED = 16.0
+#: Weights of a node's features before anything was learned: the drafter's probabilities are taken as they are, and half
+#: of a request's record counts.
+FIRST_WEIGHTS = [0.0, 1.0, 0.0, 0.5]
+#: Factor on a request's record at each step that adds to it: a memory of ten steps.
+RECORD_DECAY = 0.9
 
 
-class AcceptanceTable(CostTable):
-    """Estimates accepted nodes per request by the nodes of a shape.
+@dataclass(frozen=True)
+class ScoredDraft:
+    """The nodes of a draft with the probabilities that the target accepts them.
 
-    The filter is that of ``CostTable``: what one shape shows changes the others too, the nearest most, and a larger
-    shape is never worth less.
-
-    Args:
-        shapes: with drafts.
+    Attributes:
+        request_ids: of the batch.
+        num_tokens: int ``[num_reqs]``; tokens that each request had.
+        arm: index of the arm that drafted.
+        token_ids, depths: int64 ``[num_reqs, num_rows]``.
+        ancestors: int64 ``[passes, num_reqs, num_rows]``; the row 1, 2, 4, ... levels above each row, at last the root.
+        features: float64 ``[num_reqs, num_rows, 4]``: 1, the drafter's log odds of the node given its parent, the
+            logarithm of the depth, and the request's record.
+        values: float64 ``[num_reqs, num_rows]``; probabilities of acceptance, 0 where there is no node.
     """
 
-    #: Share of the certainty that is lost in each step.  Chosen by hand; not swept.
-    FORGETTING = 4e-4
-    #: Uncertainty of the start: of all shapes together, and of each by itself, relative.  Chosen by hand; not swept.
-    COMMON, SMOOTH = 1.0, 0.3
+    request_ids: tuple[str, ...]
+    num_tokens: np.ndarray
+    arm: int
+    token_ids: np.ndarray
+    depths: np.ndarray
+    ancestors: np.ndarray
+    features: np.ndarray
+    values: np.ndarray
 
-    def __init__(self, shapes: Sequence[Shape]):
-        depths = {1: 1} | {shape.nodes: shape.depth for shape in shapes}
-        expected = [
-            min(FIRST_PER_DOUBLING * (nodes + 1).bit_length(), 0.9 * depth) for nodes, depth in sorted(depths.items())
-        ]
-        super().__init__(sorted(depths), expected, max(depths), self.COMMON, self.SMOOTH)
-        self._last_step = 0
 
-    def _noise(self, expected: float, num_times: int) -> float:
-        """Accepted nodes of one request spread like tries until the first failure."""
-        return ((expected + 0.05) * (1 + expected) / num_times) ** 0.5
+class NodeAcceptance:
+    """Estimates the acceptance of nodes, and learns from each draft, verified or not.
 
-    def learn(self, nodes: int, num_accepted: float, num_reqs: int, step: int) -> None:
-        """Add what came of one step.
+    Args:
+        num_arms: arms, each with a calibration of its own.
+
+    Attributes:
+        reliability: predicted against observed acceptance.
+        emitted: mean number of tokens that a request emits in a step.
+    """
+
+    def __init__(self, num_arms: int):
+        self._calibration = OnlineLogistic(np.tile(FIRST_WEIGHTS, (num_arms, 1)), memory=3000.0)
+        self.reliability = Reliability()
+        self.emitted = 1.5
+        #: By request: accepted and expected nodes, with decay.
+        self._records: dict[str, tuple[float, float]] = {}
+        self._last: ScoredDraft | None = None
+
+    def score(
+        self, draft: Draft, request_ids: Sequence[str], num_tokens: np.ndarray, wanted: np.ndarray, arm: int
+    ) -> ScoredDraft:
+        """Estimate the nodes of a draft, and keep them until ``learn``.
 
         Args:
-            nodes: of its shape.
-            num_accepted: accepted nodes of all requests.
-            num_reqs: requests with drafts.
-            step: number of the step.
+            draft: of all requests.
+            request_ids: of the batch.
+            num_tokens: int ``[num_reqs]``; tokens that each request has, its root included.
+            wanted: bool ``[num_reqs]``; requests that decode in the next step; nodes of others have the value 0.
+            arm: index of the arm that drafted.
         """
-        elapsed = min(max(step - self._last_step, 1), MOST_ELAPSED)
-        self._last_step = step
-        self.observe(nodes, max(num_accepted / num_reqs, 1e-6), elapsed, num_reqs)
+        tree = draft.tree
+        parents, depths, log_values = tree.parents.numpy(), tree.depths.numpy(), draft.log_values.numpy()
+        is_node = np.arange(parents.shape[1]) < tree.num_rows.numpy()[:, None]
+        is_node[:, 0] = False
+        ancestors = _ancestors(np.where(is_node, parents, 0), int(depths.max(initial=0)))
+        records = [log_ratio(*self._records.get(request_id, (0.0, 0.0))) for request_id in request_ids]
+        features = np.ones((*parents.shape, 4))
+        features[..., 1] = _edges(np.where(is_node, log_values, 0.0), ancestors[0])
+        features[..., 2] = np.log2(np.maximum(depths, 1))
+        features[..., 3] = np.array(records)[:, None]
+        chances = sigmoid(features @ self._calibration.weights[arm])
+        sums = np.log(chances, where=is_node, out=np.zeros(is_node.shape))
+        for above in ancestors:  # after each pass a sum reaches twice as many levels up
+            sums += np.take_along_axis(sums, above, axis=1)
+        values = np.where(is_node & wanted[:, None], np.exp(sums), 0.0)
+        self._last = ScoredDraft(
+            tuple(request_ids), num_tokens.copy(), arm, tree.token_ids.numpy(), depths, ancestors, features, values
+        )
+        return self._last
+
+    def learn(self, request_ids: Sequence[str], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Compare the last draft, verified or not, with the tokens that the target has chosen since.
+
+        Args:
+            request_ids: of the batch now.
+            token_ids: int ``[num_reqs, max_len]``; tokens of the requests.
+            num_tokens: int ``[num_reqs]``; their numbers.
+        """
+        last, self._last = self._last, None
+        index_of = {request_id: index for index, request_id in enumerate(request_ids)}
+        then = [place for place, request_id in enumerate(last.request_ids) if request_id in index_of] if last else []
+        if not then:
+            return
+        now = np.array([index_of[last.request_ids[place]] for place in then])
+        emitted = num_tokens[now] - last.num_tokens[then]
+        self.emitted += 0.05 * (float(emitted.mean()) - self.emitted)
+        has_outcome, accepted = self._outcomes(last, then, now, token_ids, emitted)
+        features, accepted_nodes = last.features[then][has_outcome], accepted[has_outcome]
+        logits = features @ self._calibration.weights[last.arm]
+        self.reliability.add(sigmoid(logits), accepted_nodes)
+        self._calibration.learn(np.full(len(logits), last.arm), features, accepted_nodes)
+        # A record is relative to what was expected without it.
+        expected = np.zeros(has_outcome.shape)
+        expected[has_outcome] = sigmoid(logits - features[:, 3] * self._calibration.weights[last.arm, 3])
+        for place, right, hoped in zip(then, accepted.sum(axis=1).tolist(), expected.sum(axis=1).tolist(), strict=True):
+            before = self._records.get(last.request_ids[place], (0.0, 0.0))
+            self._records[last.request_ids[place]] = RECORD_DECAY * before[0] + right, RECORD_DECAY * before[1] + hoped
+
+    @staticmethod
+    def _outcomes(
+        last: ScoredDraft, then: list[int], now: np.ndarray, token_ids: np.ndarray, emitted: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the nodes whose parent was right, as deep as there are tokens, and of these the right ones.
+
+        Both are bool ``[n, num_rows]``.
+        """
+        depths, ancestors = last.depths[then], last.ancestors[:, then]
+        is_known = (depths > 0) & (depths <= emitted[:, None])
+        places = np.minimum(last.num_tokens[then][:, None] + depths - 1, token_ids.shape[1] - 1)
+        right = (token_ids[now[:, None], places] == last.token_ids[then]) & is_known
+        right[:, 0] = True
+        for above in ancestors:
+            right &= np.take_along_axis(right, above, axis=1)
+        has_outcome = is_known & np.take_along_axis(right, ancestors[0], axis=1)
+        return has_outcome, right & has_outcome
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended."""
+        for request_id in request_ids:
+            self._records.pop(request_id, None)
+
+
+def _ancestors(parents: np.ndarray, max_depth: int) -> np.ndarray:
+    """Return ``ScoredDraft.ancestors`` of parents int64 ``[num_reqs, num_rows]``, 0 for the root and padding."""
+    found = [parents]
+    while 2 ** len(found) <= max_depth:
+        found.append(np.take_along_axis(found[-1], found[-1], axis=1))
+    return np.stack(found)
+
+
+def _edges(log_values: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """Return the drafter's log odds of each node given its parent, within ``LOGIT_LIMIT``; float64, as the arguments.
+
+    Args:
+        log_values: float ``[num_reqs, num_rows]``; logarithms of the values that the drafter estimates.
+        parents: int64 ``[num_reqs, num_rows]``.
+    """
+    values = np.maximum(log_values.astype(np.float64), -1e9)  # below this, differences are no numbers
+    edges = np.minimum(values - np.take_along_axis(values, parents, axis=1), 0.0)
+    odds = edges - np.log(np.maximum(-np.expm1(edges), 1e-30))
+    return np.minimum(np.maximum(odds, -LOGIT_LIMIT), LOGIT_LIMIT)
+
+
+class ShapeAcceptance:
+    """Estimates accepted nodes per request by the nodes of a shape; a larger shape is never worth less.
+
+    Args:
+        shapes: with drafts, smallest first.
+    """
+
+    #: Relative uncertainty of the start: of all shapes together, and of each by itself.
+    COMMON, OWN = 1.0, 0.3
+    #: Accepted nodes per doubling of the rows at the start: a tree of 60 nodes then has 3, about what EAGLE-2 reports
+    #: for dialogue (Li et al. 2024, table 1).
+    PER_DOUBLING = 0.5
+    #: Most steps between two outcomes that count as forgetting: by more, one trial would overrule all that was known.
+    MOST_ELAPSED = 16
+
+    def __init__(self, shapes: Sequence[Shape]):
+        self._nodes = [shape.nodes for shape in shapes]
+        expected = [min(self.PER_DOUBLING * (one.nodes + 1).bit_length(), 0.9 * one.depth) for one in shapes]
+        bits = np.log2(self._nodes)
+        likeness = np.exp(-np.abs(bits[:, None] - bits) / 2)
+        covariance = np.outer(expected, expected) * (self.COMMON**2 + self.OWN**2 * likeness)
+        self._filter = Filter(expected, covariance, FORGETTING)
+
+    def at(self, nodes: int) -> float:
+        """Return the accepted nodes to expect of a request."""
+        accepted = np.maximum.accumulate(np.maximum(self._filter.weights, 0.0))
+        return float(accepted[self._nodes.index(nodes)])
+
+    def learn(self, nodes: int, num_accepted: float, num_reqs: int, elapsed: int = 1) -> None:
+        """Add a step in which ``num_reqs`` requests had a shape, and ``num_accepted`` nodes of all were accepted.
+
+        ``elapsed``: steps since the last one with drafts; what was known is forgotten as fast.
+        """
+        if nodes not in self._nodes or not num_reqs:
+            return
+        features, expected = np.zeros(len(self._nodes)), self.at(nodes)
+        features[self._nodes.index(nodes)] = 1.0
+        # Accepted nodes of one request spread like tries until the first failure.
+        noise = ((expected + 0.05) * (1 + expected) / num_reqs) ** 0.5
+        self._filter.observe(features, num_accepted / num_reqs, noise, min(elapsed, self.MOST_ELAPSED))

@@ -111,44 +111,46 @@ def measure(task: dict[str, Any], kv_gib: int) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """Return the cost model and the choices as tables."""
-    counts = sorted({count for table in result["seconds"].values() for count in table["counts"]})
+    measured = {part: _by_rows(points) for part, points in result["costs"]["measured"].items()}
+    counts = sorted({count for points in measured.values() for count in points})
     rows = []
-    for part, table in result["seconds"].items():
-        known = dict(zip(table["counts"], table["seconds"], strict=True))
-        rows.append([part, *(f"{1e3 * known[count]:.2f}" if count in known else "" for count in counts)])
+    for part, points in measured.items():
+        rows.append([part, *(f"{1e3 * points[count]:.2f}" if count in points else "" for count in counts)])
     parts = [
-        "milliseconds by rows (verify, first_pass, level) or requests (the other parts)",
+        "milliseconds by rows: the target's forward, the drafter's first one, and a further level of it",
         format_table(["part", *map(str, counts)], rows),
     ]
     for category, choices in result["choices"].items():
         parts.append(f"choices: {category}")
-        table = [
-            [str(c["batch"]), c["arm"], str(c["nodes"]), str(c["levels"]), f"{c['speedup']:.2f}x"] for c in choices
-        ]
-        parts.append(format_table(["batch", "runs", "nodes each", "levels", "expected"], table))
+        table = [[str(c["batch"]), c["arm"], str(c["accepted"]), f"{c['speedup']:.2f}x"] for c in choices]
+        parts.append(format_table(["batch", "runs", "accepted", "expected"], table))
     return "\n\n".join(parts)
 
 
+def _by_rows(points: dict[Any, float]) -> dict[int, float]:
+    """Return seconds by rows; JSON has texts for the rows."""
+    return {int(count): seconds for count, seconds in points.items()}
+
+
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Plot the costs, the chosen nodes and levels by batch size and category, and predicted against real acceptance."""
+    """Plot the costs, the expected speed by batch size and category, and predicted against real acceptance."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(19, 4), layout="constrained")
-    costs, nodes, levels, reliability = figure.subplots(1, 4)
-    for part, table in result["seconds"].items():
-        costs.plot(table["counts"], [1e3 * seconds for seconds in table["seconds"]], ".-", label=part)
-    costs.set(xlabel="rows or requests", ylabel="ms", title="Costs", xscale="log", yscale="log")
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    costs, speeds, reliability = figure.subplots(1, 3)
+    for part, points in result["costs"]["measured"].items():
+        by_rows = _by_rows(points)
+        costs.plot(by_rows.keys(), [1e3 * seconds for seconds in by_rows.values()], ".-", label=part)
+    costs.set(xlabel="rows", ylabel="ms", title="Costs", xscale="log", yscale="log")
     for category, choices in result["choices"].items():
         batches = [choice["batch"] for choice in choices]
-        nodes.plot(batches, [choice["nodes"] for choice in choices], ".-", label=category)
-        levels.plot(batches, [choice["levels"] for choice in choices], ".-", label=category)
-    nodes.set(xlabel="requests", ylabel="nodes verified per request", title="Chosen N", xscale="log")
-    levels.set(xlabel="requests", ylabel="levels at most", title="Chosen depth", xscale="log")
+        speeds.plot(batches, [choice["speedup"] for choice in choices], ".-", label=category)
+    speeds.set(xlabel="requests", ylabel="multiple of plain decoding", title="Expected speed", xscale="log")
     for category, curve in result["reliability"].items():
         reliability.plot([p for _, p, _ in curve], [y for _, _, y in curve], ".-", label=category)
     reliability.plot([0, 1], [0, 1], "k:", linewidth=0.8)
     reliability.set(xlabel="predicted probability", ylabel="share accepted", title="Reliability")
-    for axes in (costs, nodes):
+    for axes in (costs, speeds):
         axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_figure(str(file), dpi=120)

@@ -191,17 +191,15 @@ def _auto() -> Finding:
 
 
 def _costs() -> Finding:
-    from vllm_specplug.budget.cost_files import saved_models
-    from vllm_specplug.budget.costs import CostTable
+    from vllm_specplug.budget.saved import saved_costs
 
     found = []
-    for saved in saved_models():
-        facts, seconds = saved["facts"], saved["seconds"]
-        tables = {part: CostTable(values["counts"], values["seconds"], 64) for part, values in seconds.items()}
-        step = ", ".join(f"{rows}: {1e3 * tables['verify'].at(rows):.1f}" for rows in (1, 8, 32))
-        parts = {"first_pass": ("drafter", 1), "level": ("a level", 4)}
+    for facts, cost in saved_costs():
+        steps = cost.verification(1)
+        step = ", ".join(f"{rows}: {1e3 * steps[rows - 1]:.1f}" for rows in (1, 8, 32))
+        parts = {"read": ("drafter", 1), "level": ("a level", 4)}
         drafting = [
-            f"{name} {1e3 * tables[part].at(rows):.1f}" for part, (name, rows) in parts.items() if part in tables
+            f"{name} {1e3 * cost.part(part, rows):.1f}" for part, (name, rows) in parts.items() if part in cost.measured
         ]
         name = Path(str(facts["model"])).name
         which = f"{name} with {facts['method']}, {facts['threads']} threads"

@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_specplug.budget.shape_budget import ShapeBudget
+from vllm_specplug.budget.choose import ShapeBudget
+from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.budget.shapes import shapes_of
-from vllm_specplug.budget.step_times import StepTimes
 from vllm_specplug.config import parse_options
-from vllm_specplug.hosts.v2 import budgeting
-from vllm_specplug.hosts.v2.budgeting import BudgetedRounds, RoundBudget
+from vllm_specplug.hosts.v2 import budget
+from vllm_specplug.hosts.v2.budget import BudgetedRounds, RoundBudget
 
 SHAPES = shapes_of(15, 4, 3)
 
 
 def times():
-    return StepTimes({nodes: {1: seconds, 8: seconds} for nodes, seconds in ((0, 1.0), (7, 1.2), (15, 1.4))}, 8)
+    return RoundCost({nodes: {1: seconds, 8: seconds} for nodes, seconds in ((0, 1.0), (7, 1.2), (15, 1.4))}, 8)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def config():
 
 @pytest.fixture
 def rounds(config, monkeypatch):
-    monkeypatch.setattr(budgeting, "load_step_times", lambda *_: times())
+    monkeypatch.setattr(budget.saved, "load", lambda *_: (times(), {}))
     found = RoundBudget(config)
     assert found.budget.plan(1) > 0
     return found
@@ -59,7 +59,7 @@ def step(rows, drafts, new=()):
 
 def test_outcomes_of_a_step_that_only_decodes(rounds, monkeypatch):
     heard = Heard(rounds.budget, monkeypatch)
-    monkeypatch.setattr(budgeting.time, "perf_counter", iter([10.0, 10.5, 12.0]).__next__)
+    monkeypatch.setattr(budget.time, "perf_counter", iter([10.0, 10.5, 12.0]).__next__)
     uniform = step({"a": 8, "b": 8}, {"a": 7, "b": 7})
     rounds.learn(9.0, uniform, {"a": 3, "b": 1})  # no output before it: no time
     assert heard == [("learn", 7, 2, 2)]
@@ -84,7 +84,7 @@ def test_mixed_steps_tell_acceptance_by_shape_and_no_time(rounds, monkeypatch):
 
 
 def test_without_step_times_nothing_is_drafted(config, monkeypatch, caplog):
-    monkeypatch.setattr(budgeting, "load_step_times", lambda *_: None)
+    monkeypatch.setattr(budget.saved, "load", lambda *_: None)
     rounds = RoundBudget(config)
     assert [rounds.plan(count) for count in (1, 8)] == [0, 0] and rounds.chosen == {0: 2}
     assert "step times" in caplog.text and "budget='fixed'" in caplog.text
@@ -109,7 +109,7 @@ class Budgeted(BudgetedRounds, Scheduler):
 
 
 def test_the_scheduler_asks_for_requests_that_decode_next(config, monkeypatch):
-    monkeypatch.setattr(budgeting, "load_step_times", lambda *_: times())
+    monkeypatch.setattr(budget.saved, "load", lambda *_: (times(), {}))
     scheduler, asked = Budgeted(config), []
     scheduler.requests = {
         "decodes": SimpleNamespace(num_computed_tokens=9, num_tokens=10),

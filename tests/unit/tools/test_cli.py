@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specplug.budget import cost_files, costs
+from vllm_specplug.budget import saved
+from vllm_specplug.budget.cost import StepCost
 from vllm_specplug.config import parse_options
 from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
@@ -213,13 +214,12 @@ def test_doctor_shows_the_cost_models(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "none (a server" in doctor._costs().value
     facts = {"model": "/models/tiny", "method": "eagle2", "threads": 3}
-    cost_files.save(facts, costs.CostModel({"verify": {1: 0.01, 8: 0.02}}, {"rows": 32, "requests": 4}))
+    weights = {"verify": [1.0, 0.0, 0.0, 0.0, 0.0]}
+    saved.save(facts, StepCost({"verify": {1: 0.01, 8: 0.02}}, 32, weights))
     value = doctor._costs().value
     assert value.startswith("tiny with eagle2, 3 threads: ms per step by rows 1: 10.0, 8: 20.0, 32: 54")
     assert "drafter" not in value  # not measured, so not shown
-    cost_files.save(
-        facts, costs.CostModel({"verify": {1: 0.01}, "first_pass": {1: 0.002}}, {"rows": 32, "requests": 4})
-    )
+    saved.save(facts, StepCost({"verify": {1: 0.01}, "read": {1: 0.002}}, 32, weights))
     assert doctor._costs().value.endswith("; drafter 2.0")
 
 
@@ -247,13 +247,10 @@ def test_calibrate_cost_refuses_in_one_line(capsys):
 
 
 def test_costs_are_shown_and_drawn(tmp_path):
-    choice = {"batch": 1, "arm": "eagle2", "nodes": 5, "levels": 3.5, "speedup": 1.25}
+    choice = {"batch": 1, "arm": "eagle2", "accepted": 1.5, "speedup": 1.25}
     result = {
-        "seconds": {
-            "verify": {"counts": [1, 8], "seconds": [0.01, 0.02]},
-            "model_free": {"counts": [1], "seconds": [1e-4]},
-        },
-        "choices": {"math": [choice, {**choice, "batch": 8, "arm": "plain", "nodes": 0, "levels": 0, "speedup": 1.0}]},
+        "costs": {"measured": {"verify": {"1": 0.01, "8": 0.02}, "level": {"1": 1e-4}}},
+        "choices": {"math": [choice, {**choice, "batch": 8, "arm": "plain", "accepted": 0, "speedup": 1.0}]},
         "reliability": {"math": [[20.0, 0.1, 0.12], [5.0, 0.8, 0.7]]},
     }
     text = cost_command.render(result)

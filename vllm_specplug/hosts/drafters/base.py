@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from vllm_specplug.budget.choose import EVERYTHING, Plan, StepRecord
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.hosts.drafters.catch_up import MissedRows
@@ -37,11 +38,13 @@ class DraftHooks:
     Attributes:
         grows_by_level: whether further levels are drafted one by one, so that a budget can stop the growth.
         draft_layers: attention layers of a draft model, by name.
-        shortest_draft: of a drafter that queries the budget while it drafts (``may_spend``), the share of a plain step
-            that its shortest draft takes; None of others.
+        shortest_draft: of a drafter that drafts no longer than ``limits.seconds``, the share of a plain step that its
+            shortest draft takes; None of others.
         operator: what runs the draft phase in the place of vLLM's ``propose``; None: that runs.
         missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
         plan: what followed from the last step: the rows to read next.
+        limits: how far the draft phase that runs may go.
+        record: of the step; the drafter adds the times of its forwards.
     """
 
     grows_by_level: ClassVar[bool] = False
@@ -50,10 +53,16 @@ class DraftHooks:
     operator: Any = None
     missed = MissedRows(0)
     plan: StepPlan
+    limits: Plan = EVERYTHING
+    record = StepRecord()
 
     def follow(self, plan: StepPlan) -> None:
         """Keep the accepted rows of the step.  A plain step's plan has one row for each request."""
         self.plan = plan
+
+    def begin_phase(self, limits: Plan, record: StepRecord) -> None:
+        """Begin a draft phase; see ``limits`` and ``record``."""
+        self.limits, self.record = limits, record
 
     def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
         """Prepare to draft.

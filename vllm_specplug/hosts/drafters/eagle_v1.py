@@ -261,7 +261,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         batch, options = self.runner.input_batch, self.options
         if self._vocabulary is not None:
             self._vocabulary.update(batch.req_ids, batch.token_ids_cpu, batch.num_tokens_no_spec[: batch.num_reqs])
-        floors = self.runner.serving_budget.level_floors(options.draft_depth - 1, num_reqs * options.draft_top_k)
+        floors = self.limits.floors or [0.0] * (options.draft_depth - 1)
         return Growth([max(floor, options.level_floor * num_reqs) for floor in floors])
 
     def _grow(self, root_token_ids: torch.Tensor, root: DraftFeatures, forward: Forward, growth: Growth) -> Draft:
@@ -308,8 +308,9 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             first_pass: seconds of the first forward.
             num_read: rows that it read.
         """
-        level_rows = len(draft.log_values) * self.options.draft_top_k
-        self.runner.serving_budget.drafted(first_pass, num_read, growth.beams, growth.level_seconds, level_rows)
+        record = self.record
+        record.read_seconds, record.num_read, record.beams = first_pass, num_read, growth.beams
+        record.level_seconds, record.level_rows = growth.level_seconds, len(draft.log_values) * self.options.draft_top_k
         if not (unread := self.missed.unread):
             return draft
         read = torch.tensor([request_id not in unread for request_id in self.runner.input_batch.req_ids])

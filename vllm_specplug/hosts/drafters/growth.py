@@ -11,7 +11,7 @@ class Growth:
     """Decides which levels after the first one are drafted, and times them.
 
     Args:
-        floors: of each level, see ``FixedBudget.level_floors``.
+        floors: of each level, see ``budget.choose.Plan``.
 
     Attributes:
         beams: of each level that was drafted, the sum that its floor is compared with.

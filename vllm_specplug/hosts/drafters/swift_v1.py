@@ -8,6 +8,7 @@ between the steps, as often as the ledger allows.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -76,7 +77,7 @@ class SwiftProposer(V1Drafter):
         self.ledger = Ledger(self.options.optimise_share, self.options.max_delay)
         #: Whether the lost time of a measured budget limits the search too; a larger share asks for more search.
         self._limited = self.options.optimise_share <= SwiftOptions.optimise_share
-        self._wanted = np.zeros(0, dtype=bool)
+        self._wanted, self._phase_began = np.zeros(0, dtype=bool), 0.0
         #: Rows of the scratch per batch index.
         self._capacity = max(self.options.draft_depth, self.options.context_window)
         self._open: dict[str, _Open] = {}
@@ -101,7 +102,7 @@ class SwiftProposer(V1Drafter):
     # ---- hooks of the draft phase
 
     def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
-        self._wanted = wanted
+        self._wanted, self._phase_began = wanted, time.perf_counter()
         batch = self.runner.input_batch
         for place, request_id in enumerate(batch.req_ids):
             drafted = self._open.pop(request_id, None)
@@ -160,9 +161,9 @@ class SwiftProposer(V1Drafter):
         self, layer_set: LayerSet, requests: torch.Tensor, roots: torch.Tensor, last: torch.Tensor
     ) -> list[DraftedLevel]:
         levels: list[DraftedLevel] = []
-        token_ids, budget, level_seconds = roots[requests], self.runner.serving_budget, 0.0
+        token_ids, level_seconds = roots[requests], 0.0
         for depth in range(min(self.options.draft_depth, self.options.num_speculative_tokens)):
-            if not len(requests) or (depth and not budget.may_spend(level_seconds)):
+            if not len(requests) or (depth and not self._may_go_on(level_seconds)):
                 break
             begin = time.perf_counter()
             mask = torch.ones(len(requests), 1, depth + 1, dtype=torch.bool)
@@ -173,6 +174,12 @@ class SwiftProposer(V1Drafter):
             requests, token_ids = requests[goes_on], best[goes_on, 0]
             level_seconds = time.perf_counter() - begin
         return levels
+
+    def _may_go_on(self, seconds: float) -> bool:
+        """Decide whether the draft phase may take so many further seconds; the first rank's clock says."""
+        if self.limits.seconds == math.inf:
+            return True
+        return agreed(time.perf_counter() - self._phase_began + seconds <= self.limits.seconds)
 
     # ---- optimisation
 
@@ -195,7 +202,7 @@ class SwiftProposer(V1Drafter):
         self._trial_seconds = 0.8 * (self._trial_seconds or end - chosen) + 0.2 * (end - chosen)
         self.state.seconds["optimise"] += end - chosen
         self.ledger.charge(request_ids, end - begin)
-        if self._limited:
+        if self._limited and self.runner.serving_budget is not None:
             self.runner.serving_budget.searched(end - begin)
         if changed:
             logger.debug("vllm-specplug: swift: step %d, matchness %.3f", search.all_steps, search.matchness)
@@ -220,8 +227,8 @@ class SwiftProposer(V1Drafter):
         return None if layer_set is None else _Trial(layer_set, window)
 
     def _may_search(self, request_ids: list[str], seconds: float) -> bool:
-        limited = self._limited and not self.runner.serving_budget.may_search(seconds)
-        return not limited and self.ledger.allows(request_ids, seconds)
+        budget = self.runner.serving_budget if self._limited else None
+        return (budget is None or budget.may_search(seconds)) and self.ledger.allows(request_ids, seconds)
 
     def _choose_window(self, request_ids: list[str]) -> _Window | None:
         """Return the current window while it is fresh or the only one; else the newest tokens of an answer."""

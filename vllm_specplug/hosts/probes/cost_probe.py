@@ -18,7 +18,7 @@ def probe(task: dict[str, Any]) -> dict[str, Any]:
             ``batches`` (batch sizes to report choices for).
 
     Returns:
-        ``facts``, ``seconds`` (see ``CostModel.to_json``), ``choices`` (by category; without questions,
+        ``facts``, ``costs`` (see ``StepCost.to_json``), ``choices`` (by category; without questions,
         ``first guess``), and ``reliability`` (by category: outcomes, mean prediction, share accepted).
     """
     from vllm import LLM
@@ -36,7 +36,7 @@ def probe(task: dict[str, Any]) -> dict[str, Any]:
     report, *_ = llm.collective_rpc("report_budget", args=(task["batches"],))
     if not task["questions"]:
         result["choices"]["first guess"] = report["choices"]
-    return result | {"seconds": report["seconds"]}
+    return result | {"costs": report["costs"]}
 
 
 if __name__ == "__main__":

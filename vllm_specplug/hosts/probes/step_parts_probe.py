@@ -31,8 +31,8 @@ from vllm_specplug.hosts.trace import TreeTrace, source_shares
 from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 _PARTS = ("verify", "draft", "draft_forward", "decide")
-#: Methods of the measured budget that decide something.
-_DECISIONS = ("begin", "plan", "wants_model_drafter", "level_floors", "select", "end")
+#: Methods of the measured budget that decide or learn something.
+_DECISIONS = ("begin", "plan", "wants_model", "select")
 
 
 class PartsClock:
@@ -59,7 +59,7 @@ class PartsClock:
         elif hasattr(drafter, "heads"):  # Medusa's
             self._wrap(drafter.heads, "_logits", "draft_forward")
         budget = getattr(self.runner, "serving_budget", None)
-        if budget is not None and budget.is_measured:
+        if budget is not None:
             for name in _DECISIONS:
                 self._wrap(budget, name, "decide")
         execute, step = self.runner.execute_model, engine.step

@@ -20,7 +20,6 @@ from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.proof import ProofFailed, ProofTree
 from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
 from vllm_specplug.hosts.trace import TreeTrace
-from vllm_specplug.hosts.v1.fixed_budget import FixedBudget
 from vllm_specplug.hosts.v1.scheduler import TreeSchedulerOutput
 from vllm_specplug.hosts.v2.timing import StepTimer
 from vllm_specplug.types import PADDING
@@ -230,7 +229,7 @@ class DriverV1(Driver):
             self.runner,
             _counters=Counters(None),
             _trace=TreeTrace(None),
-            serving_budget=FixedBudget(),
+            serving_budget=None,
             greedy_head=None,  # all logits are read
             propose_draft_token_ids=no_drafts_v1(self.runner),
         )

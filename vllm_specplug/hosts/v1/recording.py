@@ -28,24 +28,6 @@ MAX_LENGTH = 2048
 HELD_BYTES = 256 << 20
 
 
-class NoRecording:
-    """Records nothing."""
-
-    def read(self, hidden_states: torch.Tensor, rows: AcceptedRows) -> None:
-        """Keep the rows of a step.
-
-        Args:
-            hidden_states: ``[num_flat_rows, hidden_size]``; the target's.
-            rows: the accepted rows of all requests.
-        """
-
-    def finish(self, request_ids: Collection[str]) -> None:
-        """Take notice of requests that have ended; called while the runner still has their tokens."""
-
-    def close(self) -> None:
-        """Write what is complete."""
-
-
 @dataclass
 class _Kept:
     """Hidden states of one request's tokens ``[start, stop)``."""
@@ -55,7 +37,7 @@ class _Kept:
     parts: list[torch.Tensor] = field(default_factory=list)
 
 
-class Recorder(NoRecording):
+class Recorder:
     """Records the answers of a V1 runner.
 
     Args:
@@ -71,6 +53,12 @@ class Recorder(NoRecording):
         self._kept: dict[str, _Kept | None] = {}
 
     def read(self, hidden_states: torch.Tensor, rows: AcceptedRows) -> None:
+        """Keep the rows of a step.
+
+        Args:
+            hidden_states: ``[num_flat_rows, hidden_size]``; the target's.
+            rows: the accepted rows of all requests.
+        """
         if self._writer.failed:
             self._kept.clear()
             return
@@ -119,6 +107,7 @@ class Recorder(NoRecording):
         return wants_record(params.extra_args)
 
     def finish(self, request_ids: Collection[str]) -> None:
+        """Take notice of requests that have ended; called while the runner still has their tokens."""
         for req_id in request_ids:
             kept = self._kept.pop(req_id, None)
             if kept is None:
@@ -128,11 +117,12 @@ class Recorder(NoRecording):
                 self._writer.add(answer)
 
     def close(self) -> None:
+        """Write what is complete."""
         self._writer.close()
 
 
-def make_recorder(runner: Any, options: TreeOptions) -> NoRecording:
-    """Make what the options ask for.
+def make_recorder(runner: Any, options: TreeOptions) -> Recorder | None:
+    """Make what the options ask for; None: nothing is recorded.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -140,7 +130,7 @@ def make_recorder(runner: Any, options: TreeOptions) -> NoRecording:
     drafter = model_drafter(options)
     folder = getattr(drafter, "record", None)
     if folder is None:
-        return NoRecording()
+        return None
     config = runner.model_config
     facts = Facts(Path(config.model).name, config.get_hidden_size(), config.get_vocab_size())
     try:

@@ -38,20 +38,7 @@ NICE = 10
 _Order = tuple[str, Any]
 
 
-class StaticDrafter:
-    """A drafter whose weights stay as they are; the interface of ``Reloading``."""
-
-    def before_step(self) -> None:
-        """Take another version, if there is one; called in front of every step."""
-
-    def walked(self, request_ids: Sequence[str], tree: TokenTree, walk: Walk) -> None:
-        """Note what the target accepted of the trees of a step."""
-
-    def finish(self, request_ids: Collection[str]) -> None:
-        """Forget requests that have ended."""
-
-
-class Reloading(StaticDrafter):
+class Reloading:
     """Follows a published folder; all ranks have one, and the first rank decides.
 
     Args:
@@ -81,6 +68,7 @@ class Reloading(StaticDrafter):
     # ---- acceptance
 
     def walked(self, request_ids: Sequence[str], tree: TokenTree, walk: Walk) -> None:
+        """Note what the target accepted of the trees of a step."""
         trees = accepted = 0
         comparison = self._comparison
         counts = zip(request_ids, tree.num_rows.tolist(), walk.num_emitted.tolist(), strict=True)
@@ -96,6 +84,7 @@ class Reloading(StaticDrafter):
             self._counters.add_trees(self.version, trees, accepted)
 
     def finish(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended."""
         self._at_change.difference_update(request_ids)
         self._acceptance.finish(request_ids)
         if self._comparison is not None:
@@ -104,6 +93,7 @@ class Reloading(StaticDrafter):
     # ---- versions
 
     def before_step(self) -> None:
+        """Take another version, if there is one; called in front of every step."""
         self._steps += 1
         if self._steps % self._every:
             return

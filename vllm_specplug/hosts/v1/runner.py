@@ -26,7 +26,7 @@ from vllm_specplug.hosts.v1.draft_phase import DraftPhase
 from vllm_specplug.hosts.v1.greedy_head import GreedyHead
 from vllm_specplug.hosts.v1.kv import KeptRows
 from vllm_specplug.hosts.v1.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
-from vllm_specplug.hosts.v1.reloading import Reloading, StaticDrafter
+from vllm_specplug.hosts.v1.reloading import Reloading
 from vllm_specplug.hosts.v1.scheduler import attach_drafts
 from vllm_specplug.hosts.v1.step import Step, commit, plain_plan, stage, verify, walk
 from vllm_specplug.hosts.v1.walk import SampledWalk, is_argmax
@@ -54,7 +54,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: Step | None = None
         self._flat_rows = torch.arange(self.max_num_tokens)
-        self.reloading = StaticDrafter()
+        self.reloading: Reloading | None = None
         self.trainer: ChildProgram | None = None
         self._has_custom_processors = restore_processors(self)
         self._init_drafting(vllm_config, device, self._has_custom_processors)
@@ -78,15 +78,14 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
             self.greedy_head = GreedyHead.make(self.model, config.get_hidden_size(), config.dtype)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.reloading.before_step()
-        self.serving_budget.begin(scheduler_output)
-        output = with_room(super().execute_model, scheduler_output, *args, **kwargs)
-        self.serving_budget.forward_ends()
-        return output
+        if self.reloading is not None:
+            self.reloading.before_step()
+        self._begin_step(scheduler_output)
+        return with_room(super().execute_model, scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = with_room(super().sample_tokens, *args, **kwargs)
-        self.serving_budget.end()
+        self._end_step()
         return attach_drafts(output, self.take_draft_token_ids())
 
     def follow_versions(self) -> None:
@@ -110,10 +109,8 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         self._step = None
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if scheduler_output.scheduled_spec_decode_tokens:
-            begin = time.perf_counter()
             self._step = self._stage(scheduler_output, num_scheduled_tokens, np.asarray(prepared[1].num_draft_tokens))
             self._move_positions(self._step)
-            self.serving_budget.staged(time.perf_counter() - begin)
         else:
             self._follow(plain_plan(num_scheduled_tokens, self._flat_rows))
         if self.greedy_head is not None:
@@ -156,7 +153,6 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self._step is not None and isinstance(attn_metadata, dict):
             verify(self._step, attn_metadata, self.drafter.draft_layers)
-        self.serving_budget.forward_begins()
         return attn_metadata, common
 
     # ---- after the forward
@@ -170,21 +166,15 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
             self.speculative_config = config
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        begin = time.perf_counter()
-        output = self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
-        self.serving_budget.sampled(time.perf_counter() - begin)
-        return output
+        return self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
 
     def _walk(self, step: Step, logits: torch.Tensor) -> Any:
         batch = self.input_batch
         active = ~self.discard_request_mask.np[: batch.num_reqs]
         walked, output = walk(step, logits, self._walker(step, batch.num_reqs), active)
         self._follow(commit(step, walked, self.alike_layers, batch.block_table))
+        self._walked(step.tree, walked, active)
         self._step = None
-        self.serving_budget.accepted(int(walked.num_emitted.numpy().sum() - active.sum()), batch.num_reqs)
-        self.reloading.walked(batch.req_ids, step.tree, walked)
-        self._trace.write(batch.req_ids, step.tree, walked, self._drafts)
-        self._count(step)
         return output
 
     def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -197,13 +187,6 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         """Keep the rows that the drafter reads next."""
         self._plan = plan
         self.drafter.follow(plan)
-
-    def _count(self, step: Step) -> None:
-        if step.tree.num_rows.numpy().max() > 1:
-            self._counters.add("steps")
-            self._counters.add("verify_seconds", time.perf_counter() - self._verify_start)
-            if self.input_batch.sampling_metadata.max_num_logprobs == -1:
-                self._counters.add("logprobs of the whole vocabulary", int((step.tree.num_rows > 1).sum()))
 
     def _sample_plainly(self, logits: torch.Tensor) -> Any:
         """Sample one token per request; a request in the middle of its prefill does not draw noise."""

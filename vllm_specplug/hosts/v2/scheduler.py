@@ -18,7 +18,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.hosts.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
-from vllm_specplug.hosts.v2.budgeting import BudgetedRounds
+from vllm_specplug.hosts.v2.budget import BudgetedRounds
 
 #: Rows that get a mask in one step, over all requests: their masks must be ready when the forward ends.
 MASKED_ROWS = 512

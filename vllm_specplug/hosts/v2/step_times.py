@@ -16,10 +16,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_specplug.budget.cost_files import load_step_times, save
-from vllm_specplug.budget.step_times import StepTimes, can_pay, counts_to_measure
+from vllm_specplug.budget import saved
+from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.v2.budgeting import device_name
+from vllm_specplug.hosts.v2.budget import device_name
 from vllm_specplug.hosts.v2.rounds import facts
 
 # vLLM shows its own loggers only, and a start that takes longer is to say why.
@@ -35,13 +35,13 @@ def measure_if_unknown(worker: Any) -> None:
     """Measure the step times of this machine and save them, unless they were saved before; all ranks do the same."""
     runner = worker.model_runner
     known, most = facts(runner.vllm_config, device_name()), runner.max_num_reqs
-    found = load_step_times(known, most) is not None
+    found = saved.load(RoundCost, known, most) is not None
     if get_tp_group().broadcast_object(found, src=0):
         return
     began = time.perf_counter()
-    times = StepTimes(StepMeasurement(worker).measure(), most)
+    cost = RoundCost(StepMeasurement(worker).measure(), most)
     if get_tensor_model_parallel_rank() == 0:
-        path = save(known, times)
+        path = saved.save(known, cost)
         logger.info("vllm-specplug: step times measured in %.1f s, kept in %s", time.perf_counter() - began, path)
 
 
@@ -76,7 +76,7 @@ class StepMeasurement:
         found: dict[int, dict[int, float]] = {nodes: {} for nodes in self._depths}
         self._runner.kv_connector.set_disabled(True)
         try:
-            for count in counts_to_measure(self._runner.max_num_reqs):
+            for count in _request_counts(self._runner.max_num_reqs):
                 for nodes in sorted(self._depths):
                     # The first rank's clock decides for all.
                     if get_tp_group().broadcast_object(self._is_worth_it(nodes, count, found), src=0):
@@ -91,7 +91,8 @@ class StepMeasurement:
         if num_reqs * (nodes + 1) > self._runner.max_num_tokens:
             return False
         last = max(found[nodes], default=0)
-        return not last or can_pay(nodes, self._depths[nodes], found[nodes][last], found[0][last])
+        # It would pay if every level of its tree were accepted.
+        return not last or nodes == 0 or found[nodes][last] < (self._depths[nodes] + 1) * found[0][last]
 
     def _seconds(self, nodes: int, num_reqs: int) -> float:
         names = [f"_specplug_timed_{place}" for place in range(num_reqs)]
@@ -162,3 +163,8 @@ class StepMeasurement:
             return min(second - first for first, second in pairwise(marks))
         marks[-1].synchronize()
         return min(first.elapsed_time(second) for first, second in pairwise(marks)) / 1e3
+
+
+def _request_counts(most: int) -> list[int]:
+    """Return the numbers of requests to time: powers of two, and the largest."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]

@@ -1,4 +1,4 @@
-"""The measured budget of the V2 runner, in the scheduler: it chooses the shape of the next round for the whole batch.
+"""The measured budget of the V2 runner: the scheduler chooses the shape of the next round for the whole batch.
 
 vLLM's scheduler says in each step how many tokens the worker drafts for the next one, and reserves their rows.  What
 was accepted comes back with vLLM's own asynchronous copies of the sampled tokens, one step late: the budget reads
@@ -14,16 +14,14 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_specplug.budget.cost_files import STEP_TIMES, load_step_times, save
-from vllm_specplug.budget.shape_budget import ShapeBudget
+from vllm_specplug.budget import saved
+from vllm_specplug.budget.choose import ShapeBudget
+from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.hosts.v2.rounds import facts, shapes
 from vllm_specplug.utils.environment import cpu_name
 from vllm_specplug.utils.files import kept_path
 
 logger = logging.getLogger("vllm_specplug")
-
-#: Steps after which the step times are saved again.  Chosen by hand.
-SAVE_EVERY = 5000
 
 
 def device_name() -> str:
@@ -47,16 +45,16 @@ class RoundBudget:
         self._facts = facts(vllm_config, device_name())
         self.budget: ShapeBudget | None = None
         self.chosen: Counter[int] = Counter()
-        self._steps, self._last_output = 0, 0.0
-        times = load_step_times(self._facts, scheduler.max_num_seqs)
-        if times is None:
+        self._last_output = 0.0
+        known = saved.load(RoundCost, self._facts, scheduler.max_num_seqs)
+        if known is None:
             logger.error(
                 "vllm-specplug: the step times %s are missing, and nothing is drafted: make its folder writable and "
                 "start again, or use budget='fixed'",
-                kept_path(STEP_TIMES, self._facts),
+                kept_path(saved.ROUNDS, self._facts),
             )
             return
-        self.budget = ShapeBudget(times, shapes(options), scheduler.max_num_batched_tokens)
+        self.budget = ShapeBudget(known[0], shapes(options), scheduler.max_num_batched_tokens)
         choices = [self.budget.choice(count) for count in (1, scheduler.max_num_seqs)]
         logger.info("vllm-specplug: budget: first choices %s", choices)
 
@@ -91,10 +89,6 @@ class RoundBudget:
         alike = all(count == nodes + 1 == drafts.get(name, 0) + 1 for name, count in rows.items())
         if rows and alike and last and not scheduler_output.scheduled_new_reqs:
             self.budget.took(nodes, len(rows), now - max(last, scheduled_at))
-        self._steps += 1
-        if self._steps % SAVE_EVERY == 0:
-            save(self._facts, self.budget.times)
-            logger.info("vllm-specplug: budget: steps by nodes: %s", dict(sorted(self.chosen.items())))
 
 
 class BudgetedRounds:

@@ -1,0 +1,524 @@
+"""Chooses what to draft and what to verify, so that the batch emits the most tokens per second.
+
+Three calls decide: ``plan`` before the draft phase (which drafters run, and the floors of their levels), ``select``
+behind it (which nodes are verified), and between them, for a union, ``wants_model``.  ``learn`` takes one record per
+step.  Time is counted in *plain steps*: the seconds that a step without drafts takes for the same requests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_specplug.budget.acceptance import NodeAcceptance, ScoredDraft, ShapeAcceptance
+from vllm_specplug.budget.cost import RoundCost, StepCost
+from vllm_specplug.budget.planner import PLAIN, Arm, Outlook, Planner
+from vllm_specplug.budget.shapes import Shape
+from vllm_specplug.types import Draft
+
+#: Probability that the target accepts the next node of a chain, before any draft was seen: the EAGLE heads of
+#: docs/measurements.md (*Drafters and their training*) reach 0.60 to 0.66 by level.
+FIRST_ACCEPTANCE = 0.6
+#: Plain steps that a draft phase is assumed to take beside its forwards, before one was seen; not measured.
+OVERHEAD = 0.05
+#: Of so many first times of an arm's drafts the shortest counts: the first take up to ten times as long.
+FIRST_TIMES = 8
+#: A draft phase that took so many times as long as usual was interrupted, and counts as so many.
+DISTURBED = 2.0
+#: Steps after which an old draft counts 1/e.
+MEMORY = 48.0
+#: Share of the plain steps that drafts may lose, and plain steps that they may lose at first (docs/options.md).
+SHARE, FIRST_LOSS = 0.01, 3.0
+#: Most plain steps that are kept for later; an arm that was seen with so many requests may owe as many.
+MOST_STEPS, KNOWN_REQUESTS = 16.0, 40.0
+#: Edges of the classes of steps in which the model drafter of a union pays or not: tokens that the others expect.
+CLASS_EDGES = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a draft phase may do.
+
+    Attributes:
+        arm: drafters that run.
+        floors: of each level behind the first, the sum that the values of its nodes must reach; empty: draft all.
+        seconds: that the model drafter may take.
+    """
+
+    arm: Arm
+    floors: tuple[float, ...] = ()
+    seconds: float = math.inf
+
+
+#: A fixed budget: every drafter of the method drafts all that the options allow.
+EVERYTHING = Plan(Arm("everything", model=True, model_free=True))
+
+
+@dataclass
+class StepRecord:
+    """What happened in a step and in the draft phase behind it.
+
+    Attributes:
+        num_reqs, num_nodes: requests, and nodes verified of all.
+        num_prompt_rows: rows of the step if any is of a prompt, else 0.
+        num_accepted: nodes accepted of all requests.
+        drafting, by_model, catching_up: seconds of the draft phase; of the model drafter; for the rows that it missed.
+        searching: seconds behind the draft phase in which the model drafter looked for better drafts (SWIFT).
+        num_read, read_seconds: rows of the model drafter's first forward, and its seconds.
+        level_rows, level_seconds: rows of each further level, and the seconds of each.
+        beams: of each further level, the sum that its floor was compared with.
+    """
+
+    num_reqs: int = 0
+    num_nodes: int = 0
+    num_prompt_rows: int = 0
+    num_accepted: int = 0
+    drafting: float = 0.0
+    by_model: float = 0.0
+    catching_up: float = 0.0
+    searching: float = 0.0
+    num_read: int = 0
+    read_seconds: float = 0.0
+    level_rows: int = 0
+    level_seconds: list[float] = field(default_factory=list)
+    beams: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Set an attribute to the seconds of the block."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, time.perf_counter() - begin)
+
+
+@dataclass
+class Worth:
+    """What an arm's drafts give and take in batches of about one size.
+
+    Attributes:
+        gains: float64 ``[num_levels]``; accepted nodes per request and step, by depth; a single level: all of them.
+        reach: float64 ``[num_levels]``; share of the steps in which a level is drafted.
+        cost: plain steps that a step with the drafts takes beyond one, without the levels behind the first.
+        requests, times: requests and steps that were seen.
+    """
+
+    gains: np.ndarray
+    reach: np.ndarray
+    cost: float
+    requests: float = 8.0
+    times: int = 0
+    _shortest: float = math.inf
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough drafts were seen to rely on them."""
+        return self.requests >= KNOWN_REQUESTS
+
+    def outlook(self, level: float) -> tuple[Outlook, int]:
+        """Return what to expect of the best number of levels, and that number; one takes ``level`` plain steps."""
+        gains, costs = np.cumsum(self.gains), self.cost + level * (np.cumsum(self.reach) - 1)
+        best = int(((1 + gains) / (1 + costs)).argmax())
+        return Outlook(float(gains[best]), float(costs[best])), best + 1
+
+    def learn(self, gains: np.ndarray, reach: np.ndarray, cost: float, most_cost: float, num_reqs: int) -> None:
+        """Add a step: ``gains`` and ``reach`` of allowed levels; a cost above ``most_cost`` counts as this."""
+        share, allowed = num_reqs / (self.requests + num_reqs), slice(len(gains))
+        self.requests = min(self.requests + num_reqs, 2000.0)
+        share = max(share, 1 / MEMORY)
+        self.gains[allowed] += share * (gains - self.gains[allowed])
+        self.reach[allowed] += share * (reach - self.reach[allowed])
+        self.times += 1
+        if self.times > FIRST_TIMES:
+            self.cost += share * (min(cost, most_cost) - self.cost)
+            return
+        self._shortest = min(self._shortest, cost)
+        if self.times == FIRST_TIMES:
+            self.cost = self._shortest
+
+
+class LevelYields:
+    """What levels add for the value of the nodes that they grow from; both start at what 8 accepted nodes show.
+
+    Args:
+        max_levels: levels behind the first.
+    """
+
+    #: Value added, and value of the nodes grown from.
+    START = np.array([4.0, 8.0])
+
+    def __init__(self, max_levels: int):
+        self._sums = np.tile(self.START, (max_levels, 1))
+
+    def floors(self, tokens: float) -> list[float]:
+        """Return what the values must sum to, of each level, so that it is worth its cost of ``tokens``."""
+        return (tokens * self._sums[:, 1] / self._sums[:, 0]).tolist()
+
+    def learn(self, gained: np.ndarray, depths: np.ndarray, beams: Sequence[float]) -> None:
+        """Add the levels of a step: ``gained`` float and ``depths`` int ``[num_reqs, num_rows]``."""
+        self._sums += (self.START - self._sums) / 200  # steps
+        for level, beam in enumerate(beams):
+            self._sums[level] += gained[depths == level + 2].sum(), beam
+
+
+class Budget:
+    """Decides in each step of a runner whose trees may have any size, and learns what came of it.
+
+    Args:
+        cost: seconds of steps; updated here.
+        arms: what can run beside plain decoding, the arm with most drafters last.
+        num_nodes: largest number of nodes of a request.
+        max_levels: levels that the model drafter drafts one by one; 1 if it drafts all at once.
+        level_width: nodes of a request that each level but the first runs over.
+        max_rows: most rows of a step.
+        shortest_draft: plain steps of the model drafter's shortest draft; None: that of its first forward.
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        arms: Sequence[Arm],
+        *,
+        num_nodes: int,
+        max_levels: int,
+        level_width: int,
+        max_rows: int,
+        shortest_draft: float | None = None,
+    ):
+        self.cost, self.arms = cost, (PLAIN, *arms)
+        self._num_nodes, self._level_width, self._max_rows = num_nodes, level_width, max_rows
+        self._max_levels, self._shortest_draft = max_levels, shortest_draft
+        self.planner = Planner(arms[-1])
+        self.acceptance = NodeAcceptance(len(self.arms))
+        #: Plain steps that drafts may still lose.
+        self.left = FIRST_LOSS
+        self.running, self._num_reqs, self._missed_rows = PLAIN, 0, 0
+        #: By bit length of the number of requests and name of the arm.
+        self.worth: dict[tuple[int, str], Worth] = {}
+        self._yields = LevelYields(max(max_levels - 1, 1))
+        #: Of a union's model drafter: its time, and by class tokens that it added, and steps.
+        self._by_model = Worth(np.zeros(1), np.ones(1), 0.0)
+        self._allowed_levels = 1
+        self._gains = np.tile([0.6 * 8, 8.0], (len(CLASS_EDGES) + 1, 1))
+        self._class: int | None = None
+        self._steps, self._last_step = 0, {True: 0, False: 0}
+
+    # ---- what is expected
+
+    def worth_of(self, arm: Arm, num_reqs: int) -> Worth:
+        """Return what is known of an arm; in batches of a new size, what to expect by the next smaller ones."""
+        key = num_reqs.bit_length(), arm.name
+        if key not in self.worth:
+            found = self._first_worth(arm, num_reqs)
+            known = [size for size, name in self.worth if name == arm.name and size < key[0]]
+            if known:
+                found.gains[:] = self.worth[max(known), arm.name].gains
+            self.worth[key] = found
+        return self.worth[key]
+
+    def _first_worth(self, arm: Arm, num_reqs: int) -> Worth:
+        """Return what to expect of chains at ``FIRST_ACCEPTANCE``, as long as pays best."""
+        steps, plain = self.cost.verification(num_reqs), self.cost.plain(num_reqs)
+        by_level = arm.model and self._max_levels > 1
+        most = min(self._max_levels if by_level else self._num_nodes, max(self._max_rows // num_reqs - 1, 1))
+        depths = np.arange(1, most + 1)
+        gains = np.cumsum(FIRST_ACCEPTANCE**depths)
+        verifying = steps[np.minimum(num_reqs * depths, len(steps) - 1)] / plain - 1
+        drafting = [self._draft_seconds(num_reqs, depth) / plain * by_level for depth in depths.tolist()]
+        best = int(((1 + gains) / (1 + verifying + drafting)).argmax())
+        cost = OVERHEAD + float(verifying[best]) + drafting[0]
+        levels = self._levels(arm)
+        if levels == 1:
+            return Worth(gains[best : best + 1].copy(), np.ones(1), cost + drafting[best] - drafting[0])
+        depths = np.arange(1, levels + 1)
+        return Worth(np.where(depths <= best + 1, FIRST_ACCEPTANCE**depths, 0.0), np.ones(levels), cost)
+
+    def _levels(self, arm: Arm) -> int:
+        """Return the levels whose worth is told apart; beside model-free drafts a node's depth does not tell its."""
+        return self._max_levels if arm.model and not arm.model_free else 1
+
+    def _level(self, num_reqs: int) -> float:
+        """Return the plain steps of a level behind the first."""
+        return self.cost.part("level", num_reqs * self._level_width) / self.cost.plain(num_reqs)
+
+    def _draft_seconds(self, num_reqs: int, levels: int) -> float:
+        """Return the seconds of the forwards of a drafter that grows by levels."""
+        level = self.cost.part("level", num_reqs * self._level_width)
+        return self.cost.part("read", num_reqs * self.acceptance.emitted) + (levels - 1) * level
+
+    def outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
+        """Return what to expect of each arm that may run."""
+        found = {PLAIN: Outlook(0.0, 0.0)}
+        if self._max_rows < 2 * num_reqs:
+            return found
+        # For a single request a union decides on its model drafter at each step, see ``wants_model``.
+        arms = self.arms[1:] if num_reqs > 1 else self.arms[-1:]
+        for arm in arms:
+            found[arm], _ = self.worth_of(arm, num_reqs).outlook(self._level(num_reqs))
+        return found
+
+    def choice(self, num_reqs: int) -> dict[str, Any]:
+        """Describe the best choice for people: batch, arm, accepted nodes of a request, expected speedup."""
+        outlooks = self.outlooks(num_reqs)
+        best = max(outlooks, key=lambda arm: outlooks[arm].speed)
+        seen = outlooks[best]
+        return {"batch": num_reqs, "arm": best.name, "accepted": round(seen.gain, 2), "speedup": seen.speed}
+
+    # ---- before drafting
+
+    def plan(self, num_reqs: int, missed_rows: int = 0) -> Plan:
+        """Choose the drafters that run behind this step.
+
+        Args:
+            num_reqs: requests that decode in the next step.
+            missed_rows: rows that the model drafter would have to read first.
+        """
+        self._num_reqs, self._missed_rows, self._class, self.running = num_reqs, missed_rows, None, PLAIN
+        if num_reqs == 0:
+            return Plan(PLAIN)
+        plain = self.cost.plain(num_reqs)
+        self._earn(SHARE)
+        catch_up = self.cost.part("read", missed_rows) / plain
+        arm = self.planner.choose(num_reqs, self.outlooks(num_reqs), catch_up)
+        if arm is PLAIN or self._allowed(arm) < self._shortest(arm, catch_up):
+            return Plan(PLAIN)
+        self.running = arm
+        seconds = plain * self._allowed(arm)
+        return Plan(arm, self._floors(arm, seconds - plain * catch_up), seconds)
+
+    def _earn(self, steps: float) -> None:
+        self.left = max(min(self.left + steps, MOST_STEPS), self.left)
+
+    def _allowed(self, arm: Arm) -> float:
+        """Return the plain steps that a draft of the arm may lose."""
+        return self.left + MOST_STEPS * self.worth_of(arm, self._num_reqs).is_known
+
+    def _shortest(self, arm: Arm, catch_up: float) -> float:
+        """Return the plain steps of the arm's shortest draft."""
+        if not arm.model or (arm.model_free and self._num_reqs == 1):
+            return OVERHEAD
+        if self._shortest_draft is not None:
+            return self._shortest_draft
+        if self._max_levels == 1:
+            return self.worth_of(arm, self._num_reqs).cost
+        return OVERHEAD + catch_up + self._draft_seconds(self._num_reqs, 1) / self.cost.plain(self._num_reqs)
+
+    def _floors(self, arm: Arm, seconds: float) -> tuple[float, ...]:
+        """Return the floors of levels; infinity where a draft would take more than ``seconds`` or not pay.
+
+        One level more than pays is drafted, to see what it adds.
+        """
+        if not arm.model or self._max_levels == 1:
+            return ()
+        level = self._level(self._num_reqs)
+        most = self._max_levels
+        if self._levels(arm) > 1:
+            most = self.worth_of(arm, self._num_reqs).outlook(level)[1] + 1
+        level *= self.cost.plain(self._num_reqs)
+        room = seconds - self._draft_seconds(self._num_reqs, 1)
+        floors = self._yields.floors(self._rate() * level)
+        self._allowed_levels = 1 + sum(level * (n + 1) <= room and n + 2 <= most for n in range(len(floors)))
+        return tuple(floor if n + 2 <= self._allowed_levels else math.inf for n, floor in enumerate(floors))
+
+    def _rate(self) -> float:
+        """Return the tokens that a second is worth."""
+        return self.planner.speed * self._num_reqs / self.cost.plain(self._num_reqs)
+
+    def wants_model(self, expected: float) -> bool:
+        """Decide whether a union's model drafter runs; the others' drafts are ``expected`` to add so many tokens."""
+        if self._num_reqs != 1:
+            return True
+        catch_up = self.cost.part("read", self._missed_rows) / self.cost.plain(1)
+        if self._allowed(self.running) < self._by_model.cost + catch_up:
+            return False
+        self._class = int(np.searchsorted(CLASS_EDGES, expected))
+        gain, steps = self._gains[self._class]
+        loss = self._by_model.cost * self.planner.speed - gain / steps
+        return self._by_model.times < FIRST_TIMES or loss < 0 or self.planner.may_lose(loss)
+
+    # ---- after drafting
+
+    def select(
+        self,
+        draft: Draft,
+        request_ids: Sequence[str],
+        num_tokens: np.ndarray,
+        wanted: np.ndarray,
+        record: StepRecord,
+        by_model_only: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Choose the nodes to verify, over the whole batch, and learn what the draft is worth.
+
+        Args:
+            draft: of all requests.
+            request_ids: of the batch.
+            num_tokens: int ``[num_reqs]``; tokens that each request has, its root included.
+            wanted: bool ``[num_reqs]``; requests that decode in the next step.
+            record: of the step, with the seconds of the draft phase.
+            by_model_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
+
+        Returns:
+            bool ``[num_reqs, num_rows]``.
+        """
+        num_reqs, plain = max(self._num_reqs, 1), self.cost.plain(max(self._num_reqs, 1))
+        scored = self.acceptance.score(draft, request_ids, num_tokens, wanted, self.arms.index(self.running))
+        verify = self.cost.verification(num_reqs)[: max(self._max_rows - num_reqs, 0) + 1]
+        keep, num_nodes = best_nodes(scored.values, (verify - verify[0]) * self._rate())
+        added = float(verify[num_nodes] - verify[0])
+        per_node = self._rate() * added / max(num_nodes, 1)
+        self._learn_worth(scored, keep, record, added / plain)
+        gained = np.where(keep, np.maximum(scored.values - per_node, 0.0), 0.0)
+        self._yields.learn(gained, scored.depths, record.beams)
+        if by_model_only is not None and self._class is not None and record.by_model:
+            most, one = DISTURBED * self._by_model.cost, np.ones(1)
+            self._by_model.learn(one, one, record.by_model / plain, most, 1)
+            self._gains += (np.array([0.6 * 8, 8.0]) - self._gains) / 1000  # steps
+            self._gains[self._class] += float(gained[by_model_only].sum()), 1.0
+        return keep
+
+    def _learn_worth(self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord, verifying: float) -> None:
+        """Learn what a draft gives and takes, and charge its time; ``verifying`` plain steps for its nodes."""
+        num_reqs, plain = max(self._num_reqs, 1), self.cost.plain(max(self._num_reqs, 1))
+        worth = self.worth_of(self.running, num_reqs)
+        usual = worth.outlook(self._level(num_reqs))[0].cost
+        reading = self.cost.part("read", record.num_prompt_rows + self._missed_rows) / plain
+        most = math.inf
+        if worth.times >= FIRST_TIMES:
+            most = DISTURBED * usual + reading
+        elif self.cost.part("read", 1) > 0:  # measured at start, and the first drafts take longer
+            most = usual + reading
+        gains, reach, in_levels = self._by_level(scored, keep, record)
+        cost = (record.drafting - record.catching_up - in_levels) / plain + verifying
+        worth.learn(gains / num_reqs, reach, cost, max(most - in_levels / plain, DISTURBED * worth.cost), num_reqs)
+        self.left -= min(record.drafting / plain + verifying, max(most, DISTURBED * in_levels / plain))
+
+    def _by_level(
+        self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the values kept by level, which levels were drafted, and the seconds of those behind the first."""
+        if self._levels(self.running) == 1:
+            return np.array([scored.values[keep].sum()]), np.ones(1), 0.0
+        levels = min(self._allowed_levels, self._max_levels)
+        gains = np.bincount(scored.depths[keep], scored.values[keep], minlength=levels + 1)[1 : levels + 1]
+        return gains, (np.arange(levels) <= len(record.level_seconds)).astype(float), sum(record.level_seconds)
+
+    def may_lose(self, seconds: float) -> bool:
+        """Return whether so many seconds may be lost to something whose worth is not known."""
+        return self._num_reqs > 0 and seconds <= self.left * self.cost.plain(self._num_reqs)
+
+    def lose(self, seconds: float) -> None:
+        """Charge seconds that gave no draft."""
+        self.left -= seconds / self.cost.plain(max(self._num_reqs, 1))
+
+    # ---- learning
+
+    def learn(self, record: StepRecord, seconds: float | None) -> None:
+        """Add a step; ``seconds`` that it took without its draft phase; None: they say nothing of later steps."""
+        self._steps += 1
+        if record.num_reqs:
+            self._earn(record.num_accepted / record.num_reqs)
+        if seconds is not None and record.num_reqs and not record.num_prompt_rows:
+            kind = record.num_nodes > 0
+            elapsed, self._last_step[kind] = self._steps - self._last_step[kind], self._steps
+            self.cost.observe_step(record.num_reqs, record.num_nodes, seconds, elapsed)
+        if record.num_read:
+            self.cost.observe_part("read", record.num_read, record.read_seconds)
+        if record.level_seconds:
+            mean = sum(record.level_seconds) / len(record.level_seconds)
+            self.cost.observe_part("level", record.level_rows, mean)
+
+    def finish(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended."""
+        self.acceptance.finish(request_ids)
+
+    # ---- what is saved
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """Return what drafts are worth, for ``remember``."""
+        return {
+            f"{size} {name}": [worth.gains.tolist(), worth.reach.tolist(), worth.cost]
+            for (size, name), worth in self.worth.items()
+            if worth.times >= FIRST_TIMES
+        }
+
+    def remember(self, saved: Mapping[str, Sequence[Any]]) -> None:
+        """Start from the result of ``to_json``; what is of another method or number of levels is left out."""
+        arms = {arm.name: arm for arm in self.arms[1:]}
+        for key, (gains, reach, cost) in saved.items():
+            size, name = key.split(" ", 1)
+            if name in arms and len(gains) == self._levels(arms[name]):
+                known = Worth(np.array(gains), np.array(reach), cost, KNOWN_REQUESTS / 2, FIRST_TIMES)
+                self.worth[int(size), name] = known
+
+
+def best_nodes(values: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, int]:
+    """Choose the number of best nodes with the largest value beyond their cost; of equal nodes the first are taken.
+
+    Args:
+        values: float64 ``[num_reqs, num_rows]``; 0 where there is no node; a parent's is at least its child's.
+        costs: float64 ``[n]``; cost of 0 to ``n - 1`` nodes, in the unit of the values.
+
+    Returns:
+        bool ``[num_reqs, num_rows]``, and how many are true.
+    """
+    flat = values.ravel()
+    order = np.argsort(-flat, kind="stable")[: min(len(costs) - 1, np.count_nonzero(flat))]
+    profits = np.cumsum(flat[order]) - costs[1 : len(order) + 1]
+    number = int(profits.argmax()) + 1 if len(order) and profits.max() > 0 else 0
+    keep = np.zeros(len(flat), dtype=bool)
+    keep[order[:number]] = True
+    return keep.reshape(values.shape), number
+
+
+class ShapeBudget:
+    """Chooses one shape for each round of a batch; what came of a round arrives one or two rounds later.
+
+    Args:
+        cost: seconds of rounds, which ``took`` updates.
+        shapes: with drafts, smallest first.
+        max_rows: most rows of a step.
+    """
+
+    def __init__(self, cost: RoundCost, shapes: Sequence[Shape], max_rows: int):
+        self.cost, self.shapes, self._max_rows = cost, tuple(shapes), max_rows
+        self.acceptance = ShapeAcceptance(shapes)
+        self._arms = [Arm(f"{shape.nodes} nodes", model=False, model_free=False) for shape in shapes]
+        self.planner = Planner(self._arms[-1])
+        self._step = self._last_draft = 0
+
+    def _outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
+        found, plain = {PLAIN: Outlook(0.0, 0.0)}, self.cost.at(0, num_reqs)
+        for arm, shape in zip(self._arms, self.shapes, strict=True):
+            if num_reqs * (shape.nodes + 1) <= self._max_rows:
+                cost = self.cost.at(shape.nodes, num_reqs) / plain - 1
+                found[arm] = Outlook(self.acceptance.at(shape.nodes), cost)
+        return found
+
+    def plan(self, num_reqs: int) -> int:
+        """Return the nodes to draft behind this step; ``num_reqs`` requests decode in the next one."""
+        self._step += 1
+        arm = self.planner.choose(num_reqs, self._outlooks(num_reqs))
+        return 0 if arm is PLAIN else self.shapes[self._arms.index(arm)].nodes
+
+    def learn(self, nodes: int, num_accepted: float, num_reqs: int) -> None:
+        """Add what the target accepted in a step: nodes of all ``num_reqs`` requests that had ``nodes`` each."""
+        if nodes:
+            self.acceptance.learn(nodes, num_accepted, num_reqs, self._step - self._last_draft)
+            self._last_draft = self._step
+
+    def took(self, nodes: int, num_reqs: int, seconds: float) -> None:
+        """Add the seconds of a step in which ``num_reqs`` requests had ``nodes`` each and nothing else ran."""
+        self.cost.observe(nodes, num_reqs, seconds)
+
+    def choice(self, num_reqs: int) -> dict[str, Any]:
+        """Describe the best choice for people: batch, nodes of a request, expected speedup."""
+        outlooks = self._outlooks(num_reqs)
+        best = max(outlooks, key=lambda arm: outlooks[arm].speed)
+        return {"batch": num_reqs, "arm": best.name, "speedup": outlooks[best].speed}
