@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 .DELETE_ON_ERROR:
 
 demo: install
-	$(RUN) -m vllm_specplug.tools.cli demo
+	$(RUN) -m vllm_specplug.cli.cli demo
 
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
 # (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
@@ -63,7 +63,7 @@ test-faults: install
 bench: install
 	@test -f "$(SPECPLUG_QUESTIONS)" || { echo "set SPECPLUG_QUESTIONS to a file of questions (Spec-Bench, HumanEval or GSM8K)"; exit 1; }
 	SPECPLUG_QUESTIONS="$(SPECPLUG_QUESTIONS)" timeout --signal INT --kill-after 300 1800 $(RUN) -m pytest -q -s benchmarks/end_to_end/test_end_to_end.py benchmarks/micro/test_stages.py
-	$(RUN) -m vllm_specplug.tools.bench --table .benchmarks/end_to_end.json --short --into docs/measurements.md
+	$(RUN) -m vllm_specplug.bench --table .benchmarks/end_to_end.json --short --into docs/measurements.md
 
 install: $(VENV)/.plugin
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles import tiny
-from vllm_specplug.tools import cli
+from vllm_specplug.cli import cli
 from vllm_specplug.utils.tables import format_table
 
 MARKS = ("<!-- errors -->", "<!-- /errors -->")
@@ -159,7 +159,7 @@ def _cell(message: str) -> str:
 
 
 def main() -> None:
-    from vllm_specplug.tools.bench.results import write_table
+    from vllm_specplug.bench.results import write_table
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, required=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from vllm_specplug.hosts.compat.check import find_vllm
+from vllm_specplug.vllm.check import find_vllm
 
 VERSION = Version(find_vllm()[1])
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from vllm_specplug.hosts.compat.features import REFUSED
 from vllm_specplug.utils.tables import format_table
+from vllm_specplug.vllm.features import REFUSED
 
 
 @dataclass(frozen=True)

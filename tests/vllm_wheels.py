@@ -14,16 +14,16 @@ from pathlib import Path
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
-from vllm_specplug.hosts.compat.check import OLDEST
-from vllm_specplug.hosts.compat.manifest import (
+from vllm_specplug.utils.tables import format_table
+from vllm_specplug.vllm.check import OLDEST
+from vllm_specplug.vllm.manifest import (
     MANIFEST,
     MANIFEST_FLASH,
     MANIFEST_V2,
     OPTIONAL,
     VllmSymbol,
 )
-from vllm_specplug.hosts.compat.sources import Sources
-from vllm_specplug.utils.tables import format_table
+from vllm_specplug.vllm.sources import Sources
 
 #: The V2 runner with every ``tree_attention``.
 V2_SYMBOLS = (*MANIFEST_V2, *MANIFEST_FLASH)

@@ -24,7 +24,7 @@ def register() -> None:
     vLLM behaves as before until one of our methods is configured.
     """
     try:
-        problems = load("vllm_specplug.hosts.compat.install:install")()
+        problems = load("vllm_specplug.vllm.install:install")()
     except Exception as error:  # an exception here would stop servers that do not use the plugin
         _warn_once(f"not active: {type(error).__name__}: {error}")
         return

@@ -16,8 +16,8 @@ There are three kinds of drafters.  A method is one of them; a union combines se
 2. **Heads on the target's hidden states** (Medusa): a :class:`Heads` class loads weights and drafts from the hidden
    state of each request's last token.  ``ModelDrafter.heads`` names it; it runs on both runners.
 3. **A drafter with its own adapters** (EAGLE, SWIFT): classes that subclass parts of vLLM, named by
-   ``ModelDrafter.v1`` and ``ModelDrafter.v2``.  They implement ``hosts/drafters/base.py: V1Drafter`` and
-   ``hosts/drafters/base_v2.py: TreeSpeculator``.
+   ``ModelDrafter.v1`` and ``ModelDrafter.v2``.  They implement ``cpu/drafters/base.py: V1Drafter`` and
+   ``gpu/drafters/base.py: TreeSpeculator``.
 
 Adapters are named as ``"module:Class"`` strings, so that reading a method imports no vLLM.  Whatever a drafter returns,
 the output stays the target's: drafts are checked, and a drafter that fails costs speed only.
@@ -239,8 +239,8 @@ class Heads(Protocol):
         """
 
 
-_HEADS_V1 = "vllm_specplug.hosts.drafters.heads_v1:HeadsDrafter"
-_HEADS_V2 = "vllm_specplug.hosts.drafters.heads_v2:HeadsSpeculator"
+_HEADS_V1 = "vllm_specplug.cpu.drafters.heads:HeadsDrafter"
+_HEADS_V2 = "vllm_specplug.gpu.drafters.heads:HeadsSpeculator"
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 from tests.doubles import tiny
-from vllm_specplug.tools.bench.methods import Method
-from vllm_specplug.tools.bench.questions import Question
-from vllm_specplug.tools.bench.workers import Worker, started
+from vllm_specplug.bench.methods import Method
+from vllm_specplug.bench.questions import Question
+from vllm_specplug.bench.workers import Worker, started
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
 

@@ -28,16 +28,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.tools.bench.methods import METHODS, Method
-from vllm_specplug.tools.bench.questions import Question, read_questions
-from vllm_specplug.tools.bench.workers import Measurement, started
+from vllm_specplug.bench.methods import METHODS, Method
+from vllm_specplug.bench.questions import Question, read_questions
+from vllm_specplug.bench.workers import Measurement, started
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.published import publish, read_current
 from vllm_specplug.utils.smollm2 import prepare
 
 PLAIN, STATIC, LEARNING, LOOKUP = "plain", "static", "learning", "lookup"
 WARM_UPS = 3
-CLI = (sys.executable, "-m", "vllm_specplug.tools.cli")
+CLI = (sys.executable, "-m", "vllm_specplug.cli.cli")
 
 
 def stream_of(questions: list[Question], requests: int) -> list[Question]:
@@ -98,7 +98,7 @@ def make_head(head: Path, from_nothing: bool) -> str:
         command = [
             sys.executable,
             "-m",
-            "vllm_specplug.tools.cli",
+            "vllm_specplug.cli.cli",
             "drafter",
             "new",
             str(prepare()),

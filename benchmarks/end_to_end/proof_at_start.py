@@ -85,9 +85,9 @@ def measure(target: Path, dtype: str, eager: bool, texts: int) -> dict[str, Any]
     """Start an engine, and run the proof again on other texts."""
     from vllm import LLM
 
-    from vllm_specplug.hosts.proof.driver import DriverV1
-    from vllm_specplug.hosts.proof.proof import Proof
     from vllm_specplug.utils.proof_files import kept
+    from vllm_specplug.vllm.proof.driver import DriverV1
+    from vllm_specplug.vllm.proof.proof import Proof
 
     began = time.perf_counter()
     llm = LLM(

@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from tests.doubles import tiny
-from vllm_specplug.tools.server_process import Server, read_counter, wait_until_ready
+from vllm_specplug.cli.server_process import Server, read_counter, wait_until_ready
 from vllm_specplug.utils.environment import provenance
 
 TEXT = "the a of river stone light code number list train 1 apple green 22 seven why how tell write count ab er e t! K"

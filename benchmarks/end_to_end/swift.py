@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from vllm_specplug.hosts.probes.bench_worker import prompts_of
+from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
 from vllm_specplug.proposers.swift.state import SwiftState, expected_speedup
-from vllm_specplug.tools.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
+from vllm_specplug.vllm.probes.bench_worker import prompts_of
 
 TASKS = (
     "summarization",

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from vllm_specplug.tools.bench.command import add_arguments, run_benchmark
-from vllm_specplug.tools.bench.results import render
+from vllm_specplug.bench.command import add_arguments, run_benchmark
+from vllm_specplug.bench.results import render
 
 NUM_QUESTIONS, MAX_TOKENS = 40, 96
 CHAIN_LENGTHS = (1, 2, 3)

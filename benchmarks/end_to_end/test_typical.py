@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_specplug.tools.bench.methods import METHODS, Method
-from vllm_specplug.tools.bench.questions import read_questions
-from vllm_specplug.tools.bench.workers import Worker
+from vllm_specplug.bench.methods import METHODS, Method
+from vllm_specplug.bench.questions import read_questions
+from vllm_specplug.bench.workers import Worker
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.utils.tables import format_table

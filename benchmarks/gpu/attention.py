@@ -18,9 +18,9 @@ from benchmarks.gpu.device import Skip, attempt, bandwidth_gb_s, device, device_
 from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.attention_reference import ReferenceContext
 from vllm_specplug.core.layout import ancestor_bits
-from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
-from vllm_specplug.kernels.triton_tree_attention import tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.gpu.kernels.tree_attention import tree_attention
 
 #: From the reference, relative to the largest output: rounded to bfloat16, twice where parts are merged.
 MAX_DEVIATION = 0.012
@@ -95,12 +95,12 @@ def context_attention(name: str, head_size: int) -> Any:
     """
     try:
         if name == "xformers":
-            from vllm_specplug.kernels.xformers_context import XformersContext
+            from vllm_specplug.gpu.kernels.xformers_context import XformersContext
 
             return XformersContext(head_size)
         if device().type == "cpu":
             return ReferenceContext()
-        from vllm_specplug.hosts.attention.flash_context import FlashContext
+        from vllm_specplug.gpu.flash_context import FlashContext
 
         return FlashContext(head_size)
     except (ValueError, ImportError) as error:

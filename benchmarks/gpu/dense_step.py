@@ -17,8 +17,8 @@ from benchmarks.gpu.attention import PAGE
 from benchmarks.gpu.device import bandwidth_gb_s, device, timed
 from tests.doubles.attention_inputs import make_inputs
 from vllm_specplug.core.layout import ancestor_bits
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
-from vllm_specplug.kernels.triton_tree_attention import tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
+from vllm_specplug.gpu.kernels.tree_attention import tree_attention
 
 Row = dict[str, Any]
 SHAPE_8B = {"hidden": 4096, "inner": 14336, "heads": (32, 8, 128), "vocab": 128256, "layers": 32, "distinct": 4}

@@ -21,10 +21,10 @@ from tests.doubles.lookup_reference import match_keys as match_keys_reference
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
-from vllm_specplug.kernels import triton_growth
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
-from vllm_specplug.kernels.triton_lookup import match_keys
-from vllm_specplug.kernels.triton_tree_attention import tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.gpu.kernels import growth as triton_growth
+from vllm_specplug.gpu.kernels.lookup import match_keys
+from vllm_specplug.gpu.kernels.tree_attention import tree_attention
 from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.eagle2.head import EagleHead, HeadConfig, rotary_table

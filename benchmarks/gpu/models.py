@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu.device import Skip
 from tests.doubles import tiny
+from vllm_specplug.bench.methods import full_vocabulary_copy
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.tools.bench.methods import full_vocabulary_copy
 from vllm_specplug.utils.smollm2 import prepare
 
 SHAPE_8B = {

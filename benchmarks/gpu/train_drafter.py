@@ -75,7 +75,7 @@ def main(words: list[str] | None = None) -> int:
 
 def specplug(*words: object) -> list[str]:
     """Return the command line of a `specplug` command."""
-    return [sys.executable, "-m", "vllm_specplug.tools.cli", *map(str, words)]
+    return [sys.executable, "-m", "vllm_specplug.cli.cli", *map(str, words)]
 
 
 def run_for(command: list[str], seconds: float) -> int | None:

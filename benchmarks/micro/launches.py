@@ -24,8 +24,9 @@ from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.step import plan_step
-from vllm_specplug.kernels import triton_growth, triton_step
-from vllm_specplug.kernels.triton_lookup import match_keys
+from vllm_specplug.gpu.kernels import growth as triton_growth
+from vllm_specplug.gpu.kernels import step as triton_step
+from vllm_specplug.gpu.kernels.lookup import match_keys
 from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from vllm_specplug.kernels.row_linear import CODED, make_row_linear
+from vllm_specplug.cpu.kernels.row_linear import CODED, make_row_linear
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
 
@@ -41,7 +41,7 @@ def layer_milliseconds(dtype: torch.dtype) -> dict[str, dict[int, float]]:
     }
     if dtype == torch.float32:
         computed["ours, weights of 16 bits"] = [make_row_linear(layer.weight, torch.bfloat16) for layer in layers]
-        with patch("vllm_specplug.kernels.row_linear.empty_in_huge_pages", _in_small_pages):
+        with patch("vllm_specplug.cpu.kernels.row_linear.empty_in_huge_pages", _in_small_pages):
             small = [make_row_linear(layer.weight, torch.bfloat16) for layer in layers]
         computed["ours, weights of 16 bits, pages of 4 KiB"] = small
     smallest = [make_row_linear(layer.weight.bfloat16().to(dtype)) for layer in layers]

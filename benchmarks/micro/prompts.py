@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from vllm_specplug.hosts.attention import cpu
-from vllm_specplug.hosts.probes.in_process import start_smollm2
-from vllm_specplug.kernels.tree_attention import causal_attention_pays
+from vllm_specplug.cpu import attention as cpu
+from vllm_specplug.cpu.kernels.tree_attention import causal_attention_pays
 from vllm_specplug.utils.environment import has_amx, provenance
 from vllm_specplug.utils.tables import format_table
+from vllm_specplug.vllm.probes.in_process import start_smollm2
 
 LENGTHS = (128, 256, 512, 1024, 1536)
 WAYS = {"plugin": causal_attention_pays, "vLLM": lambda *_: False}

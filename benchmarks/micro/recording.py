@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.hosts.probes.bench_worker import prompts_of
-from vllm_specplug.hosts.v1.recording import Recorder
-from vllm_specplug.tools.bench.questions import read_questions
+from vllm_specplug.bench.questions import read_questions
+from vllm_specplug.cpu.recording import Recorder
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
+from vllm_specplug.vllm.probes.bench_worker import prompts_of
 
 
 class Timer:

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_specplug.bench.methods import METHODS, Method
+from vllm_specplug.bench.questions import read_questions
+from vllm_specplug.bench.workers import PROBE_MODULE, started
 from vllm_specplug.budget.choose import Budget, StepRecord
 from vllm_specplug.budget.cost import StepCost
 from vllm_specplug.budget.planner import Arm
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.tools.bench.methods import METHODS, Method
-from vllm_specplug.tools.bench.questions import read_questions
-from vllm_specplug.tools.bench.workers import PROBE_MODULE, started
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare

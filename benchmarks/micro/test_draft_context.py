@@ -22,7 +22,7 @@ def drafter():
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     from vllm import LLM
 
-    from vllm_specplug.hosts.probes.in_process import use_served_threads
+    from vllm_specplug.vllm.probes.in_process import use_served_threads
 
     speculative = {"method": "eagle2", "model": DRAFTER}
     llm = LLM(str(prepare()), dtype="bfloat16", max_model_len=2048, speculative_config=speculative)

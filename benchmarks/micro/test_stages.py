@@ -16,7 +16,7 @@ from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree  # also sets one thread
 from tests.doubles.reference_step import move_rows, walk_tokens
 from vllm_specplug.core.pool import DraftPool
-from vllm_specplug.kernels.tree_ops import from_flat, lay_out, plan_step, rerank_draft
+from vllm_specplug.cpu.kernels.tree_ops import from_flat, lay_out, plan_step, rerank_draft
 
 ROUNDS, VOCAB, CONTEXT = 60, 64, 100
 

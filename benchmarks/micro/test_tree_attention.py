@@ -14,7 +14,7 @@ import torch
 
 from tests.doubles.attention_inputs import make_inputs
 from tests.unit.kernels.test_tree_attention import vllm_chain_attention
-from vllm_specplug.kernels.tree_attention import select_backend, tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import select_backend, tree_attention
 
 ROUNDS = 200
 

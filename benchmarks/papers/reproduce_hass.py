@@ -49,7 +49,7 @@ SWEEP = {
 def train(args: argparse.Namespace, data: Path, out: Path, *options: str) -> Path:
     """Return the head in ``out``; train it if it is not there."""
     if not (out / "model.safetensors").is_file():
-        command = [sys.executable, "-m", "vllm_specplug.tools.cli", "train", "hass", "--target", args.target]
+        command = [sys.executable, "-m", "vllm_specplug.cli.cli", "train", "hass", "--target", args.target]
         command += ["--data", str(data), "--out", str(out), *options]
         subprocess.run(command + (["--threads", str(args.threads)] if args.threads else []), check=True)
     return out

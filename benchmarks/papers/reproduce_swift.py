@@ -19,12 +19,12 @@ from pathlib import Path
 
 from benchmarks.end_to_end.swift import TASKS, Engine
 from benchmarks.papers.reproductions import gain, gain_text, write
+from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.proposers.swift import drafting
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.options import SwiftOptions
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
 from vllm_specplug.proposers.swift.state import expected_speedup
-from vllm_specplug.tools.bench.questions import read_questions
 
 NODES, DEPTH = 128, SwiftOptions.draft_depth
 SOURCE = "SWIFT (arXiv 2410.06916, {})"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplug.tools.bench.results import origin_of, write_table
+from vllm_specplug.bench.results import origin_of, write_table
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.tables import format_table

@@ -95,7 +95,7 @@ def _begin(head: Path, target: str, drafter: str | None) -> str:
     if drafter is not None:
         publish(head, lambda folder: _copy(resolve_drafter(drafter, METHODS[0]), folder), {})
         return ""
-    command = [sys.executable, "-m", "vllm_specplug.tools.cli", "drafter", "new", target, "--out", str(head)]
+    command = [sys.executable, "-m", "vllm_specplug.cli.cli", "drafter", "new", target, "--out", str(head)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it failed"])[-1]

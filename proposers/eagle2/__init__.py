@@ -3,8 +3,6 @@
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
 
-_ADAPTERS = "vllm_specplug.hosts.drafters"
-
 
 def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
     """Check a drafter's checkpoint against the target; vLLM loads it as one of its own EAGLE models."""
@@ -18,8 +16,8 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
 
 EAGLE = ModelDrafter(
     configure,
-    v1=f"{_ADAPTERS}.eagle_v1:TreeEagleProposer",
-    v2=f"{_ADAPTERS}.eagle_v2:TreeEagleSpeculator",
+    v1="vllm_specplug.cpu.drafters.eagle:TreeEagleProposer",
+    v2="vllm_specplug.gpu.drafters.eagle:TreeEagleSpeculator",
     is_vllm_model=True,
 )
 METHOD = Method("eagle2", Eagle2Options, model=EAGLE)

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from vllm_specplug.kernels.extra_logits import extra_logits
+from vllm_specplug.cpu.kernels.extra_logits import extra_logits
 
 
 @dataclass

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
-from vllm_specplug.kernels.triton_growth import rerank_draft
-from vllm_specplug.kernels.triton_lookup import LookupBuffers, continuations, keep_answer
+from vllm_specplug.gpu.kernels.growth import rerank_draft
+from vllm_specplug.gpu.kernels.lookup import LookupBuffers, continuations, keep_answer
 from vllm_specplug.proposer import DeviceDraftContext, LateOutcome
 from vllm_specplug.proposers.lookup.index import BREAK
 from vllm_specplug.proposers.lookup.learning import MatchLearner

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_specplug.budget.calibration import log_ratio, sigmoid
 from vllm_specplug.core.outcomes import common_requests
-from vllm_specplug.kernels.tree_ops import rerank_draft
+from vllm_specplug.cpu.kernels.tree_ops import rerank_draft
 from vllm_specplug.proposer import DraftContext
 from vllm_specplug.proposers.lookup.index import RequestIndex, TrafficIndex
 from vllm_specplug.proposers.lookup.learning import MatchLearner, ValuedMatches

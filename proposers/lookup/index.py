@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_specplug.kernels.cpu_ops import call
+from vllm_specplug.cpu.kernels.cpu_ops import call
 
 #: Separates token sequences in a store; no token has this id.
 BREAK = -1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.kernels.cpu_ops import call
+from vllm_specplug.cpu.kernels.cpu_ops import call
 from vllm_specplug.proposers.lookup.index import RequestIndex, TrafficIndex
 from vllm_specplug.proposers.lookup.options import LookupOptions
 

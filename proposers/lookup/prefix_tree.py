@@ -9,7 +9,7 @@ import torch
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.pool import DraftPool
-from vllm_specplug.kernels.cpu_ops import call
+from vllm_specplug.cpu.kernels.cpu_ops import call
 from vllm_specplug.proposers.lookup.matches import Matches
 
 #: Features of a node: constant 1; match length; share of the parent's weight; number of supporting matches; age of the

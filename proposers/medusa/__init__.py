@@ -10,5 +10,5 @@ def configure(options: MedusaOptions, target: TargetInfo) -> DrafterConfig:
     return DrafterConfig(resolve(options, target.hidden_size, target.vocab_size), supports_int8=True)
 
 
-HEADS = ModelDrafter(configure, heads="vllm_specplug.hosts.drafters.medusa:MedusaHeadsDrafter")
+HEADS = ModelDrafter(configure, heads="vllm_specplug.vllm.drafters.medusa:MedusaHeadsDrafter")
 METHOD = Method("medusa", MedusaOptions, model=HEADS)

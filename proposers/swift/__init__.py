@@ -14,5 +14,5 @@ def configure(options: SwiftOptions, target: TargetInfo) -> DrafterConfig:
 METHOD = Method(
     "swift",
     SwiftOptions,
-    model=ModelDrafter(configure, v1="vllm_specplug.hosts.drafters.swift_v1:SwiftProposer", v2=None),
+    model=ModelDrafter(configure, v1="vllm_specplug.cpu.drafters.swift:SwiftProposer", v2=None),
 )

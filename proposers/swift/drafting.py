@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplug.core.pool import NEVER, DraftPool
-from vllm_specplug.kernels.tree_ops import rerank_draft
+from vllm_specplug.cpu.kernels.tree_ops import rerank_draft
 from vllm_specplug.types import Draft
 
 #: Pairs (bound, count): up to this top-1 probability, the ``count`` best tokens are verified; above the last, one.

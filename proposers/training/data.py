@@ -23,7 +23,7 @@ from .generate import load_tokenizer
 ANSWERS_NAME, FEATURES_NAME, FACTS_NAME = "answers.jsonl", "features", "data.json"
 
 #: Imported by name, because it starts vLLM and the methods import nothing of vLLM.
-ANSWER_PROMPTS = "vllm_specplug.hosts.probes.offline:answer_prompts"
+ANSWER_PROMPTS = "vllm_specplug.vllm.probes.offline:answer_prompts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.kernels.triton_growth import rerank_draft
-from vllm_specplug.kernels.triton_union import merged_pool
+from vllm_specplug.gpu.kernels.growth import rerank_draft
+from vllm_specplug.gpu.kernels.union import merged_pool
 from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, LateOutcome, find_method
 from vllm_specplug.proposers.union.learning import MergeLearner
 from vllm_specplug.proposers.union.merge import merge

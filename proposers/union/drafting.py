@@ -12,7 +12,7 @@ import torch
 from vllm_specplug.budget.calibration import sigmoid
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.outcomes import common_requests
-from vllm_specplug.kernels.tree_ops import prune, rerank_draft
+from vllm_specplug.cpu.kernels.tree_ops import prune, rerank_draft
 from vllm_specplug.proposer import DraftContext, Remembering, find_method
 from vllm_specplug.proposers.union.learning import MergeLearner, ValuedMerge
 from vllm_specplug.proposers.union.merge import DRAFTED, Merged, merge

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
-from vllm_specplug.kernels.cpu_ops import call
+from vllm_specplug.cpu.kernels.cpu_ops import call
 from vllm_specplug.types import Draft
 
 #: What a source did at a node: it drafted no child of the node's parent; it drafted only siblings of the node; it

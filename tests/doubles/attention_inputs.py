@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.kernels.tree_attention import pack_pages
+from vllm_specplug.cpu.kernels.tree_attention import pack_pages
 
 
 def make_inputs(

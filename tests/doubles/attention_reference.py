@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specplug.kernels.context_attention import ContextAttention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, unpack_pages
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, unpack_pages
+from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 
 
 def tree_attention(

@@ -31,7 +31,7 @@ OTHERS = (
     "/lib/python",
     "tests/doubles/interpreted",
     "tests/doubles/device_work",
-    "kernels/tree_attention",
+    "cpu/kernels/tree_attention",
     "<string>",
 )
 

@@ -12,11 +12,11 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.hosts.attention.paged import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
-from vllm_specplug.hosts.compat.speculative_config import WORKERS
-from vllm_specplug.hosts.v2.runner import TreeRunner
-from vllm_specplug.hosts.v2.worker import TreeWorkerV2
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.gpu.attention import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
+from vllm_specplug.gpu.runner import TreeRunner
+from vllm_specplug.gpu.worker import TreeWorkerV2
+from vllm_specplug.vllm.speculative_config import WORKERS
 
 
 class _PagedReference(TritonAttentionImpl):

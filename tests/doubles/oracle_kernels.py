@@ -14,9 +14,9 @@ from vllm_specplug.core import draft_sampling, growth, pool, pruning
 from vllm_specplug.core.growth import GrowthOps
 from vllm_specplug.core.layout import WORD_BITS, ancestor_bits
 from vllm_specplug.core.pool import Beam, DraftPool
-from vllm_specplug.hosts.attention import paged
-from vllm_specplug.hosts.drafters import eagle_v2
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.gpu import attention as paged
+from vllm_specplug.gpu.drafters import eagle as eagle_v2
 from vllm_specplug.proposers.lookup import device_proposer as lookup_proposer
 from vllm_specplug.proposers.union import device_proposer as union_proposer
 

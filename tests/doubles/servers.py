@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 
-from vllm_specplug.tools.server_process import Server, stop_all, wait_until_ready
+from vllm_specplug.cli.server_process import Server, stop_all, wait_until_ready
 
 #: Seconds that a server may take to start.
 START_SECONDS = 900.0

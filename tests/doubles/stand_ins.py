@@ -87,7 +87,7 @@ def install_flash(patch: Any, version: int) -> None:
     patch.setattr(torch.ops, "_vllm_fa2_C", SimpleNamespace(varlen_fwd=version_2), raising=False)
     patch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=version_3), raising=False)
 
-    from vllm_specplug.hosts.attention import flash_context
+    from vllm_specplug.gpu import flash_context
 
     patch.setattr(flash_context, "get_flash_attn_version", lambda **_: version)
 

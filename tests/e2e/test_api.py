@@ -20,9 +20,9 @@ from tests import bad_input
 from tests.doubles import tiny
 from tests.doubles.servers import tree_server
 from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
-from vllm_specplug.tools import cli
-from vllm_specplug.tools.bench.server import Server as MeasuredServer
-from vllm_specplug.tools.server_process import Server, read_counter
+from vllm_specplug.bench.server import Server as MeasuredServer
+from vllm_specplug.cli import cli
+from vllm_specplug.cli.server_process import Server, read_counter
 
 CONCURRENCY = 32
 #: Tool calls need a parser; without white space every object ends within some tokens.

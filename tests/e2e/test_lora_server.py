@@ -9,7 +9,7 @@ import pytest
 from tests.doubles import tiny
 from tests.doubles.adapters import write_adapter
 from tests.doubles.servers import post, post_json, running
-from vllm_specplug.tools.server_process import Server
+from vllm_specplug.cli.server_process import Server
 
 OPTIONS = [
     *("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),

@@ -6,10 +6,10 @@ be negative: with AVX-512, vLLM's own linear layers leave freed memory behind (9
 
 from pathlib import Path
 
+from vllm_specplug.bench.methods import METHODS, Method
+from vllm_specplug.bench.questions import Question
+from vllm_specplug.bench.workers import Worker
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.tools.bench.methods import METHODS, Method
-from vllm_specplug.tools.bench.questions import Question
-from vllm_specplug.tools.bench.workers import Worker
 from vllm_specplug.utils.processes import family_status
 
 KV_GIB = 1

@@ -102,7 +102,7 @@ def answer(smollm2, conversations, tmp_path_factory):
         seeds = range(len(conversations))
         request = engine, conversations[places], list(seeds[places]), sampling
         folder = tmp_path_factory.mktemp("engine")
-        return answer_in_new_process(program, "vllm_specplug.hosts.v1.cpu_worker", folder, *request)
+        return answer_in_new_process(program, "vllm_specplug.cpu.worker", folder, *request)
 
     return answer
 

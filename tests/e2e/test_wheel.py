@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.end_to_end.stress import write_models
 from tests.doubles.servers import metrics_page, post_json, running, tree_server
-from vllm_specplug.tools.server_process import read_counter
+from vllm_specplug.cli.server_process import read_counter
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-CORE, HOSTS, V1, V2 = (
-    "vllm_specplug/core/",
-    "vllm_specplug/hosts/",
-    "vllm_specplug/hosts/v1/",
-    "vllm_specplug/hosts/v2/",
-)
+CORE, VLLM, CPU, GPU = (f"vllm_specplug/{folder}/" for folder in ("core", "vllm", "cpu", "gpu"))
 UNIT = "tests/unit/"
 
 SERVING_FAULTS = [
     Fault(
         "a grammar is not advanced along the path",
         "grammar",
-        HOSTS + "grammars.py",
+        VLLM + "grammars.py",
         "                grammar.rollback(1)\n",
         "                pass\n",
         UNIT + "hosts/test_grammars.py::test_masks_lie_where_the_worker_looks",
@@ -24,7 +19,7 @@ SERVING_FAULTS = [
     Fault(
         "content is free where reasoning ends within a tree",
         "grammar",
-        HOSTS + "grammars.py",
+        VLLM + "grammars.py",
         "if len(path) < constraint_start:",
         "if len(path) <= constraint_start:",
         UNIT + "hosts/test_grammars.py::test_reasoning_ends_within_a_tree",
@@ -32,7 +27,7 @@ SERVING_FAULTS = [
     Fault(
         "a request's masks lie in the rows of the one before",
         "grammar",
-        HOSTS + "grammars.py",
+        VLLM + "grammars.py",
         "return [0, *accumulate(counts)]",
         "return [0, *accumulate(count - 1 for count in counts[:-1]), sum(counts)]",
         UNIT + "hosts/test_grammars.py::test_masks_lie_where_the_worker_looks",
@@ -40,7 +35,7 @@ SERVING_FAULTS = [
     Fault(
         "rows without a mask may be accepted",
         "grammar",
-        V2 + "scheduler.py",
+        GPU + "scheduler.py",
         "count = min(most, len(scheduled)) if is_known else 0",
         "count = min(most, len(scheduled))",
         UNIT + "hosts/test_v2_scheduler.py::test_unknown_drafts_are_not_acceptable",
@@ -48,7 +43,7 @@ SERVING_FAULTS = [
     Fault(
         "more rows are masked than allowed",
         "scheduler",
-        V2 + "scheduler.py",
+        GPU + "scheduler.py",
         "MASKED_ROWS // len(requests) - 1",
         "MASKED_ROWS // len(requests)",
         UNIT + "hosts/test_v2_scheduler.py::test_masked_rows_are_bounded",
@@ -56,7 +51,7 @@ SERVING_FAULTS = [
     Fault(
         "a request that turned speculation off gets drafts",
         "scheduler",
-        V2 + "scheduler.py",
+        GPU + "scheduler.py",
         "return params is not None and not wants_speculation(params.extra_args)",
         "return params is None",
         UNIT + "hosts/test_v2_scheduler.py::test_synchronous",
@@ -64,7 +59,7 @@ SERVING_FAULTS = [
     Fault(
         "late copies come in any order",
         "late copies",
-        V2 + "late_copies.py",
+        GPU + "late_copies.py",
         "yield self._running.popleft()[1]",
         "yield self._running.pop()[1]",
         "tests/v2/test_learning.py::test_copies_with_a_lag",
@@ -72,7 +67,7 @@ SERVING_FAULTS = [
     Fault(
         "the lag counts one copy less",
         "late copies",
-        V2 + "late_copies.py",
+        GPU + "late_copies.py",
         "len(self._running) <= self._lag",
         "len(self._running) < self._lag",
         "tests/v2/test_learning.py::test_copies_with_a_lag",
@@ -168,7 +163,7 @@ SERVING_FAULTS = [
     Fault(
         "a paused drafter reads its missed rows in the wrong place",
         "catch-up",
-        HOSTS + "drafters/catch_up.py",
+        CPU + "drafters/catch_up.py",
         "missed.parts.append((hidden, first, first + count))",
         "missed.parts.append((hidden, 0, count))",
         "tests/hosts/test_budget.py::test_missed_rows",
@@ -176,7 +171,7 @@ SERVING_FAULTS = [
     Fault(
         "a preempted request keeps stale missed rows",
         "catch-up",
-        HOSTS + "drafters/catch_up.py",
+        CPU + "drafters/catch_up.py",
         "if missed is not None and missed.stop != start:",
         "if missed is not None and missed.stop < start:",
         "tests/hosts/test_budget.py::test_missed_rows",
@@ -184,7 +179,7 @@ SERVING_FAULTS = [
     Fault(
         "missed rows are not bounded",
         "catch-up",
-        HOSTS + "drafters/catch_up.py",
+        CPU + "drafters/catch_up.py",
         "            room -= count\n",
         "            room -= 0\n",
         "tests/hosts/test_budget.py::test_rows_that_do_not_fit",
@@ -200,7 +195,7 @@ SERVING_FAULTS = [
     Fault(
         "requests that ran at the change are compared",
         "reload",
-        V1 + "reloading.py",
+        CPU + "reloading.py",
         "self._at_change = set(self._requests)",
         "self._at_change = set()",
         UNIT + "hosts/test_reloading.py::test_requests_that_run_at_the_change_are_not_compared",
@@ -208,7 +203,7 @@ SERVING_FAULTS = [
     Fault(
         "one rank takes a version that another could not read",
         "reload",
-        V1 + "reloading.py",
+        CPU + "reloading.py",
         'if problems := [state for state in states if state != "has read"]:',
         'if problems := [state for state in states[:1] if state != "has read"]:',
         UNIT + "hosts/test_reloading.py::test_two_ranks_change_in_the_same_step_or_not_at_all",
@@ -272,7 +267,7 @@ SERVING_FAULTS = [
     Fault(
         "the trace names other accepted rows",
         "trace",
-        HOSTS + "trace.py",
+        VLLM + "trace.py",
         "walk.path_rows[index, :emitted].tolist()",
         "list(range(emitted))",
         "tests/v2/test_settling.py::test_late_trace",
@@ -280,7 +275,7 @@ SERVING_FAULTS = [
     Fault(
         "rows computed again are recorded twice",
         "recorder",
-        V1 + "recording.py",
+        CPU + "recording.py",
         "gathered[first + known : first + count]",
         "gathered[first : first + count]",
         UNIT + "hosts/test_recording.py::test_a_request_that_is_computed_again_is_recorded_once",
@@ -288,7 +283,7 @@ SERVING_FAULTS = [
     Fault(
         "a request that opted out is recorded",
         "recorder",
-        V1 + "recording.py",
+        CPU + "recording.py",
         "return wants_record(params.extra_args) and _is_sampled(req_id, self._share)",
         "return _is_sampled(req_id, self._share)",
         UNIT + "hosts/test_recording.py::test_what_is_not_recorded",
@@ -296,7 +291,7 @@ SERVING_FAULTS = [
     Fault(
         "answers do not end at a stop token",
         "recorder",
-        V1 + "recording.py",
+        CPU + "recording.py",
         "return kept[:end]",
         "return kept",
         UNIT + "hosts/test_recording.py::test_answers_end_where_the_scheduler_ends_them",
@@ -312,7 +307,7 @@ SERVING_FAULTS = [
     Fault(
         "a row of the drafter's input is not the accepted one",
         "re-seeding",
-        HOSTS + "drafters/accepted_rows.py",
+        CPU + "drafters/accepted_rows.py",
         "np.where(num_drafts > 0, num_drafts + 1 - num_emitted, 0)",
         "np.where(num_drafts > 0, num_drafts - num_emitted, 0)",
         UNIT + "hosts/test_recording.py::test_prompts_accepted_rows_and_chunks_are_put_together",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import Fault
 
-CORE, KERNELS, V1 = "vllm_specplug/core/", "vllm_specplug/kernels/", "vllm_specplug/hosts/v1/"
+CORE, KERNELS, CPU = "vllm_specplug/core/", "vllm_specplug/gpu/kernels/", "vllm_specplug/cpu/"
 UNIT, V2 = "tests/unit/core/", "tests/v2/"
 
 TREE_FAULTS = [
@@ -19,7 +19,7 @@ TREE_FAULTS = [
     Fault(
         "stored trees lose the last ancestor",
         "mask",
-        KERNELS + "triton_step.py",
+        KERNELS + "step.py",
         "for _ in range(MAX_DEPTH + 1):",
         "for _ in range(MAX_DEPTH):",
         V2 + "test_kernels.py::test_store_trees",
@@ -27,7 +27,7 @@ TREE_FAULTS = [
     Fault(
         "a row sees the ancestors of the row above it",
         "mask",
-        KERNELS + "triton_step.py",
+        KERNELS + "step.py",
         "bits = tl.load(slot_bits_ptr + (slot * WIDTH + rows) * NUM_WORDS + word, mask=inside, other=0)",
         "bits = tl.load(slot_bits_ptr + (slot * WIDTH + rows - (rows > 0)) * NUM_WORDS + word, mask=inside, other=0)",
         V2 + "test_kernels.py::test_stage_rows",
@@ -35,7 +35,7 @@ TREE_FAULTS = [
     Fault(
         "a tree row has the position after its own",
         "positions",
-        KERNELS + "triton_step.py",
+        KERNELS + "step.py",
         "tl.store(positions_ptr + start + rows, context + depth, mask=inside)",
         "tl.store(positions_ptr + start + rows, context + depth + 1, mask=inside)",
         V2 + "test_kernels.py::test_stage_rows",
@@ -59,7 +59,7 @@ TREE_FAULTS = [
     Fault(
         "key/value moves to the row after its place",
         "commit",
-        KERNELS + "triton_step.py",
+        KERNELS + "step.py",
         "target = first + depth\n",
         "target = first + depth + 1\n",
         V2 + "test_kernels.py::test_walk_and_moves",
@@ -67,7 +67,7 @@ TREE_FAULTS = [
     Fault(
         "the moves leave out the second node of a path",
         "commit",
-        KERNELS + "triton_step.py",
+        KERNELS + "step.py",
         "    first = 1\n",
         "    first = 2\n",
         V2 + "test_kernels.py::test_walk_and_moves",
@@ -91,7 +91,7 @@ TREE_FAULTS = [
     Fault(
         "the walk takes children of any row",
         "walk",
-        KERNELS + "triton_step.py",
+        KERNELS + "step.py",
         "(parents == row) & (tokens == token)",
         "(parents >= 0) & (tokens == token)",
         V2 + "test_kernels.py::test_walk_and_moves",
@@ -115,7 +115,7 @@ TREE_FAULTS = [
     Fault(
         "the sampled walk takes grandchildren for children",
         "walk",
-        V1 + "sampled_walk.py",
+        CPU + "walk.py",
         "if parents[child] == row and token_ids[child] == token:",
         "if parents[child] >= row and token_ids[child] == token:",
         "tests/hosts/test_sampled_walk.py::test_walks_equal_the_oracle",
@@ -123,7 +123,7 @@ TREE_FAULTS = [
     Fault(
         "the greedy walk in C++ takes children of any row",
         "walk",
-        KERNELS + "greedy_walk.cpp",
+        CPU + "kernels/greedy_walk.cpp",
         "parent_of[row] == parent && token_of[row] == token",
         "parent_of[row] >= 0 && token_of[row] == token",
         "tests/unit/kernels/test_greedy_walk.py::test_walks_equal_the_reference",
@@ -131,7 +131,7 @@ TREE_FAULTS = [
     Fault(
         "a request that has ended draws from its generator",
         "seeds",
-        V1 + "sampled_walk.py",
+        CPU + "walk.py",
         "for i, generator in metadata.generators.items() if running[i]}",
         "for i, generator in metadata.generators.items()}",
         "tests/hosts/test_sampling.py::test_mixed_batch",
@@ -155,7 +155,7 @@ TREE_FAULTS = [
     Fault(
         "noise of a drafted token is that of another position",
         "seeds",
-        "vllm_specplug/hosts/v2/draft_sampling.py",
+        "vllm_specplug/gpu/draft_sampling.py",
         "positions + level, self.use_fp64",
         "positions, self.use_fp64",
         V2 + "test_settling.py::test_a_perfect_drafter_drafts_what_is_sampled",
@@ -163,7 +163,7 @@ TREE_FAULTS = [
     Fault(
         "penalties do not see the tokens accepted before in the step",
         "history",
-        V1 + "sampled_walk.py",
+        CPU + "walk.py",
         "                history.append(token_id)\n",
         "                pass\n",
         "tests/hosts/test_sampling.py::test_mixed_batch",
@@ -171,7 +171,7 @@ TREE_FAULTS = [
     Fault(
         "tokens of the walk stay in the history",
         "history",
-        V1 + "sampled_walk.py",
+        CPU + "walk.py",
         "self._forget(emitted[:-1])",
         "self._forget([])",
         "tests/hosts/test_sampling.py::test_mixed_batch",
@@ -179,7 +179,7 @@ TREE_FAULTS = [
     Fault(
         "logits processors are not updated within a walk",
         "history",
-        V1 + "sampled_walk.py",
+        CPU + "walk.py",
         "            processor.update_state(None)\n",
         "            pass\n",
         "tests/hosts/test_sampling.py::test_mixed_batch",
@@ -187,7 +187,7 @@ TREE_FAULTS = [
     Fault(
         "a greedy batch with a logit bias takes the fast walk",
         "history",
-        V1 + "sampled_walk.py",
+        CPU + "walk.py",
         "return not processor.biases",
         "return True",
         "tests/hosts/test_sampled_walk.py::test_what_only_the_hosts_sampler_knows",
@@ -211,7 +211,7 @@ TREE_FAULTS = [
     Fault(
         "the kernel's ties go to the higher pool index",
         "rerank",
-        KERNELS + "triton_growth.py",
+        KERNELS + "growth.py",
         "return (ordered << 32) | (0x7FFFFFFF - index).to(tl.int64)",
         "return (ordered << 32) | index.to(tl.int64)",
         V2 + "test_growth.py::test_likeliest",
@@ -251,7 +251,7 @@ TREE_FAULTS = [
     Fault(
         "the kernel's level has the depth of the one before",
         "growth",
-        KERNELS + "triton_growth.py",
+        KERNELS + "growth.py",
         "tl.zeros([WIDTH_PADDED], tl.int64) + depth",
         "tl.zeros([WIDTH_PADDED], tl.int64) + depth - 1",
         V2 + "test_growth.py::test_growth",

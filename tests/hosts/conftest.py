@@ -117,7 +117,7 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
 def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
     """A runner takes the first rows of each tree for the accepted ones from now on; ``caller`` uses ``plan_step``."""
     from vllm_specplug.core.step import StepPlan
-    from vllm_specplug.hosts.v1 import step
+    from vllm_specplug.cpu import step
 
     caller = caller or step
     honest = caller.plan_step
@@ -132,7 +132,7 @@ def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
     """Drafts of an EAGLE drafter from now on, by the tokens in front of them."""
-    from vllm_specplug.hosts.drafters.eagle_v1 import TreeEagleProposer
+    from vllm_specplug.cpu.drafters.eagle import TreeEagleProposer
 
     found: dict[tuple[int, ...], list[int]] = {}
     honest = TreeEagleProposer._end_growth
@@ -181,7 +181,7 @@ def drafts_after_pauses(
 
 def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every third draft of an EAGLE drafter raises from now on; the list grows by one with each."""
-    from vllm_specplug.hosts.drafters import eagle_v1 as eagle_proposer
+    from vllm_specplug.cpu.drafters import eagle as eagle_proposer
 
     honest, calls = eagle_proposer.grow_tree, []
 
@@ -221,7 +221,7 @@ def quick_starts() -> Iterator[None]:
     source files, and the kernels that vLLM replaces in all modules of a process."""
     from vllm.platforms import current_platform
 
-    from vllm_specplug.hosts.compat import speculative_config
+    from vllm_specplug.vllm import speculative_config
 
     platform, replace = type(current_platform), "register_triton_kernel_overrides"
     with pytest.MonkeyPatch.context() as patch:
@@ -298,7 +298,7 @@ def expert_group(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every walk of a tree in this test."""
-    from vllm_specplug.hosts.v1.walk import SampledWalk
+    from vllm_specplug.cpu.walk import SampledWalk
 
     counts: list[int] = []
     honest = SampledWalk.__call__

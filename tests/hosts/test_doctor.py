@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specplug.hosts.compat.check import check_runner
-from vllm_specplug.hosts.compat.manifest import MANIFEST, MANIFEST_V2, VllmSymbol
-from vllm_specplug.hosts.compat.sources import installed_sources
-from vllm_specplug.hosts.probes.platform_probe import Installation
-from vllm_specplug.tools import doctor
+from vllm_specplug.cli import doctor
+from vllm_specplug.vllm.check import check_runner
+from vllm_specplug.vllm.manifest import MANIFEST, MANIFEST_V2, VllmSymbol
+from vllm_specplug.vllm.probes.platform_probe import Installation
+from vllm_specplug.vllm.sources import installed_sources
 
 
 def test_the_plugin_is_active_here():
-    command = [sys.executable, "-m", "vllm_specplug.tools.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "vllm_specplug.cli.cli", "doctor", "--json"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     findings = {finding["name"]: finding for finding in json.loads(process.stdout)}
     assert [finding["blocks"] for finding in findings.values() if finding["blocks"]] == []
@@ -30,7 +30,7 @@ def test_vllm_is_asked_without_importing_it():
     """Importing vLLM takes most of ten seconds; what was imported of it stays importable."""
     code = """
 import sys
-from vllm_specplug.tools import doctor
+from vllm_specplug.cli import doctor
 findings = {finding.name: finding for finding in doctor.examine()}
 assert not [name for name in sys.modules if name == "vllm" or name.startswith(("vllm.", "torch._inductor"))]
 from vllm.platforms import current_platform
@@ -56,7 +56,7 @@ def test_source_files_say_what_an_import_says(manifest):
 def test_the_operators_are_looked_for_where_they_are_built(monkeypatch, tmp_path):
     from torch.utils import cpp_extension
 
-    from vllm_specplug.kernels import cpu_ops
+    from vllm_specplug.cpu.kernels import cpu_ops
 
     def build(name, *args, build_directory, **kwargs):
         (Path(build_directory) / f"{name}.so").touch()

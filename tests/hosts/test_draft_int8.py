@@ -9,8 +9,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 
 from tests.doubles import tiny
-from vllm_specplug.hosts.compat import speculative_config
-from vllm_specplug.hosts.drafters.int8_linear import Int8LinearMethod
+from vllm_specplug.cpu.drafters.int8_linear import Int8LinearMethod
+from vllm_specplug.vllm import speculative_config
 
 from .conftest import ENGINE, TREE, counters, make_prompts, needs_bytes, runner_of, token_ids
 

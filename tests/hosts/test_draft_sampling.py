@@ -10,9 +10,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from tests.host_versions import NOISE_IS_KNOWN
 from tests.hosts.conftest import WHOLE, make_prompts, runner_of, token_ids
-from vllm_specplug.hosts.drafters import draft_noise
-from vllm_specplug.hosts.drafters.draft_noise import noise_is_known
-from vllm_specplug.hosts.v1.accepting_walk import RejectionWalk
+from vllm_specplug.cpu.accepting_walk import RejectionWalk
+from vllm_specplug.cpu.drafters import draft_noise
+from vllm_specplug.cpu.drafters.draft_noise import noise_is_known
 
 COUPLED = {"method": "eagle2", "num_speculative_tokens": 8, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 REJECTION = {**COUPLED, "verification": "rejection"}

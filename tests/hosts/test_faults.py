@@ -11,11 +11,11 @@ from vllm import SamplingParams
 from tests.doubles import tiny
 from tests.hosts.conftest import TREE, make_prompts, runner_of, token_ids
 from vllm_specplug.core.guard import Guard
-from vllm_specplug.hosts.drafters import eagle_v1 as eagle_proposer
-from vllm_specplug.hosts.drafters import medusa as medusa_heads
+from vllm_specplug.cpu.drafters import eagle as eagle_proposer
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.types import Draft, TokenTree
+from vllm_specplug.vllm.drafters import medusa as medusa_heads
 
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 8}
 

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids, unlucky_drafter
 from tests.vllm_features import WORKS, feature_table
-from vllm_specplug.hosts.compat.features import REFUSED
+from vllm_specplug.vllm.features import REFUSED
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.doubles import tiny
 from tests.hosts.conftest import TREE, acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug.config import ALL_ROWS
-from vllm_specplug.hosts.v1.greedy_head import GreedyHead
+from vllm_specplug.cpu.greedy_head import GreedyHead
 
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SMALL = {**TREE, "num_speculative_tokens": 10, "linear_rows": ALL_ROWS}

@@ -13,7 +13,7 @@ from tests.hosts.conftest import (
     make_prompts,
     token_ids,
 )
-from vllm_specplug.kernels.tree_attention import unpack_pages
+from vllm_specplug.cpu.kernels.tree_attention import unpack_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -107,7 +107,7 @@ def test_torch_compile(engine, prompts, plain):
 
 def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
     """The host need not ask for them; where they are lost, it does."""
-    from vllm_specplug.hosts.v1 import runner as v1_runner
+    from vllm_specplug.cpu import runner as v1_runner
 
     llm = engine("eagle")
     executor, asked, sent = llm.llm_engine.engine_core.engine_core.model_executor, [], []
@@ -151,7 +151,7 @@ def test_control_with_a_broken_plan(engine, prompts, plain, monkeypatch, batch):
 
 def test_control_with_stale_positions(engine, prompts, plain, monkeypatch):
     """The second control: tree rows at their flat positions."""
-    from vllm_specplug.hosts.v1 import step
+    from vllm_specplug.cpu import step
     from vllm_specplug.types import TreeLayout
 
     honest = step.lay_out

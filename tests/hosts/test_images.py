@@ -82,7 +82,7 @@ def test_same_seed_same_tokens(start, prompts):
 
 
 def test_control_with_positions_that_are_not_moved(start, prompts, plain, monkeypatch):
-    from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
+    from vllm_specplug.cpu.runner import TreeCPUModelRunner
 
     monkeypatch.setattr(TreeCPUModelRunner, "_move_rope_positions", lambda *_: None)
     llm = start("eagle")

@@ -18,7 +18,7 @@ from tests.hosts.conftest import (
     unlucky_drafter,
 )
 from vllm_specplug import proposer
-from vllm_specplug.hosts.trace import source_shares
+from vllm_specplug.vllm.trace import source_shares
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 

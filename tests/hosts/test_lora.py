@@ -123,7 +123,7 @@ def test_other_methods(engine, checkpoints, prompts, mixed, expected, method):
 
 def test_swift_drafts_with_the_adapter(engine, checkpoints, prompts, tmp_path, monkeypatch):
     """The target drafts, so that a request's adapter drafts with it; without it fewer drafts are accepted."""
-    from vllm_specplug.hosts.drafters import swift_v1
+    from vllm_specplug.cpu.drafters import swift as swift_v1
 
     deep = [LoRARequest("deep", 1, str(write_adapter(tmp_path / "deep", seed=1, num_layers=8))), None] * 8
     expected = answers(engine(target="deep", **LORA), prompts, deep)

@@ -173,7 +173,7 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, heads):
 
 def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypatch):
     """The heads must see the last accepted row: with the root's instead, less is accepted and nothing else changes."""
-    from vllm_specplug.hosts.v1 import runner
+    from vllm_specplug.cpu import runner
 
     honest = runner.plan_step
 

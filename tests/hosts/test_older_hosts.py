@@ -8,9 +8,10 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.unit.hosts.test_grammars import VERSIONS, request
-from vllm_specplug.hosts.v1 import draft_phase, scheduler
-from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
-from vllm_specplug.hosts.v1.scheduler import TreeScheduler, TreeSchedulerOutput
+from vllm_specplug.cpu import draft as draft_phase
+from vllm_specplug.cpu import scheduler
+from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.cpu.scheduler import TreeScheduler, TreeSchedulerOutput
 
 
 def test_a_step_without_drafts_has_no_metadata():

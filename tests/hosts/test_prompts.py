@@ -4,8 +4,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_specplug.hosts.attention import cpu
-from vllm_specplug.kernels.tree_attention import causal_attention_pays
+from vllm_specplug.cpu import attention as cpu
+from vllm_specplug.cpu.kernels.tree_attention import causal_attention_pays
 from vllm_specplug.utils.environment import has_amx
 
 from .conftest import make_prompts, token_ids

@@ -18,15 +18,15 @@ from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of
 from tests.hosts.test_attention_traits import WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed
-from vllm_specplug.hosts.proof import worker
-from vllm_specplug.hosts.proof.driver import DriverV1
-from vllm_specplug.hosts.proof.proof import Proof
-from vllm_specplug.hosts.proof.worker import facts_of, prove
-from vllm_specplug.hosts.v1 import step
+from vllm_specplug.cpu import step
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.utils import proof_files
 from vllm_specplug.utils.files import kept_path, kept_paths
 from vllm_specplug.utils.metrics import COUNTERS, Counters
+from vllm_specplug.vllm.proof import worker
+from vllm_specplug.vllm.proof.driver import DriverV1
+from vllm_specplug.vllm.proof.proof import Proof
+from vllm_specplug.vllm.proof.worker import facts_of, prove
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

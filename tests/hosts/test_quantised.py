@@ -24,8 +24,8 @@ from tests.hosts.conftest import (
     runner_of,
     token_ids,
 )
-from vllm_specplug.hosts.drafters.target_parts import TargetHead
 from vllm_specplug.utils.environment import multiplies_bytes
+from vllm_specplug.vllm.drafters.target_parts import TargetHead
 
 #: Seen on vLLM 0.32.0.
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from vllm import SamplingParams
 
 from tests.hosts.conftest import WHOLE, make_prompts, runner_of, token_ids
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.v1 import recording
-from vllm_specplug.hosts.v1.recording import Recorder, make_recorder
+from vllm_specplug.cpu import recording
+from vllm_specplug.cpu.recording import Recorder, make_recorder
 from vllm_specplug.proposers.training import features
 from vllm_specplug.proposers.training.recorded import answers_of, is_recorded, read_recorded, shard_files
 

@@ -13,8 +13,7 @@ from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, needs_bytes, record_drafts, runner_of, token_ids
-from vllm_specplug.hosts import row_linear
-from vllm_specplug.hosts.v1 import reloading
+from vllm_specplug.cpu import reloading, row_linear
 from vllm_specplug.proposers.eagle2.checkpoint import WEIGHTS_NAME, save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.utils.published import publish

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.hosts.conftest import SEEDED, TREE, acceptance_length, make_prompts, runner_of, token_ids
-from vllm_specplug.hosts import row_linear
-from vllm_specplug.hosts.compat import speculative_config
-from vllm_specplug.kernels.row_linear import CODED, RowLinearOnUse, uses_tiles
+from vllm_specplug.cpu import row_linear
+from vllm_specplug.cpu.kernels.row_linear import CODED, RowLinearOnUse, uses_tiles
+from vllm_specplug.vllm import speculative_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 #: Rows of one tree; two trees are computed by vLLM's product.
@@ -31,7 +31,7 @@ def layers_of(llm):
 
 
 def computed_by_us(layer):
-    return layer.cpu_linear.__module__ == "vllm_specplug.kernels.row_linear"
+    return layer.cpu_linear.__module__ == "vllm_specplug.cpu.kernels.row_linear"
 
 
 def kept_weights(layer):

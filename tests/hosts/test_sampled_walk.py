@@ -17,7 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import emitted, to_tree
-from vllm_specplug.hosts.v1.walk import SampledWalk, is_argmax
+from vllm_specplug.cpu.walk import SampledWalk, is_argmax
 
 
 def metadata(processors=(), **changes):

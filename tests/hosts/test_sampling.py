@@ -15,8 +15,8 @@ from vllm.v1.sample.sampler import Sampler
 from tests.doubles import tiny
 from tests.host_versions import comparable
 from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
-from vllm_specplug.hosts.v1.runner import TreeCPUModelRunner
-from vllm_specplug.hosts.v1.walk import SampledWalk
+from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.cpu.walk import SampledWalk
 from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features

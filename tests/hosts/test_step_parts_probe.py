@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE
-from vllm_specplug.hosts.probes import bench_worker, in_process, step_parts_probe
-from vllm_specplug.hosts.probes.in_process import use_served_threads
+from vllm_specplug.vllm.probes import bench_worker, in_process, step_parts_probe
+from vllm_specplug.vllm.probes.in_process import use_served_threads
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.doubles import tiny
 from tests.hosts.conftest import TREE, make_prompts
 from tests.hosts.test_sampling import OPTIONS, check_same
-from vllm_specplug.hosts.v1.walk import SampledWalk
+from vllm_specplug.cpu.walk import SampledWalk
 
 SCHEMA = {
     "type": "object",
@@ -104,7 +104,7 @@ def test_constrained_trees_branch_and_are_accepted(start, branching):
 
 def test_control_with_the_roots_mask_only(start, monkeypatch):
     """Where the nodes behind the root are not masked, the answers change."""
-    from vllm_specplug.hosts import grammars
+    from vllm_specplug.vllm import grammars
 
     honest = grammars.walk_grammar
 

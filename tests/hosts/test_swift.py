@@ -16,9 +16,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, SWIFT, check_prefix_cache_hits, make_prompts, runner_of, token_ids
 from vllm_specplug.budget.planner import PLAIN
-from vllm_specplug.hosts.attention import cpu as hosts_attention
-from vllm_specplug.hosts.drafters.layer_skipping import LayerSkipping
-from vllm_specplug.kernels.tree_attention import tree_attention_reference, unpack_pages
+from vllm_specplug.cpu import attention as hosts_attention
+from vllm_specplug.cpu.drafters.layer_skipping import LayerSkipping
+from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference, unpack_pages
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.search import LayerSearch
 

@@ -23,8 +23,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from tests.hosts.conftest import ENGINE
 from tests.hosts.test_attention_traits import SIZES
 from vllm_specplug.config import ConfigError
-from vllm_specplug.hosts.attention.backends import check_attention
-from vllm_specplug.hosts.attention.cpu import TreeAttentionImpl, check_layers
+from vllm_specplug.cpu.attention import TreeAttentionImpl, check_layers
+from vllm_specplug.vllm.attention_backends import check_attention
 
 
 def layer(kind: type = Attention, impl: type = TreeAttentionImpl, kv_cache_dtype: str = "auto", **changes: Any) -> Any:

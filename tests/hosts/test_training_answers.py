@@ -3,7 +3,7 @@
 import shutil
 
 from tests.doubles import tiny
-from vllm_specplug.hosts.probes.offline import start_engine
+from vllm_specplug.vllm.probes.offline import start_engine
 
 from .conftest import make_prompts
 

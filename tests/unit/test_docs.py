@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_specplug.cli import cli
 from vllm_specplug.config import parse_options
 from vllm_specplug.proposer import GROUP, find_method, method_names
-from vllm_specplug.tools import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]

@@ -1,4 +1,4 @@
-"""What may import what: only ``hosts/`` imports vLLM, no import circle, no import of a higher layer.
+"""Allowed imports: vLLM in three rooms only, no import between the platforms, no circle, none of a higher layer.
 
 Imports are read from the source, those inside functions included.  Imports under ``if TYPE_CHECKING`` do not count.
 """
@@ -13,7 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 #: Folders of the product, and the packages under which they are imported.
 PACKAGES = {"vllm_specplug": "vllm_specplug", "proposers": "vllm_specplug.proposers"}
-HOSTS = "vllm_specplug.hosts"
+#: The folders that import vLLM.
+ROOMS = tuple(f"vllm_specplug.{room}" for room in ("vllm", "cpu", "gpu"))
+CPU, GPU = "vllm_specplug.cpu", "vllm_specplug.gpu"
+#: Operators of a platform: they import no vLLM, and methods may run them.
+KERNELS = (f"{CPU}.kernels", f"{GPU}.kernels")
 
 #: From the lowest layer up.  A module imports from its own layer and from lower ones.
 LAYERS = (
@@ -22,12 +26,12 @@ LAYERS = (
     {"core"},
     {"kernels", "budget"},
     {"proposers"},
-    {"hosts"},
-    {"tools"},
+    {"vllm", "cpu", "gpu"},
+    {"cli", "bench"},
     {"plugin"},
 )
 
-#: Modules outside ``hosts/`` that name a module of it as a string, which is loaded when it is needed.
+#: Modules outside these folders that name a module in them as a string, which is loaded when it is needed.
 LAZY_ENTRY_POINTS = {
     "vllm_specplug.plugin": "the plugin's entry point: vLLM loads it in every process",
     "vllm_specplug.proposer": "a method names the classes that run its drafter in vLLM",
@@ -35,9 +39,9 @@ LAZY_ENTRY_POINTS = {
     "vllm_specplug.proposers.medusa": "as above",
     "vllm_specplug.proposers.swift": "as above",
     "vllm_specplug.proposers.training.data": "`specplug data` starts an engine that answers the prompts",
-    "vllm_specplug.tools.bench.workers": "`specplug bench` starts an engine per method, each in its own process",
-    "vllm_specplug.tools.cost_command": "`specplug calibrate costs` starts an engine in its own process",
-    "vllm_specplug.tools.doctor": "`specplug doctor` checks the installed vLLM",
+    "vllm_specplug.bench.workers": "`specplug bench` starts an engine per method, each in its own process",
+    "vllm_specplug.cli.cost_command": "`specplug calibrate costs` starts an engine in its own process",
+    "vllm_specplug.cli.doctor": "`specplug doctor` checks the installed vLLM",
     "vllm_specplug.utils.step_probe": "benchmarks start engines in their own processes",
 }
 
@@ -70,14 +74,18 @@ def loaded_names(source):
 
 
 def named_modules(source):
-    """Strings in ``source`` that are the name of a module of ``hosts/``, with or without ``:name``."""
+    """Strings in ``source`` that are the name of a module in a room, with or without ``:name``."""
     strings = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     names = {string.split(":")[0] for string in strings if isinstance(string, str)}
-    return {name for name in names if re.fullmatch(re.escape(HOSTS) + r"(\.\w+)*", name)}
+    return {name for name in names if re.fullmatch(r"vllm_specplug\.(vllm|cpu|gpu)(\.\w+)+", name)}
 
 
-def is_in(name, package):
-    return name == package or name.startswith(package + ".")
+def is_in(name, *packages):
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def is_in_room(name):
+    return is_in(name, *ROOMS) and not is_in(name, *KERNELS)
 
 
 def imports_vllm(source, package=""):
@@ -121,7 +129,7 @@ def circle_in(graph):
 
 def layer_of(module):
     """Index of the module's layer.  The package ``vllm_specplug`` itself imports nothing and may be imported by all."""
-    names = module.split(".")[1:2]
+    names = ["kernels"] if is_in(module, *KERNELS) else module.split(".")[1:2]
     return next(i for i, groups in enumerate(LAYERS) if names[0] in groups) if names else -1
 
 
@@ -163,26 +171,31 @@ def test_the_check_sees_no_import_where_none_is(source):
 def test_the_check_sees_relative_imports_and_named_modules():
     found = imported_names("from ..types import Walk\nfrom . import tree", "vllm_specplug.core")
     assert found == {"vllm_specplug.types.Walk", "vllm_specplug.core.tree"}
-    source = '"""See vllm_specplug.hosts.a."""\nload("vllm_specplug.hosts.a.b:c")\nMODULE = "vllm_specplug.hosts.d"'
-    assert named_modules(source) == {"vllm_specplug.hosts.a.b", "vllm_specplug.hosts.d"}
+    source = '"""See vllm_specplug.vllm.a."""\nload("vllm_specplug.vllm.a.b:c")\nMODULE = "vllm_specplug.cpu.d"'
+    assert named_modules(source) == {"vllm_specplug.vllm.a.b", "vllm_specplug.cpu.d"}
 
 
 def test_the_check_sees_the_product():
     assert {"vllm_specplug", "vllm_specplug.core.tree", "vllm_specplug.proposers.eagle2"} <= MODULES.keys()
     assert "vllm_specplug.types" in GRAPH["vllm_specplug.core.walk"]
-    assert "vllm_specplug.hosts.compat.check" in GRAPH["vllm_specplug.hosts.compat.install"]
+    assert "vllm_specplug.vllm.check" in GRAPH["vllm_specplug.vllm.install"]
 
 
-def test_only_hosts_import_vllm():
-    assert [one for one, file in MODULES.items() if not is_in(one, HOSTS) and imports_vllm(file.read_text())] == []
+def test_only_rooms_import_vllm():
+    assert [one for one, file in MODULES.items() if not is_in_room(one) and imports_vllm(file.read_text())] == []
 
 
-def test_only_hosts_import_hosts():
-    assert violations(lambda one, other: is_in(other, HOSTS) and not is_in(one, HOSTS)) == set()
+def test_only_rooms_import_rooms():
+    assert violations(lambda one, other: is_in_room(other) and not is_in_room(one)) == set()
+
+
+def test_the_platforms_do_not_import_each_other():
+    assert violations(lambda one, other: is_in(one, CPU) and is_in(other, GPU)) == set()
+    assert violations(lambda one, other: is_in(one, GPU) and is_in(other, CPU)) == set()
 
 
 def test_lazy_entry_points_are_the_ones_listed():
-    named = {one: named_modules(file.read_text()) for one, file in MODULES.items() if not is_in(one, HOSTS)}
+    named = {one: named_modules(file.read_text()) for one, file in MODULES.items() if not is_in_room(one)}
     assert {one for one, names in named.items() if names} == LAZY_ENTRY_POINTS.keys()
     assert set().union(*named.values()) <= MODULES.keys()
 

@@ -17,7 +17,7 @@ from tests.hosts import conftest as hosts
 from tests.hosts.conftest import acceptance_length, runner_of
 from tests.v2.conftest import ENGINE, PLAIN, answers, check_control, same
 from tests.v2.test_identity import TREE
-from vllm_specplug.hosts.attention import paged
+from vllm_specplug.gpu import attention as paged
 
 #: Arguments of vLLM's attention layers.  The window is narrower than the prompts, and ends inside a block.
 WINDOW_AND_CAP = {"per_layer_sliding_window": 18, "logits_soft_cap": 1.5}

@@ -21,10 +21,10 @@ from tests.v2.conftest import (
 from vllm_specplug.budget import saved
 from vllm_specplug.budget.choose import ShapeBudget
 from vllm_specplug.budget.cost import RoundCost
-from vllm_specplug.hosts.v2 import budget as serving_budget
-from vllm_specplug.hosts.v2 import step_times
-from vllm_specplug.hosts.v2.rounds import facts
-from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
+from vllm_specplug.gpu import budget as serving_budget
+from vllm_specplug.gpu import step_times
+from vllm_specplug.gpu.rounds import facts
+from vllm_specplug.gpu.scheduler import AsyncTreeScheduler
 
 MEASURED = {"num_speculative_tokens": 15, "draft_depth": 4, "draft_top_k": 3, "budget": "measured"}
 EAGLE = {"method": "eagle2", **MEASURED, "min_node_value": 0.0, "min_level_value": 0.0}

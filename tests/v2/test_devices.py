@@ -18,8 +18,8 @@ from vllm_specplug.core.draft_sampling import likeliest
 from vllm_specplug.core.growth import TORCH, TORCH_STATIC
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.step import plan_step
-from vllm_specplug.hosts.attention.paged import level_metadata
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu.attention import level_metadata
+from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.lookup.options import LookupOptions

@@ -15,7 +15,7 @@ from benchmarks.gpu.plan import TINY, Sizes, Step, make_plan
 from benchmarks.gpu.results import Results, choose, report
 from tests.v2.conftest import ENGINE, PLAIN
 from tests.v2.test_lookup import LOOKUP
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu.trees import DeviceTrees
 
 SIZES = {"nodes": [6], "contexts": [40], "batches": [2], "rows": [1, 20]}
 WITHOUT_VLLM = [step for step in make_plan(TINY, with_tests=False) if step.group == "torch"]

@@ -13,9 +13,9 @@ from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.pool import NEVER
-from vllm_specplug.hosts.drafters import eagle_v2
-from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
-from vllm_specplug.kernels.triton_growth import KERNELS, likeliest, start_levels
+from vllm_specplug.gpu.drafters import eagle as eagle_v2
+from vllm_specplug.gpu.drafters.eagle import TreeEagleSpeculator
+from vllm_specplug.gpu.kernels.growth import KERNELS, likeliest, start_levels
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

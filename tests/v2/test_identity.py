@@ -19,9 +19,9 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
-from vllm_specplug.hosts.v2 import sampler as v2_sampler
-from vllm_specplug.hosts.v2.runner import TreeRunner
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu import sampler as v2_sampler
+from vllm_specplug.gpu.runner import TreeRunner
+from vllm_specplug.gpu.trees import DeviceTrees
 
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 CHAIN = {"num_speculative_tokens": 3, "draft_depth": 3, "draft_top_k": 1}

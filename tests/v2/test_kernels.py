@@ -17,15 +17,15 @@ from tests.unit.kernels.test_tree_attention import exact as exact_with
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
-from vllm_specplug.kernels import triton_tree_attention
-from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
-from vllm_specplug.kernels.triton_lookup import match_keys
-from vllm_specplug.kernels.triton_step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
-from vllm_specplug.kernels.triton_step import plan_step as plan_by_kernel
-from vllm_specplug.kernels.triton_tiles import warm_up
-from vllm_specplug.kernels.triton_tree_attention import _find_part, tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
+from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
+from vllm_specplug.gpu.kernels.lookup import match_keys
+from vllm_specplug.gpu.kernels.step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
+from vllm_specplug.gpu.kernels.step import plan_step as plan_by_kernel
+from vllm_specplug.gpu.kernels.tiles import warm_up
+from vllm_specplug.gpu.kernels.tree_attention import _find_part, tree_attention
 from vllm_specplug.types import PADDING, Walk
+from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

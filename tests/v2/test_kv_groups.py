@@ -8,7 +8,7 @@ from tests.doubles import images
 from tests.hosts.conftest import TREE as DYNAMIC
 from tests.hosts.conftest import acceptance_length, runner_of
 from tests.v2.conftest import ENGINE, PLAIN, answers, check_control, same
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu.trees import DeviceTrees
 
 TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 

@@ -11,8 +11,8 @@ from tests.v2.conftest import ENGINE, answers, same
 from tests.v2.test_identity import TREE
 from tests.v2.test_lookup import LOOKUP
 from tests.v2.test_union import EAGLE
-from vllm_specplug.hosts.v2.late_learning import LateLearning
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu.late_learning import LateLearning
+from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 
 #: Depth 6 and 10 nodes a level: for each level two launches choose children, one grows the pool, one gathers features.

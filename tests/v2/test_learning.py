@@ -17,9 +17,9 @@ from tests.v2.test_lookup import LOOKUP, trees_of
 from tests.v2.test_union import EAGLE
 from vllm_specplug.budget import calibration
 from vllm_specplug.core.guard import Guard
-from vllm_specplug.hosts.drafters.base_v2 import TreeSpeculator
-from vllm_specplug.hosts.v2.late_copies import LateCopies
-from vllm_specplug.hosts.v2.late_learning import MOST_REQUESTS, LateLearning
+from vllm_specplug.gpu.drafters.base import TreeSpeculator
+from vllm_specplug.gpu.late_copies import LateCopies
+from vllm_specplug.gpu.late_learning import MOST_REQUESTS, LateLearning
 from vllm_specplug.proposers.lookup.device_proposer import kernel_table
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.union import device_proposer

@@ -25,8 +25,8 @@ from tests.v2.conftest import (
     watch_rounds,
 )
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
-from vllm_specplug.hosts.v2.scheduler import AsyncTreeScheduler
+from vllm_specplug.gpu.drafters.model_free import ModelFreeSpeculator
+from vllm_specplug.gpu.scheduler import AsyncTreeScheduler
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR

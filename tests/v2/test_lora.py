@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from tests.doubles.adapters import write_adapter
 from tests.hosts.conftest import WHOLE, counters, token_ids
 from tests.v2.conftest import ENGINE, PLAIN
-from vllm_specplug.hosts.v2.runner import TreeRunner
+from vllm_specplug.gpu.runner import TreeRunner
 
 TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -17,8 +17,8 @@ from tests.v2.conftest import (
     check_prefix_cache_hits,
     same,
 )
-from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu.drafters.heads import HeadsSpeculator
+from vllm_specplug.gpu.trees import DeviceTrees
 
 #: Siblings before the best path: accepted rows are no flat prefix.
 TREE = {"method": "medusa", "num_speculative_tokens": 8, "budget": "fixed"}

@@ -17,8 +17,8 @@ from tests.hosts.conftest import runner_of
 from tests.hosts.test_sampling import check_same
 from tests.v2.conftest import ENGINE, PLAIN
 from vllm_specplug.config import Eagle2Options
-from vllm_specplug.hosts import grammars
-from vllm_specplug.hosts.v2 import scheduler as v2_scheduler
+from vllm_specplug.gpu import scheduler as v2_scheduler
+from vllm_specplug.vllm import grammars
 
 #: With a tokenizer, which grammars need.
 OPTIONS = {"skip_tokenizer_init": False}

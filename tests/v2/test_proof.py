@@ -12,11 +12,11 @@ from tests.hosts import conftest as hosts
 from tests.hosts.conftest import counters
 from tests.v2.conftest import ENGINE, GREEDY, answers, same
 from vllm_specplug.core.proof import ProofFailed
-from vllm_specplug.hosts.proof.driver import DriverV2
-from vllm_specplug.hosts.proof.worker import prove
-from vllm_specplug.hosts.v2.runner import TreeRunner
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu.runner import TreeRunner
+from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.utils import proof_files
+from vllm_specplug.vllm.proof.driver import DriverV2
+from vllm_specplug.vllm.proof.worker import prove
 
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "traffic_tokens": 1024}
 

@@ -13,15 +13,15 @@ from tests.hosts.conftest import ENGINE
 from tests.hosts.test_third_party import echo  # noqa: F401
 from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.hosts.compat import features, speculative_config
-from vllm_specplug.hosts.compat.check import check_symbols
-from vllm_specplug.hosts.compat.features import check_options
-from vllm_specplug.hosts.compat.install import PATCHES as ALL_HOSTS
-from vllm_specplug.hosts.compat.manifest import MANIFEST_V2, OPTIONAL
-from vllm_specplug.hosts.compat.speculative_config import WORKERS, TreeSpeculativeConfig
-from vllm_specplug.hosts.v2.rounds import check_batch, schedule
-from vllm_specplug.hosts.v2.runner import PATCHES
+from vllm_specplug.gpu.rounds import check_batch, schedule
+from vllm_specplug.gpu.runner import PATCHES
 from vllm_specplug.plugin import register
+from vllm_specplug.vllm import features, speculative_config
+from vllm_specplug.vllm.check import check_symbols
+from vllm_specplug.vllm.features import check_options
+from vllm_specplug.vllm.install import PATCHES as ALL_HOSTS
+from vllm_specplug.vllm.manifest import MANIFEST_V2, OPTIONAL
+from vllm_specplug.vllm.speculative_config import WORKERS, TreeSpeculativeConfig
 
 
 def test_host_has_the_seams():

@@ -18,13 +18,13 @@ from vllm_specplug.config import parse_options
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.core.typical import accept_typical, path_token_ids
 from vllm_specplug.core.walk import settled_rows
-from vllm_specplug.hosts.v2 import draft_sampling, settling
-from vllm_specplug.hosts.v2.draft_sampling import DeviceDraftSampling, Proposals, sampler_noise
-from vllm_specplug.hosts.v2.late_trace import LateTrace
-from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
-from vllm_specplug.hosts.v2.settling import RejectionSettling, VerifiedRows
-from vllm_specplug.hosts.v2.slot_params import SlotParams
-from vllm_specplug.hosts.v2.trees import DeviceTrees
+from vllm_specplug.gpu import draft_sampling, settling
+from vllm_specplug.gpu.draft_sampling import DeviceDraftSampling, Proposals, sampler_noise
+from vllm_specplug.gpu.late_trace import LateTrace
+from vllm_specplug.gpu.sampler import TreeRejectionSampler
+from vllm_specplug.gpu.settling import RejectionSettling, VerifiedRows
+from vllm_specplug.gpu.slot_params import SlotParams
+from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.types import PADDING, Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,8 +12,8 @@ import torch
 from tests.v2.conftest import NoLookAtTheDevice
 from vllm_specplug.config import parse_options
 from vllm_specplug.core.pruning import best_nodes
-from vllm_specplug.hosts.drafters import base_v2
-from vllm_specplug.hosts.drafters.model_free_v2 import ModelFreeSpeculator
+from vllm_specplug.gpu.drafters import base as base_v2
+from vllm_specplug.gpu.drafters.model_free import ModelFreeSpeculator
 from vllm_specplug.proposer import DeviceDraftContext
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 

@@ -18,18 +18,18 @@ from tests.v2.test_identity import TREE
 from tests.v2.test_kernels import DEVICE, TRAITS, exact, on_device, per_head, trait_inputs, traits_on_device
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.core.layout import ancestor_bits
-from vllm_specplug.hosts.attention import flash_context
-from vllm_specplug.hosts.attention.paged import check_caches, use_tree_attention
-from vllm_specplug.hosts.compat import features
-from vllm_specplug.hosts.compat.check import VllmReport, check_symbols
-from vllm_specplug.hosts.compat.features import Setting, check_tree_attention
-from vllm_specplug.hosts.compat.manifest import MANIFEST_FLASH
-from vllm_specplug.kernels import xformers_context
-from vllm_specplug.kernels.attention_traits import NO_TRAITS, AttentionTraits
-from vllm_specplug.kernels.context_attention import ContextAttention
-from vllm_specplug.kernels.merged_tree_attention import merged_tree_attention
-from vllm_specplug.kernels.tree_attention import TOKEN_LAYOUT
-from vllm_specplug.kernels.xformers_context import XformersContext
+from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
+from vllm_specplug.gpu import flash_context
+from vllm_specplug.gpu.attention import check_caches, use_tree_attention
+from vllm_specplug.gpu.kernels import xformers_context
+from vllm_specplug.gpu.kernels.context_attention import ContextAttention
+from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.gpu.kernels.xformers_context import XformersContext
+from vllm_specplug.vllm import features
+from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.vllm.check import VllmReport, check_symbols
+from vllm_specplug.vllm.features import Setting, check_tree_attention
+from vllm_specplug.vllm.manifest import MANIFEST_FLASH
 
 HERE_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for machines without a GPU")
 

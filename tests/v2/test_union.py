@@ -10,9 +10,9 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_ke
 from tests.hosts.conftest import runner_of
 from tests.unit.proposers.test_union import check_device
 from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_greedy, check_preemption, same
-from vllm_specplug.hosts.drafters.eagle_v2 import TreeEagleSpeculator
-from vllm_specplug.hosts.drafters.heads_v2 import HeadsSpeculator
-from vllm_specplug.hosts.v2.sampler import TreeRejectionSampler
+from vllm_specplug.gpu.drafters.eagle import TreeEagleSpeculator
+from vllm_specplug.gpu.drafters.heads import HeadsSpeculator
+from vllm_specplug.gpu.sampler import TreeRejectionSampler
 from vllm_specplug.proposers.union import device_proposer
 
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}

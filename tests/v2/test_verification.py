@@ -12,8 +12,8 @@ from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
 from tests.v2.conftest import ENGINE, GREEDY, watch_rounds
 from vllm_specplug.core.typical import accept_typical, path_token_ids
-from vllm_specplug.hosts.v2 import draft_sampling, settling
-from vllm_specplug.hosts.v2.settling import RejectionSettling
+from vllm_specplug.gpu import draft_sampling, settling
+from vllm_specplug.gpu.settling import RejectionSettling
 
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 #: Limits that no probability exceeds.

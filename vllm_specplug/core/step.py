@@ -1,4 +1,4 @@
-"""One served decode step.  Both model runners (``hosts/v1/runner``, ``hosts/v2/runner``) call these functions.
+"""One served decode step.  Both model runners (``cpu/runner``, ``gpu/runner``) call these functions.
 
 propose   the drafter grew a tree after each request's last token, one step earlier    core/growth, proposers/
 lay out   tree rows get positions and ancestor masks                                   before_forward

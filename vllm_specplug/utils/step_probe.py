@@ -1,4 +1,4 @@
-"""Client of ``vllm_specplug.hosts.probes.step_probe``, which times the steps of an engine in its own process."""
+"""Client of ``vllm_specplug.vllm.probes.step_probe``, which times the steps of an engine in its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepProbe:
         self._log = tempfile.NamedTemporaryFile(prefix="specplug-step-", suffix=".log")  # noqa: SIM115
         stock = speculative_config is None or speculative_config["method"] == "ngram"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_specplug.hosts.probes.step_probe"],
+            [sys.executable, "-m", "vllm_specplug.vllm.probes.step_probe"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

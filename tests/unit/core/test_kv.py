@@ -8,7 +8,7 @@ from tests.doubles.oracle_tensors import emitted, to_tree
 from tests.doubles.reference_step import move_rows, walk_tokens
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.core.step import plan_step
-from vllm_specplug.kernels import tree_ops
+from vllm_specplug.cpu.kernels import tree_ops
 from vllm_specplug.types import PADDING
 
 

@@ -239,5 +239,3 @@ def test_options():
         parse_options({"method": "lookup", "verification": "rejection"})
     with pytest.raises(ConfigError, match="needs budget='fixed'"):
         parse_options({"method": "hass", "model": "x", "verification": "rejection", "budget": "measured"})
-    with pytest.raises(ConfigError, match="coupled must be true or false"):
-        parse_options({"method": "medusa", "model": "x", "coupled": 1})

@@ -2,9 +2,9 @@
 
 import pytest
 
-from vllm_specplug.hosts.compat import check
-from vllm_specplug.hosts.compat.check import REFERENCE_VERSION, TESTED_VERSIONS, check_runner, describe_tests
-from vllm_specplug.hosts.compat.manifest import VllmSymbol
+from vllm_specplug.vllm import check
+from vllm_specplug.vllm.check import REFERENCE_VERSION, TESTED_VERSIONS, check_runner, describe_tests
+from vllm_specplug.vllm.manifest import VllmSymbol
 
 MANIFESTS = {"V1": "MANIFEST", "V2": "MANIFEST_V2"}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.hosts.grammars import tree_masks, walk_grammar
+from vllm_specplug.vllm.grammars import tree_masks, walk_grammar
 
 THINK_END, TOOL = 40, 50
 #: Mid-reasoning, reasoning may end in the second level (row 2), and content follow it.  Rows: 0 the root; 1 thought;

@@ -12,9 +12,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_specplug.config import parse_options
-from vllm_specplug.hosts.compat.speculative_config import _chooses_graph_sizes
-from vllm_specplug.hosts.v2.graph_sizes import capture_sizes, request_counts
-from vllm_specplug.hosts.v2.worker import TreeWorkerV2
+from vllm_specplug.gpu.graph_sizes import capture_sizes, request_counts
+from vllm_specplug.gpu.worker import TreeWorkerV2
+from vllm_specplug.vllm.speculative_config import _chooses_graph_sizes
 
 #: ``max_num_seqs`` and ``max_num_batched_tokens``: vLLM's on large and on smaller GPUs, and odd ones.
 SIZES = [(1024, 8192), (256, 2048), (64, 8192), (256, 16384), (7, 500), (3, 40)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_specplug.hosts.v2.growth import Growth
+from vllm_specplug.gpu.growth import Growth
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_specplug.hosts.kv_groups import AlikeLayers
-from vllm_specplug.hosts.v1.kv import SHARED_ROWS, KeptRows
+from vllm_specplug.cpu.kv import SHARED_ROWS, KeptRows
+from vllm_specplug.vllm.kv_groups import AlikeLayers
 
 
 def layers_of(group, names, heads, size):

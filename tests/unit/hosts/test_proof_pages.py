@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_specplug.hosts.proof.pages import LAST_READ, Pages, choose_places
+from vllm_specplug.vllm.proof.pages import LAST_READ, Pages, choose_places
 
 ROOM = 20
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.hosts.drafters.accepted_rows import AcceptedRows
-from vllm_specplug.hosts.v1 import recording
-from vllm_specplug.hosts.v1.recording import Recorder
+from vllm_specplug.cpu import recording
+from vllm_specplug.cpu.drafters.accepted_rows import AcceptedRows
+from vllm_specplug.cpu.recording import Recorder
 
 WIDTH = 2
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vllm_specplug.core.acceptance import LOOKS
-from vllm_specplug.hosts.v1 import reloading
-from vllm_specplug.hosts.v1.reloading import Reloading
+from vllm_specplug.cpu import reloading
+from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.utils.metrics import publish as publish_metrics
 from vllm_specplug.utils.published import publish

@@ -10,8 +10,8 @@ from vllm_specplug.budget.choose import ShapeBudget
 from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.budget.shapes import shapes_of
 from vllm_specplug.config import parse_options
-from vllm_specplug.hosts.v2 import budget
-from vllm_specplug.hosts.v2.budget import BudgetedRounds, RoundBudget
+from vllm_specplug.gpu import budget
+from vllm_specplug.gpu.budget import BudgetedRounds, RoundBudget
 
 SHAPES = shapes_of(15, 4, 3)
 

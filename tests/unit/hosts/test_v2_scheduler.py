@@ -7,9 +7,9 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.unit.hosts.test_grammars import Grammar, Manager032, Manager033
-from vllm_specplug.hosts.grammars import TreeDraftTokenIds
-from vllm_specplug.hosts.v2 import scheduler as v2_scheduler
-from vllm_specplug.hosts.v2.scheduler import TreeRequests
+from vllm_specplug.gpu import scheduler as v2_scheduler
+from vllm_specplug.gpu.scheduler import TreeRequests
+from vllm_specplug.vllm.grammars import TreeDraftTokenIds
 
 #: Allowed: 1, then 2 behind it.  Rows: 0 the root; 1; 2 not allowed; 3 behind row 1.
 TOKEN_IDS, PARENTS = [1, 3, 2, 9], [0, 0, 1, 2]

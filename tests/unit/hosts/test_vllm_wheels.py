@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.vllm_wheels import V2_SYMBOLS, check_wheel, compatibility_table, sources_of
-from vllm_specplug.hosts.compat.manifest import MANIFEST, VllmSymbol
+from vllm_specplug.vllm.manifest import MANIFEST, VllmSymbol
 
 FILES = {
     "pkg/__init__.py": "from pkg.inner import Child as Renamed\nfrom .deep import made\nLIMIT: int = 3\n",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
+from vllm_specplug.cpu.kernels.byte_linear import ByteLinear, can_multiply_bytes
 
 pytestmark = pytest.mark.skipif(not can_multiply_bytes(), reason="this CPU does not multiply 8-bit numbers")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
-from vllm_specplug.kernels import cpu_ops
+from vllm_specplug.cpu.kernels import cpu_ops
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_compiler_gets_the_cores_of_the_parent():
     """A worker is bound to one core on a machine of two."""
     program = """
 import os
-from vllm_specplug.kernels.cpu_ops import _cores_of_parent
+from vllm_specplug.cpu.kernels.cpu_ops import _cores_of_parent
 own = {min(os.sched_getaffinity(0))}
 os.sched_setaffinity(0, own)
 with _cores_of_parent():

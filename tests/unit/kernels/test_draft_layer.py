@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vllm_specplug.hosts.drafters.growth import Growth
-from vllm_specplug.kernels.byte_linear import ByteLinear, can_multiply_bytes
-from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.draft_layer import DraftLayer, DraftLinear, DraftVocabulary, LayerWeights
-from vllm_specplug.kernels.extra_logits import extra_logits
-from vllm_specplug.kernels.likeliest import likeliest
-from vllm_specplug.kernels.row_linear import make_row_linear
-from vllm_specplug.kernels.tree_attention import pack_pages
+from vllm_specplug.cpu.drafters.growth import Growth
+from vllm_specplug.cpu.kernels.byte_linear import ByteLinear, can_multiply_bytes
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.draft_layer import DraftLayer, DraftLinear, DraftVocabulary, LayerWeights
+from vllm_specplug.cpu.kernels.extra_logits import extra_logits
+from vllm_specplug.cpu.kernels.likeliest import likeliest
+from vllm_specplug.cpu.kernels.row_linear import make_row_linear
+from vllm_specplug.cpu.kernels.tree_attention import pack_pages
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.extra_logits import extra_logits, extra_logits_reference
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.extra_logits import extra_logits, extra_logits_reference
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_specplug.kernels.greedy_head import MOST_ROWS, make_greedy_head
-from vllm_specplug.kernels.row_linear import CODED, make_row_linear
+from vllm_specplug.cpu.kernels.greedy_head import MOST_ROWS, make_greedy_head
+from vllm_specplug.cpu.kernels.row_linear import CODED, make_row_linear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZE, OUTPUTS, NUM_TOKENS = 192, 1024, 1000

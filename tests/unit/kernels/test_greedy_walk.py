@@ -6,8 +6,8 @@ import torch
 from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree
 from vllm_specplug.core.walk import walk_exact
-from vllm_specplug.kernels import cpu_ops
-from vllm_specplug.kernels.greedy_walk import greedy_tokens, greedy_walk, is_available
+from vllm_specplug.cpu.kernels import cpu_ops
+from vllm_specplug.cpu.kernels.greedy_walk import greedy_tokens, greedy_walk, is_available
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_specplug.kernels import huge_pages
-from vllm_specplug.kernels.huge_pages import HUGE_PAGE, empty_in_huge_pages
+from vllm_specplug.cpu.kernels import huge_pages
+from vllm_specplug.cpu.kernels.huge_pages import HUGE_PAGE, empty_in_huge_pages
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 5), (1000, 700), (8192, 4097)])

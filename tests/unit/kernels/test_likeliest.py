@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from vllm_specplug.core import draft_sampling
-from vllm_specplug.kernels import cpu_ops
-from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.likeliest import likeliest
+from vllm_specplug.cpu.kernels import cpu_ops
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.likeliest import likeliest
 
 INF = float("inf")
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")

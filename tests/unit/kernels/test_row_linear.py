@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.row_linear import CODED, DTYPES, exact_dtype, make_row_linear, uses_tiles
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.row_linear import CODED, DTYPES, exact_dtype, make_row_linear, uses_tiles
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
 CPUINFO = Path("/proc/cpuinfo")

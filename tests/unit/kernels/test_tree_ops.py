@@ -14,9 +14,9 @@ from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.core.growth import TORCH
 from vllm_specplug.core.pool import DraftPool, new_pool
 from vllm_specplug.core.tree import valid_rows
-from vllm_specplug.kernels import tree_ops
-from vllm_specplug.kernels.cpu_ops import operators
-from vllm_specplug.kernels.tree_ops import OPERATORS
+from vllm_specplug.cpu.kernels import tree_ops
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.tree_ops import OPERATORS
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.types import Draft, TokenTree, Walk
 

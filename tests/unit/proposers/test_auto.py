@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.doubles import tiny
+from vllm_specplug.cli.cli import build_parser
 from vllm_specplug.config import ConfigError, parse_options, parts_of, resolve_drafter
 from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.auto.choice import choose, describe
 from vllm_specplug.proposers.eagle2 import configure
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
-from vllm_specplug.tools.cli import build_parser
 from vllm_specplug.utils.published import publish
 
 SMOLLM2 = TargetInfo(576, 49152, 30, torch.float32)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.doubles.trained import DRAFT, VOCAB, full_disk, write_target
-from vllm_specplug.hosts.probes import offline
+from vllm_specplug.cli import cli
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.training import answers as answer_files
 from vllm_specplug.proposers.training import features, generate
 from vllm_specplug.proposers.training.answers import Conversation, read_answers, read_conversations
 from vllm_specplug.proposers.training.precision import compute_dtype
-from vllm_specplug.tools import cli
+from vllm_specplug.vllm.probes import offline
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

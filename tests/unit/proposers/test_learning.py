@@ -14,6 +14,7 @@ import torch
 
 from tests.doubles import tiny
 from tests.unit.proposers.test_recorded import recorded_from
+from vllm_specplug.cli import cli
 from vllm_specplug.config import parse_options, resolve_drafter
 from vllm_specplug.proposers.training import comparison, learning
 from vllm_specplug.proposers.training.answers import Answer, adapted_vocabulary
@@ -22,7 +23,6 @@ from vllm_specplug.proposers.training.features import extract, load_features
 from vllm_specplug.proposers.training.learning import Learner
 from vllm_specplug.proposers.training.log import read_log
 from vllm_specplug.proposers.training.recorded import shard_files
-from vllm_specplug.tools import cli
 from vllm_specplug.utils.published import current_folder, read_current
 
 QUICK = EagleOptions(epochs=3, batch_tokens=512, align_steps=2, lr=3e-3)
@@ -164,7 +164,7 @@ def command(target, ring, head, *more):
 @pytest.mark.slow
 def test_a_killed_learner_goes_on_with_its_round(target, ring, tmp_path):
     head = new_drafter(target, tmp_path / "head")
-    code = "import sys; from vllm_specplug.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from vllm_specplug.cli.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = command(target, ring, head, "--once", "--epochs", "100000")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for number in (signal.SIGTERM, signal.SIGKILL):

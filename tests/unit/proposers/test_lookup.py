@@ -15,7 +15,7 @@ from tests.doubles.lookup_reference import draft_matches, match_keys
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.kernels.cpu_ops import call
+from vllm_specplug.cpu.kernels.cpu_ops import call
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.index import BREAK, RequestIndex, TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.doubles import trained
+from vllm_specplug.bench.methods import METHODS
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, offsets, save_head
 from vllm_specplug.proposers.medusa import calibrate, train
@@ -41,7 +42,6 @@ from vllm_specplug.proposers.medusa.sparse_tree import (
 )
 from vllm_specplug.proposers.training import loop, trainer
 from vllm_specplug.proposers.training.features import FeatureSet, target_head
-from vllm_specplug.tools.bench.methods import METHODS
 
 HIDDEN, VOCAB, DRAFT = trained.HIDDEN, trained.VOCAB, trained.DRAFT
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.doubles.trained import HIDDEN, VOCAB, full_disk, make_answers, make_features
+from vllm_specplug.cli import cli
 from vllm_specplug.proposers.training import eagle, recorded
 from vllm_specplug.proposers.training.initialise import linear_predictor
 from vllm_specplug.proposers.training.recorded import Facts, RecordedAnswer, ShardWriter, read_recorded, shard_files
 from vllm_specplug.proposers.training.trainer import RunSettings, train
-from vllm_specplug.tools import cli
 
 FACTS = Facts("target", HIDDEN, VOCAB)
 

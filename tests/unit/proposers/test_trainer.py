@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.doubles.trained import DRAFT, full_disk, make_answers, write_target
+from vllm_specplug.cli import cli
 from vllm_specplug.proposers.eagle2.checkpoint import load_head
 from vllm_specplug.proposers.hass import train as hass
 from vllm_specplug.proposers.training import eagle, features, log, loop, trainer
 from vllm_specplug.proposers.training.team import Team, join
-from vllm_specplug.tools import cli
 
 IDS = torch.arange(DRAFT)
 SMALL = eagle.EagleOptions(epochs=1, batch_tokens=96, draft_vocab_size=DRAFT, align_steps=2)

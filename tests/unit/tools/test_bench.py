@@ -18,13 +18,13 @@ import torch
 import transformers
 
 from tests.unit.tools.test_cli import fails_with
-from vllm_specplug.tools import cli
-from vllm_specplug.tools.bench import hf_worker
-from vllm_specplug.tools.bench.command import interruption
-from vllm_specplug.tools.bench.methods import Method
-from vllm_specplug.tools.bench.questions import Question, make_batches, spread_lengths
-from vllm_specplug.tools.bench.server import Server
-from vllm_specplug.tools.bench.workers import Measurement, MemoryCheck, Part, Worker, measure
+from vllm_specplug.bench import hf_worker
+from vllm_specplug.bench.command import interruption
+from vllm_specplug.bench.methods import Method
+from vllm_specplug.bench.questions import Question, make_batches, spread_lengths
+from vllm_specplug.bench.server import Server
+from vllm_specplug.bench.workers import Measurement, MemoryCheck, Part, Worker, measure
+from vllm_specplug.cli import cli
 
 
 def test_several_at_once_are_asked_in_batches_of_any_category():
@@ -161,8 +161,8 @@ def test_memory_that_is_not_known_is_not_checked():
 
 PARENT = """
 import sys
-from vllm_specplug.tools.bench.methods import Method
-from vllm_specplug.tools.bench.workers import started
+from vllm_specplug.bench.methods import Method
+from vllm_specplug.bench.workers import started
 
 with started([Method("x", None)], {"model": "m"}, 1, "family"):
     sys.stdin.read()

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from vllm_specplug.bench.methods import METHODS, full_vocabulary_copy, parse_methods
+from vllm_specplug.bench.questions import Question, read_questions
+from vllm_specplug.bench.results import MARKS, build_report, render
+from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.budget import saved
 from vllm_specplug.budget.cost import StepCost
+from vllm_specplug.cli import cli, cost_command, demo, doctor, server_process
+from vllm_specplug.cli.demo_prompts import PROMPTS
 from vllm_specplug.config import parse_options
-from vllm_specplug.tools import cli, cost_command, demo, doctor, server_process
-from vllm_specplug.tools.bench.methods import METHODS, full_vocabulary_copy, parse_methods
-from vllm_specplug.tools.bench.questions import Question, read_questions
-from vllm_specplug.tools.bench.results import MARKS, build_report, render
-from vllm_specplug.tools.bench.workers import Measurement
-from vllm_specplug.tools.demo_prompts import PROMPTS
 from vllm_specplug.utils import environment, proof_files, smollm2
 from vllm_specplug.utils.tables import format_table
 
@@ -40,7 +40,7 @@ def fails_with(capsys, argv, *words):
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from vllm_specplug.tools.cli import build_parser; build_parser(['--help']).format_help();"
+        "import sys; from vllm_specplug.cli.cli import build_parser; build_parser(['--help']).format_help();"
         "heavy = {'torch', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -105,7 +105,7 @@ def test_defects_exit_with_1(capsys, monkeypatch):
 
 
 def test_a_reader_that_stops_is_no_error():
-    code = "from vllm_specplug.tools import cli, demo; demo.run = print; raise SystemExit(cli.main(['demo']))"
+    code = "from vllm_specplug.cli import cli, demo; demo.run = print; raise SystemExit(cli.main(['demo']))"
     script = f"set -o pipefail; {{ sleep 0.1; {shlex.quote(sys.executable)} -c {shlex.quote(code)}; }} | true"
     process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert (process.returncode, process.stderr) == (0, "")
@@ -206,7 +206,7 @@ def test_a_shell_completes_commands_and_options(line, some, tmp_path):
     out = tmp_path / "completions"
     shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
     environ = {**os.environ, **shell, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
-    subprocess.run([sys.executable, "-m", "vllm_specplug.tools.cli"], env=environ, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "vllm_specplug.cli.cli"], env=environ, check=True, timeout=300)
     assert {word.strip() for word in out.read_text().splitlines()} >= set(some)
 
 

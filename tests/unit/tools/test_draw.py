@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tests.doubles import oracle
-from vllm_specplug.tools.draw import draw_tree, save_tree, show_token, text_width
+from vllm_specplug.cli.draw import draw_tree, save_tree, show_token, text_width
 
 PARENTS = [-1, 0, 0, 0, 1, 2, 2, 5, 6]
 TOKENS = ["The", " cat", " dog", "猫", " a", " sat", " ran", "\n", " off"]

@@ -7,10 +7,10 @@ import torch
 
 from tests.doubles.trained import full_disk
 from tests.unit.proposers.test_checkpoint import CONFIG, DRAFT, HIDDEN, VOCAB, eagle3_state, eagle_state, write
+from vllm_specplug.cli import cli
+from vllm_specplug.cli.inspection import inspect, render
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, load_head, save_head, validate_checkpoint
 from vllm_specplug.proposers.eagle3.speculators import convert
-from vllm_specplug.tools import cli
-from vllm_specplug.tools.inspection import inspect, render
 
 PROVENANCE = {
     "target": "Some-1B",

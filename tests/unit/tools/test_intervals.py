@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_specplug.tools.bench.intervals import speedup_interval
+from vllm_specplug.bench.intervals import speedup_interval
 
 
 def batches(seconds, passes=1):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.end_to_end import learning
 from benchmarks.end_to_end.unseen_prompts import KINDS, make
-from vllm_specplug.tools.bench.questions import Question
-from vllm_specplug.tools.bench.workers import Measurement
+from vllm_specplug.bench.questions import Question
+from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.utils.published import read_current
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specplug.tools import cli, report
-from vllm_specplug.tools.bench.methods import parse_methods
-from vllm_specplug.tools.bench.results import build_report, render
-from vllm_specplug.tools.bench.workers import Measurement
+from vllm_specplug.bench.methods import parse_methods
+from vllm_specplug.bench.results import build_report, render
+from vllm_specplug.bench.workers import Measurement
+from vllm_specplug.cli import cli, report
 
 
 def made(label, category, seconds, ids, drafts=0, depths=(), concurrency=1, repeat=0):

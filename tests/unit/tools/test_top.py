@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from rich.console import Console
 
-from vllm_specplug.tools import top
-from vllm_specplug.tools.cli import main
+from vllm_specplug.cli import top
+from vllm_specplug.cli.cli import main
 from vllm_specplug.utils import metrics
 
 #: Metrics text of two engines in the form of vLLM 0.32.0.

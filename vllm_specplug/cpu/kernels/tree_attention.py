@@ -1,0 +1,285 @@
+"""Tree attention on a CPU, over a paged context and masked tree keys; and writing rows into the pages.
+
+``tree_attention`` and ``write_rows`` are C++ ops where they can be built, else their references in torch.  They work on
+vLLM's packed pages directly.  A page of one KV head is ``[K region | V region]``, each of ``block_size * head_size``
+elements (determined on vLLM 0.32.0 with ``cpu_attn_reshape_and_cache``):
+
+========== ===================================== =====================================
+layout     K region                              V region
+========== ===================================== =====================================
+vec, vec16 ``[head_size][block_size]``           ``[block_size][head_size]``
+amx        ``[block/16][head_size/2][16][2]``    ``[head_size/16][block/2][16][2]``
+========== ===================================== =====================================
+
+The references also support the layout of CUDA backends, ``token``: ``[block_size][K | V]``, a token's key and value
+side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.utils.environment import multiplies_pairs
+from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
+
+#: Layouts of the CPU op.
+KV_LAYOUTS = ("vec", "vec16", "amx")
+TOKEN_LAYOUT = "token"
+
+
+def tree_attention(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_layout: str,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    tree_key: torch.Tensor,
+    tree_value: torch.Tensor,
+    tree_start: torch.Tensor,
+    tree_lens: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    kept: torch.Tensor | None = None,
+    traits: AttentionTraits = NO_TRAITS,
+) -> None:
+    """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
+
+    A row without visible keys gets zeros.  Head size and block size are multiples of 16.
+
+    Args:
+        query: float32, bfloat16 or float16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
+        output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
+        kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS`` (vLLM's ``layer.isa``).
+        block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
+        context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
+        query_start: int32 ``[num_reqs]``; the request's first row in ``query`` and ``output``.
+        query_lens: int32 ``[num_reqs]``; the request's rows there; 0 leaves the request out.
+        tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, ``query``'s dtype; any strides but the last.
+        tree_value: as ``tree_key``.
+        tree_start: int32 ``[num_reqs]``; the request's first row in ``tree_key`` and ``tree_value``.
+        tree_lens: int32 ``[num_reqs]``; the request's rows there.
+        mask: bool ``[num_reqs, max_query_len, max_tree_len]``; row i attends to tree row j.
+        scale: factor of the scores.
+        kept: receives copies of ``tree_key`` and ``tree_value``: ``[2, num_tree_rows, num_kv_heads, head_size]``,
+            contiguous.
+        traits: what the layer adds to plain softmax.  Distances are counted along a row's visible keys: its context,
+            then the tree rows that its mask shows, in order.
+    """
+    _implementation()(
+        query,
+        output,
+        kv_cache,
+        kv_layout,
+        block_table,
+        context_lens,
+        query_start,
+        query_lens,
+        tree_key,
+        tree_value,
+        tree_start,
+        tree_lens,
+        mask,
+        scale,
+        kept,
+        traits,
+    )
+
+
+def causal_attention(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_layout: str,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    scale: float,
+    traits: AttentionTraits = NO_TRAITS,
+) -> None:
+    """Attend from the last tokens of each request to themselves and to all tokens before them, which are in the pages.
+
+    It is for prompts, in C++ only: see ``causal_attention_pays``.
+
+    Args:
+        query, output, kv_cache, kv_layout, block_table, query_start, query_lens, scale: see ``tree_attention``.
+        seq_lens: int32 ``[num_reqs]``; tokens of the request in the pages; its queries are the last of them.
+        traits: what the layer adds to plain softmax.
+    """
+    ops = operators()
+    assert ops is not None
+    extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
+    rows = (seq_lens, query_start, query_lens)
+    ops.causal_attention.default(query, output, kv_cache, _is_amx(kv_layout), block_table, *rows, scale, *extras)
+
+
+def causal_attention_pays(dtype: torch.dtype, kv_layout: str) -> bool:
+    """Whether ``causal_attention`` can run here and is faster than vLLM's kernel (``benchmarks/micro/prompts.py``)."""
+    return dtype == torch.bfloat16 and not _is_amx(kv_layout) and multiplies_pairs() and operators() is not None
+
+
+def write_rows(
+    kept: torch.Tensor, kv_caches: Sequence[torch.Tensor], kv_layout: str, rows: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write rows of every layer's keys and values into slots of vLLM's pages.
+
+    Args:
+        kept: float32, bfloat16 or float16 ``[num_layers, 2, num_rows, num_kv_heads, head_size]``, contiguous; keys,
+            then values.
+        kv_caches: one per layer, as ``kv_cache`` of ``tree_attention``.
+        kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS``.
+        rows: int64 ``[num_written]``; the rows of ``kept`` to write.
+        slots: int64 ``[num_written]``; their target slots, ``block * block_size + offset``, all different.
+    """
+    ops = operators()
+    if ops is None:
+        return write_rows_reference(kept, kv_caches, kv_layout, rows, slots)
+    ops.write_rows.default(kept, kv_caches, _is_amx(kv_layout), rows, slots)
+
+
+def select_backend() -> str:
+    """Return ``cpp`` if the C++ op can be used, else ``torch``.  The op is built if needed (20 s, once per machine)."""
+    return "torch" if _implementation() is tree_attention_reference else "cpp"
+
+
+@functools.cache
+def _implementation() -> Callable[..., None]:
+    ops = operators()
+    if ops is None:
+        return tree_attention_reference
+    op = ops.tree_attention.default
+
+    def call(query, output, kv_cache, kv_layout, *rest_and_traits):
+        *rest, traits = rest_and_traits
+        extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
+        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras)
+
+    return call
+
+
+def _is_amx(kv_layout: str) -> bool:
+    if kv_layout not in KV_LAYOUTS:
+        raise ValueError(f"unknown kv_layout {kv_layout!r}; valid: {', '.join(KV_LAYOUTS)}")
+    return kv_layout == "amx"
+
+
+def tree_attention_reference(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_layout: str,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: torch.Tensor,
+    tree_key: torch.Tensor,
+    tree_value: torch.Tensor,
+    tree_start: torch.Tensor,
+    tree_lens: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    kept: torch.Tensor | None = None,
+    traits: AttentionTraits = NO_TRAITS,
+) -> None:
+    """Compute ``tree_attention`` in plain torch, request by request, in float32 (float64 for float64 tensors)."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    block_size = kv_cache.shape[2]
+    group = query.shape[1] // kv_cache.shape[1]
+    starts_and_lens = (context_lens, query_start, query_lens, tree_start, tree_lens)
+    for r, (context, q0, rows, t0, nodes) in enumerate(zip(*(t.tolist() for t in starts_and_lens), strict=True)):
+        if rows == 0:
+            continue
+        pages = kv_cache[block_table[r, : -(-context // block_size)].long()]
+        context_key, context_value = (t[:, :context] for t in unpack_pages(pages, kv_layout))
+        key = torch.cat([context_key, tree_key[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
+        value = torch.cat([context_value, tree_value[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
+        # [num_kv_heads, group, rows, head_size] against [num_kv_heads, 1, context + nodes, head_size]
+        grouped = query[q0 : q0 + rows].to(dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        scores = grouped @ key.unsqueeze(1).transpose(2, 3) * scale
+        visible = torch.cat([mask.new_ones(rows, context), mask[r, :rows, :nodes]], dim=1)
+        weights = _softmax(scores, visible, traits)
+        result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
+        output[q0 : q0 + rows] = result.to(output.dtype)
+    if kept is not None:
+        kept[0], kept[1] = tree_key, tree_value
+
+
+def _softmax(scores: torch.Tensor, visible: torch.Tensor, traits: AttentionTraits) -> torch.Tensor:
+    """Turn scores ``[num_kv_heads, group, rows, keys]`` into weights; ``visible`` is bool ``[rows, keys]``."""
+    distance = visible.flip(1).cumsum(1).flip(1) - 1  # of visible keys
+    if traits.soft_cap:
+        scores = traits.soft_cap * (scores / traits.soft_cap).tanh()
+    if traits.alibi_slopes is not None:
+        slopes = traits.alibi_slopes.to(scores.dtype).view(*scores.shape[:2], 1, 1)
+        scores = scores - slopes * distance
+    if traits.window:
+        visible = visible & (distance < traits.window)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if traits.sinks is not None:
+        sinks = traits.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    weights = scores.softmax(dim=3)[..., : visible.shape[1]]
+    return weights.where(visible.any(dim=1, keepdim=True), 0)  # a row without visible keys: NaN
+
+
+def write_rows_reference(
+    kept: torch.Tensor, kv_caches: Sequence[torch.Tensor], kv_layout: str, rows: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Do ``write_rows`` in plain torch: each page is unpacked and packed again."""
+    for (key, value), kv_cache in zip(kept, kv_caches, strict=True):
+        block_size = kv_cache.shape[2]
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            block, offset = divmod(slot, block_size)
+            page = [t.clone() for t in unpack_pages(kv_cache[block : block + 1], kv_layout)]
+            page[0][:, offset], page[1][:, offset] = key[row], value[row]
+            kv_cache[block] = pack_pages(page[0][None], page[1][None], kv_layout)[0]
+
+
+def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Extract keys and values from ``[num_pages, num_kv_heads, block_size, 2 * head_size]`` pages.
+
+    Returns:
+        Two ``[num_kv_heads, num_pages * block_size, head_size]`` tensors.
+    """
+    num_pages, num_kv_heads, block_size, width = pages.shape
+    head_size = width // 2
+    if kv_layout == TOKEN_LAYOUT:
+        key, value = pages.transpose(0, 1).flatten(1, 2).split(head_size, dim=-1)
+        return key, value
+    key, value = pages.reshape(num_pages, num_kv_heads, 2, block_size, head_size).unbind(2)
+    shape = (num_pages, num_kv_heads)
+    if _is_amx(kv_layout):
+        key = key.reshape(*shape, block_size // 16, head_size // 2, 16, 2).permute(1, 0, 2, 4, 3, 5)
+        value = value.reshape(*shape, head_size // 16, block_size // 2, 16, 2).permute(1, 0, 3, 5, 2, 4)
+    else:
+        key = key.reshape(*shape, head_size, block_size).permute(1, 0, 3, 2)
+        value = value.transpose(0, 1)
+    out_shape = (num_kv_heads, num_pages * block_size, head_size)
+    return key.reshape(out_shape), value.reshape(out_shape)
+
+
+def pack_pages(key: torch.Tensor, value: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """Pack one page per leading index: the inverse of ``unpack_pages``.
+
+    Args:
+        key: ``[num_pages, num_kv_heads, block_size, head_size]``.
+        value: as ``key``.
+    """
+    shape, (block_size, head_size) = key.shape[:2], key.shape[2:]
+    if kv_layout == TOKEN_LAYOUT:
+        return torch.cat([key, value], dim=-1)
+    if _is_amx(kv_layout):
+        key = key.reshape(*shape, block_size // 16, 16, head_size // 2, 2).transpose(3, 4)
+        value = value.reshape(*shape, block_size // 2, 2, head_size // 16, 16).permute(0, 1, 4, 2, 5, 3)
+    else:
+        key = key.transpose(2, 3)
+    packed = torch.cat([key.reshape(*shape, -1), value.reshape(*shape, -1)], dim=-1)
+    return packed.view(*shape, block_size, 2 * head_size)

@@ -1,0 +1,81 @@
+"""The key/value of a step's tree rows on the CPU: kept aside until the walk is known, then committed to the pages.
+
+The ownership table of cache slots is in ``core/kv.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specplug.core.step import StepPlan
+from vllm_specplug.cpu.kernels.tree_attention import write_rows
+from vllm_specplug.vllm.kv_groups import AlikeLayers
+from vllm_specplug.vllm.tree_rows import CpuTreeRows
+
+#: A step of more tree rows gets memory of its own: the shared memory is 16 MiB for a Llama of 8 billion parameters.
+SHARED_ROWS = 128
+
+
+class KeptRows:
+    """Memory for the key/value of a step's tree rows until they are committed; all steps use the same.
+
+    Args:
+        layers: the target's.
+        dtype: of their key/value.
+    """
+
+    def __init__(self, layers: Sequence[AlikeLayers], dtype: torch.dtype):
+        self._layers, self._dtype = layers, dtype
+        self._memory = [torch.empty(math.prod(self._shape(alike, SHARED_ROWS)), dtype=dtype) for alike in layers]
+        self._views: dict[int, tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]] = {}
+
+    def of(self, num_rows: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Return ``kept`` and ``kept_of`` of ``CpuTreeRows`` for a step of ``num_rows`` tree rows."""
+        shapes = [self._shape(alike, num_rows) for alike in self._layers]
+        if num_rows > SHARED_ROWS:
+            return self._with_names([torch.empty(shape, dtype=self._dtype) for shape in shapes])
+        if num_rows not in self._views:
+            views = [all_[: math.prod(shape)].view(shape) for all_, shape in zip(self._memory, shapes, strict=True)]
+            self._views[num_rows] = self._with_names(views)
+        return self._views[num_rows]
+
+    @staticmethod
+    def _shape(alike: AlikeLayers, num_rows: int) -> tuple[int, ...]:
+        impl = next(iter(alike.layers.values())).impl
+        return len(alike.layers), 2, num_rows, impl.num_kv_heads, impl.head_size
+
+    def _with_names(self, kept: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        kept_of: dict[str, torch.Tensor] = {}
+        for alike, rows in zip(self._layers, kept, strict=True):
+            kept_of.update(zip(alike.layers, rows.unbind(0), strict=True))
+        return tuple(kept), kept_of
+
+
+def write_accepted(rows: CpuTreeRows, plan: StepPlan, layers: Sequence[AlikeLayers], block_table: Any) -> None:
+    """Write the accepted rows' key/value behind the context, in all layers of the target.
+
+    A forward that has tree rows only writes nothing to the pages: rejected rows never reach them.
+
+    Args:
+        rows: of the step; they have the key/value.
+        plan: of the step.
+        layers: the target's.
+        block_table: vLLM's, by KV cache group; it has the step's slot mappings.
+    """
+    assert rows.commit_rows is not None
+    sources, targets = plan.source_rows.numpy(), plan.target_rows.numpy()
+    written = sources >= 0 if rows.all_rows else sources != targets
+    sources, targets = sources[written], targets[written]
+    if not len(targets):
+        return
+    if not rows.all_rows:
+        sources = np.searchsorted(rows.commit_rows.numpy(), sources)
+    for alike, kept in zip(layers, rows.kept, strict=True):
+        slots = block_table[alike.group].slot_mapping.gpu.numpy()[targets]
+        isa = next(iter(alike.layers.values())).isa
+        write_rows(kept, alike.caches, isa, torch.from_numpy(sources), torch.from_numpy(slots))

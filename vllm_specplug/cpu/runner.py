@@ -1,0 +1,228 @@
+"""vLLM's CPU runner with draft trees: its overrides call the phases of ``step.py`` one to one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_specplug.core.step import StepPlan
+from vllm_specplug.cpu.accepting_walk import RejectionWalk, TypicalWalk
+from vllm_specplug.cpu.draft import DraftPhase
+from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
+from vllm_specplug.cpu.greedy_head import GreedyHead
+from vllm_specplug.cpu.kernels import greedy_walk
+from vllm_specplug.cpu.kv import KeptRows
+from vllm_specplug.cpu.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
+from vllm_specplug.cpu.reloading import Reloading
+from vllm_specplug.cpu.scheduler import attach_drafts
+from vllm_specplug.cpu.step import Step, commit, plain_plan, stage, verify, walk
+from vllm_specplug.cpu.walk import SampledWalk, is_argmax
+from vllm_specplug.utils.frames import with_room
+from vllm_specplug.utils.metrics import Counters
+from vllm_specplug.utils.processes import ChildProgram
+from vllm_specplug.vllm.kv_groups import alike_layers
+from vllm_specplug.vllm.plain_sampling import limits_of
+from vllm_specplug.vllm.ranks import leads
+from vllm_specplug.vllm.trace import TreeTrace
+
+
+class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
+    """vLLM's CPU runner, whose drafts are trees."""
+
+    greedy_head: GreedyHead | None = None
+
+    def __init__(self, vllm_config: Any, device: torch.device):
+        with custom_processors_hidden(vllm_config.model_config):
+            super().__init__(vllm_config, device)
+        options = self.speculative_config.specplug
+        # Every tensor-parallel rank does the same; one of them counts and traces.
+        reports = leads()
+        self._counters = Counters(
+            self.speculative_config.metrics_file if reports else None, vllm_config.parallel_config.data_parallel_index
+        )
+        self._verify_start = 0.0
+        self._trace = TreeTrace(options.trace_trees if reports else None)
+        self._step: Step | None = None
+        self._flat_rows = torch.arange(self.max_num_tokens)
+        self.reloading: Reloading | None = None
+        self.trainer: ChildProgram | None = None
+        self._has_custom_processors = restore_processors(self)
+        self._init_drafting(vllm_config, device, self._has_custom_processors)
+
+    def may_reinitialize_input_batch(self, *args: Any, **kwargs: Any) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        restore_thinking_budget(self)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        target = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
+        #: The target's layers, for the commit.
+        self.alike_layers = alike_layers(self.kv_cache_config, target)
+        self._kept_rows = KeptRows(self.alike_layers, self.model_config.dtype)
+
+    def prepare_greedy_head(self) -> None:
+        """Let greedy steps compute fewer logits; called at the end of the start, when the weights are packed."""
+        config = self.model_config
+        if not self.lora_config and get_pp_group().is_last_rank:
+            self.greedy_head = GreedyHead.make(self.model, config.get_hidden_size(), config.dtype)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.reloading is not None:
+            self.reloading.before_step()
+        self._begin_step(scheduler_output)
+        return with_room(super().execute_model, scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = with_room(super().sample_tokens, *args, **kwargs)
+        self._end_step()
+        return attach_drafts(output, self.take_draft_token_ids())
+
+    def follow_versions(self) -> None:
+        """Take published versions of the drafter from now on, if that is asked for; called at the end of the start."""
+        config = self.speculative_config
+        if config.published_head is not None:
+            self.reloading = Reloading(
+                self.drafter, config.published_head, config.published_folder, self.requests, self._counters
+            )
+        if config.trainer and leads() and self.vllm_config.parallel_config.data_parallel_index == 0:
+            self.trainer = ChildProgram(config.trainer, Path(config.published_head).parent / "learn.log")
+
+    # ---- before the forward
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        self._finish_requests(scheduler_output.finished_req_ids)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        self._verify_start = time.perf_counter()
+        self._step = None
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            self._step = self._stage(scheduler_output, num_scheduled_tokens, np.asarray(prepared[1].num_draft_tokens))
+            self._move_positions(self._step)
+        else:
+            self._follow(plain_plan(num_scheduled_tokens, self._flat_rows))
+        if self.greedy_head is not None:
+            self.greedy_head.expect(
+                self.speculative_config.specplug.verification == "exact"
+                and not scheduler_output.has_structured_output_requests
+                and is_argmax(self.input_batch.sampling_metadata)
+            )
+        return prepared
+
+    def _stage(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray, num_drafts: np.ndarray) -> Step:
+        parents = np.tile(np.arange(-1, int(num_drafts.max())), (len(num_drafts), 1))  # chains, unless known
+        drafts: list[FlatDraft | None] = [None] * len(num_drafts)
+        for index, req_id in enumerate(self.input_batch.req_ids):
+            if num_drafts[index]:
+                drafts[index] = self._fill_parents(parents[index], req_id, scheduler_output)
+        context_lens = self.input_batch.num_computed_tokens_cpu_tensor[: len(num_drafts)]
+        sizes = num_scheduled_tokens, num_drafts
+        return stage(self.input_ids.cpu, *sizes, parents, drafts, context_lens, self._kept_rows)
+
+    def _move_positions(self, step: Step) -> None:
+        """Rewrite the positions of tree rows; vLLM has derived their cache slots from the flat ones."""
+        if step.rows is not None:
+            self.positions[step.rows.commit_rows] = step.positions
+            if self.uses_mrope:
+                self._move_rope_positions(self.mrope_positions.gpu, step)
+
+    @staticmethod
+    def _move_rope_positions(positions: torch.Tensor, step: Step) -> None:
+        """Move M-RoPE positions as far as the plain ones: after a prompt, all components advance alike."""
+        positions[:, step.rows.commit_rows] += step.moves
+
+    def _calc_mrope_positions(self, scheduler_output: Any) -> None:
+        super()._calc_mrope_positions(scheduler_output)
+        # vLLM computes them again, and copies them, after it has pruned a video.
+        if self._step is not None and self._step.rows is not None:
+            self._move_rope_positions(self.mrope_positions.cpu, self._step)
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self._step is not None and isinstance(attn_metadata, dict):
+            verify(self._step, attn_metadata, self.drafter.draft_layers)
+        return attn_metadata, common
+
+    # ---- after the forward
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Profile the sampler without vLLM's rejection sampler: no tree meets it, and on a CPU vLLM 0.30's fails."""
+        config, self.speculative_config = self.speculative_config, None
+        try:
+            return super()._dummy_sampler_run(hidden_states)
+        finally:
+            self.speculative_config = config
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        return self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
+
+    def _walk(self, step: Step, logits: torch.Tensor) -> Any:
+        batch = self.input_batch
+        active = ~self.discard_request_mask.np[: batch.num_reqs]
+        walked, output = walk(step, logits, self._walker(step, batch.num_reqs), active)
+        self._follow(commit(step, walked, self.alike_layers, batch.block_table))
+        self._walked(step.tree, walked, active)
+        self._step = None
+        return output
+
+    def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits as a greedy step computes them: ``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``."""
+        if self.greedy_head is not None:
+            self.greedy_head.expect(True)
+        return self.model.compute_logits(hidden)
+
+    def _follow(self, plan: StepPlan) -> None:
+        """Keep the rows that the drafter reads next."""
+        self._plan = plan
+        self.drafter.follow(plan)
+
+    def _sample_plainly(self, logits: torch.Tensor) -> Any:
+        """Sample one token per request; a request in the middle of its prefill does not draw noise."""
+        if is_argmax(self.input_batch.sampling_metadata) and greedy_walk.is_available(logits):
+            return SamplerOutput(greedy_walk.greedy_tokens(logits), None)
+        metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        if metadata.generators and discarded.any():
+            drawing = {i: generator for i, generator in metadata.generators.items() if not discarded[i]}
+            metadata = replace(metadata, generators=drawing)
+        return self.sampler(logits=logits, sampling_metadata=metadata)
+
+    def _walker(self, step: Step, num_reqs: int) -> SampledWalk:
+        batch, options = self.input_batch, self.speculative_config.specplug
+        metadata, generators = batch.sampling_metadata, self.draft_noise.generators()
+        if generators is not metadata.generators:
+            metadata = replace(metadata, generators=generators)
+        arguments = (self.sampler, metadata, batch.req_output_token_ids[:num_reqs])
+        # Custom processors change what only the exact walk evaluates.
+        if options.verification == "exact" or self._has_custom_processors:
+            return SampledWalk(*arguments)
+        if options.verification == "rejection":
+            return RejectionWalk(*arguments, drafts=step.drafts)
+        requests = [self.requests[req_id] for req_id in batch.req_ids]
+        return TypicalWalk(*arguments, limits=[limits_of(request.sampling_params, options) for request in requests])
+
+    def _bookkeeping_sync(self, scheduler_output: Any, sampler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # vLLM winds back the generators of requests whose sample it discards.  The walk has not drawn from them, and a
+        # CPU generator cannot be wound back.
+        generators = self.input_batch.generators
+        undrawn = {
+            int(index): generators.pop(int(index))
+            for index in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+            if int(index) in generators
+        }
+        try:
+            return super()._bookkeeping_sync(scheduler_output, sampler_output, *args, **kwargs)
+        finally:
+            generators.update(undrawn)

@@ -1,0 +1,85 @@
+"""vLLM's CPU worker with our V1 model runner."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.cpu.attention import check_layers, tree_backend_selected
+from vllm_specplug.cpu.kernels.tree_attention import select_backend
+from vllm_specplug.cpu.processors import custom_processors_hidden
+from vllm_specplug.cpu.row_linear import row_linear_layers
+from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.vllm.proof.worker import ProvesTrees
+
+
+class TreeCPUWorker(ProvesTrees, CPUWorker):
+    """Selected through ``worker_cls`` on a CPU with the V1 runner."""
+
+    def init_device(self) -> None:
+        if self.use_v2_model_runner:
+            raise ConfigError("on a CPU, trees run on vLLM's V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0")
+        with custom_processors_hidden(self.model_config):
+            super().init_device()
+        # vLLM builds its own runner inside init_device; its buffers are freed here.
+        self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        # What loading and compiling two models has freed (some 60 MiB), before the pages of the KV cache are touched.
+        _return_freed_memory()
+        return available
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.prepare_greedy_head()
+        self.model_runner.prepare_budget()
+        self.model_runner.follow_versions()
+        self.model_runner.start_recording()
+        _return_freed_memory()  # of the proof at start
+        return times
+
+    def shutdown(self) -> None:
+        # A start that has failed may have left vLLM's own runner, or none.
+        runner = getattr(self, "model_runner", None)
+        if (recorder := getattr(runner, "recorder", None)) is not None:
+            recorder.close()
+        if (trainer := getattr(runner, "trainer", None)) is not None:
+            trainer.end()
+        super().shutdown()
+
+    # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
+
+    def measure_costs(self) -> dict[str, Any]:
+        """Time the parts of a step anew."""
+        serving = self.model_runner.serving_budget
+        serving.measure()
+        return {"facts": serving.facts}
+
+    def forget_worth(self) -> None:
+        """Forget the values of drafts; costs are kept."""
+        self.model_runner.serving_budget.restart()
+
+    def report_budget(self, batches: list[int]) -> dict[str, Any]:
+        """Return costs, reliability, and the budget's choices for batches of these sizes."""
+        return self.model_runner.serving_budget.report(batches)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        select_backend()  # builds the op, or logs why it cannot, before the first request
+        linear_rows = self.vllm_config.speculative_config.specplug.linear_rows
+        with tree_backend_selected(), row_linear_layers(linear_rows):
+            super().load_model(*args, **kwargs)
+        check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+
+
+def _return_freed_memory() -> None:
+    """Give memory that Python and the allocator keep for later back to the system."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)

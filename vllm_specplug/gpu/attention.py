@@ -1,0 +1,273 @@
+"""vLLM's paged attention on a device with tree rows; a forward without trees is unchanged.
+
+vLLM's backend ``TRITON_ATTN`` is extended here, ``FLASH_ATTN`` in ``flash.py``.  With both, the option
+``tree_attention`` selects the kernel for tree rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.gpu.kernels.context_attention import ContextAttention
+from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.gpu.kernels.step import cache_pointers
+from vllm_specplug.gpu.kernels.tiles import warm_up
+from vllm_specplug.gpu.kernels.tree_attention import tree_attention
+from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
+from vllm_specplug.vllm.attention_traits import AttentionTraits
+from vllm_specplug.vllm.kv_groups import AlikeLayers
+from vllm_specplug.vllm.tree_rows import DeviceTreeRows
+
+logger = logging.getLogger("vllm_specplug")
+
+
+@dataclass
+class LevelMetadata:
+    """Attention metadata of a draft level; vLLM's kernels never receive it.
+
+    Attributes:
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        tree: the level's rows; the forward has no others.
+    """
+
+    block_table: torch.Tensor
+    tree: DeviceTreeRows
+
+
+class TreeImpl:
+    """Mixed into an attention implementation of vLLM whose pages keep a token's key and value side by side.
+
+    Attributes:
+        context: attends to the context of tree rows; None: our Triton kernel attends to the context and the tree.
+    """
+
+    context: ContextAttention | None = None
+
+    @cached_property
+    def traits(self) -> AttentionTraits:
+        """Additions of the layer to plain softmax.  Sinks are vLLM's own weights, of the model's dtype."""
+        return AttentionTraits(
+            window=self.sliding_window[0] + 1,  # vLLM does not count the row itself; -1: no window
+            soft_cap=float(self.logits_soft_cap or 0),
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+        )
+
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ) -> torch.Tensor:
+        tree: DeviceTreeRows | None = getattr(attn_metadata, "tree", None)
+        attend_others = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
+        if tree is None:
+            return attend_others(layer, query, key, value, kv_cache, attn_metadata, output)
+        if not tree.all_rows and attn_metadata.others is None:
+            attend_others(layer, query, key, value, kv_cache, attn_metadata, output)
+        elif not tree.all_rows:
+            first = tree.num_tree_rows
+            rows = (values if values is None else values[first:] for values in (query, key, value))
+            attend_others(layer, *rows, kv_cache, attn_metadata.others, output[first:])
+        source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
+        if tree.scratch is not None:
+            scratch = tree.scratch[source or layer.layer_name]
+            key, value = (scratch.key, scratch.value) if source is not None else scratch.write(key, value)
+        elif source is not None:
+            key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
+        attend = tree_attention
+        if self.context is not None:
+            attend = partial(merged_tree_attention, self.context, uniform=tree.uniform)
+        attend(
+            query,
+            output,
+            kv_cache,
+            attn_metadata.block_table,
+            tree.context_lens,
+            tree.query_start,
+            tree.query_lens,
+            key,
+            value,
+            tree.tree_start,
+            tree.tree_lens,
+            tree.bits,
+            self.scale,
+            max_query_len=tree.max_query_len,
+            max_context_len=tree.max_context_len,
+            traits=self.traits,
+        )
+        return output
+
+
+def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read this forward's keys and values for a layer that shares the cache of another, which has written them.
+
+    Args:
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        slots: int ``[num_rows]``; of padding rows -1, whose result is arbitrary.
+
+    Returns:
+        Key and value, each ``[num_rows, num_kv_heads, head_size]``.
+    """
+    page = kv_cache.shape[2]
+    key, value = kv_cache[slots // page, :, slots % page].chunk(2, dim=-1)
+    return key, value
+
+
+def with_trees(metadata: Any, rows: DeviceTreeRows) -> Any:
+    """Return a copy of vLLM's metadata with the trees of a forward.
+
+    Where the trees come first and other requests after them, vLLM's kernel gets the latter only.
+    """
+    num_trees, first, others = len(rows.context_lens), rows.num_tree_rows, None
+    if first is not None and not any(torch.is_tensor(getattr(metadata, name, None)) for name in _BY_REQUEST):
+        others = replace(
+            metadata,
+            query_start_loc=metadata.query_start_loc[num_trees:] - first,
+            seq_lens=metadata.seq_lens[num_trees:],
+            block_table=metadata.block_table[num_trees:],
+            slot_mapping=metadata.slot_mapping[first:],
+            num_actual_tokens=metadata.num_actual_tokens - first,
+            scheduler_metadata=None,  # FlashAttention 3 plans by itself then
+        )
+    return replace(metadata, tree=rows, others=others)
+
+
+#: Fields that some models add to the metadata, by request or by row of the whole batch; they are not split.
+_BY_REQUEST = ("causal", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
+
+
+@dataclass
+class TreeTritonMetadata(TritonAttentionMetadata):
+    """vLLM's metadata with the tree rows of this forward, if any, and that of the requests after the trees."""
+
+    tree: DeviceTreeRows | None = None
+    others: TritonAttentionMetadata | None = None
+
+
+class TreeTritonMetadataBuilder(TreeBuilder, TritonAttentionMetadataBuilder):
+    metadata = TreeTritonMetadata
+
+
+class TreeTritonImpl(TreeImpl, TritonAttentionImpl):
+    pass
+
+
+class TreeTritonBackend(TritonAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[TreeTritonImpl]:
+        return TreeTritonImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeTritonMetadataBuilder]:
+        return TreeTritonMetadataBuilder
+
+
+#: Tree attention by vLLM's backend, as dotted paths.
+BACKENDS = {
+    AttentionBackendEnum.TRITON_ATTN: f"{__name__}.TreeTritonBackend",
+    AttentionBackendEnum.FLASH_ATTN: "vllm_specplug.gpu.flash.TreeFlashBackend",
+}
+
+
+def device_tree_backends() -> AbstractContextManager[None]:
+    """Build attention layers from our backends inside the context."""
+    return overridden_backends(BACKENDS)
+
+
+def use_tree_attention(layers: dict[str, Any], name: str) -> None:
+    """Select one of ``config.TREE_ATTENTIONS`` for the layers' tree rows.
+
+    Layers with traits that it does not support keep ``triton``.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    if name == "triton":
+        return
+    if name == "flash":
+        from vllm_specplug.gpu.flash_context import FlashContext as Context
+    else:
+        from vllm_specplug.gpu.kernels.xformers_context import XformersContext as Context
+    kept = 0
+    for layer in layers.values():
+        impl = layer.impl
+        if not Context.supports(impl.traits):
+            kept += 1
+            continue
+        with _refused_as(name):
+            soft_cap = {"soft_cap": impl.traits.soft_cap} if Context.caps_scores else {}
+            impl.context = Context(impl.head_size, **soft_cap)
+    if kept:
+        logger.info(
+            "tree_attention=%r: %d of %d layers use 'triton' (sliding window, ALiBi or soft cap)",
+            name,
+            kept,
+            len(layers),
+        )
+
+
+def check_caches(layers: dict[str, Any], name: str) -> None:
+    """Refuse allocated KV caches that the context's kernel cannot read.
+
+    Raises:
+        ConfigError: naming the fix.
+    """
+    for layer in layers.values():
+        if layer.impl.context is not None:
+            with _refused_as(name):
+                layer.impl.context.check_cache(layer.kv_cache)
+
+
+def committed_caches(alike: list[AlikeLayers]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Return what ``move_rows`` needs of each entry: its group, one cache, the addresses of all caches."""
+    return [(layers.group, layers.caches[0], cache_pointers(layers.caches)) for layers in alike]
+
+
+def compile_kernels(layers: dict[str, Any], bits: torch.Tensor) -> None:
+    """Compile the kernels of the layers' tree rows, so that no step waits for them.
+
+    Args:
+        bits: int64 ``[>= 1, max_query_len, num_words]``, as wide as those of any step; not read.
+    """
+    for layer in layers.values():
+        impl = layer.impl
+        attends = [partial(tree_attention, num_splits=splits) for splits in (1, 2)]
+        if impl.context is not None:
+            attends = [partial(merged_tree_attention, impl.context)]
+        warm_up(attends, layer.kv_cache, impl.num_heads, bits, impl.traits)
+
+
+@contextmanager
+def _refused_as(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"tree_attention={name!r} cannot be used: {error}, or use tree_attention='triton'") from error
+
+
+def check_layers(layers: dict[str, Any]) -> None:
+    """Refuse layers whose attention tree attention cannot serve, see ``check_attention``."""
+    check_attention(layers, TreeImpl, "use --attention-backend FLASH_ATTN or TRITON_ATTN")

@@ -1,0 +1,67 @@
+"""vLLM's CUDA worker with our V2 runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_specplug.config import ConfigError
+from vllm_specplug.gpu.attention import check_layers, device_tree_backends, use_tree_attention
+from vllm_specplug.gpu.graph_sizes import capture_sizes
+from vllm_specplug.gpu.rounds import shapes
+from vllm_specplug.gpu.runner import TreeGPUModelRunner, install_v2
+from vllm_specplug.gpu.step_times import measure_if_unknown
+from vllm_specplug.vllm.proof.worker import ProvesTrees
+
+
+class TreeWorkerV2(ProvesTrees):
+    """Mixed into a worker of vLLM."""
+
+    def init_device(self) -> None:
+        if not self.use_v2_model_runner:
+            raise ConfigError(
+                "vLLM fell back to its V1 model runner, which serves no trees on CUDA: remove the feature that V2 does "
+                "not support (the warning above names it)"
+            )
+        install_v2()
+        self._capture_trees()
+        super().init_device()
+
+    def _capture_trees(self) -> None:
+        """Extend vLLM's own capture sizes, so that large batches of trees have full CUDA graphs."""
+        compilation, scheduler = self.vllm_config.compilation_config, self.vllm_config.scheduler_config
+        speculative = self.vllm_config.speculative_config
+        if not compilation.cudagraph_capture_sizes or speculative.has_users_graph_sizes:
+            return
+        compilation.cudagraph_capture_sizes = capture_sizes(
+            compilation.cudagraph_capture_sizes,
+            [1 + shape.nodes for shape in shapes(speculative.specplug)],
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+        )
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        if self.vllm_config.speculative_config.specplug.budget == "measured":
+            measure_if_unknown(self)
+        self.model_runner.speculator.start_serving()
+        return times
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with device_tree_backends():
+            super().load_model(*args, **kwargs)
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        check_layers(layers)
+        with set_current_vllm_config(self.vllm_config):  # names the version of FlashAttention
+            use_tree_attention(layers, self.vllm_config.speculative_config.specplug.tree_attention)
+
+
+class TreeGPUWorker(TreeWorkerV2, Worker):
+    """Selected through ``worker_cls`` on CUDA."""
+
+    def _make_model_runner(self) -> TreeGPUModelRunner:
+        return TreeGPUModelRunner(self.vllm_config, self.device)

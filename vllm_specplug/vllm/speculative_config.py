@@ -1,0 +1,303 @@
+"""Our options as one of vLLM's SpeculativeConfig objects, so that vLLM loads and schedules the drafter itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.platforms import current_platform
+
+from vllm_specplug.config import (
+    ALL_ROWS,
+    ConfigError,
+    TreeOptions,
+    model_drafter,
+    parse_options,
+    parts_of,
+    with_drafter,
+)
+from vllm_specplug.cpu.kernels.cpu_ops import build_beside
+from vllm_specplug.gpu.rounds import schedule
+from vllm_specplug.proposer import DrafterConfig, find_method
+from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multiplies_bytes
+from vllm_specplug.utils.metrics import publish
+from vllm_specplug.utils.published import is_published
+from vllm_specplug.vllm.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
+from vllm_specplug.vllm.drafters.setup import target_info
+from vllm_specplug.vllm.features import (
+    V2_NAME,
+    WORKERS,
+    Setting,
+    check_features,
+    check_options,
+    check_tree_attention,
+    uses_v2_runner,
+)
+from vllm_specplug.vllm.manifest import MANIFEST_RELOAD
+from vllm_specplug.vllm.mixed import path_of_mixed, users_class
+from vllm_specplug.vllm.sources import installed_sources
+
+logger = logging.getLogger("vllm_specplug")
+
+#: Class that vLLM's ``custom_class`` method loads on V1.  Our runner puts the method's own adapter in its place.
+NO_DRAFTER = "vllm_specplug.cpu.drafters.base.V1Drafter"
+
+#: vLLM's method for V2 speculators without a draft model: no draft KV, and asynchronous scheduling stays on.
+V2_WITHOUT_DRAFTER = "ngram_gpu"
+
+#: The draft architecture that replaces vLLM's: it adds draft vocabularies and ``fc.bias``.
+EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
+EAGLE_MODEL = "vllm_specplug.vllm.drafters.eagle_model:SpecPlugEagleForCausalLM"
+
+
+@config
+class TreeSpeculativeConfig(SpeculativeConfig):
+    """vLLM's configuration of ``eagle``, ``eagle3`` or a custom drafter, with our options beside it.
+
+    vLLM does what it does for those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
+    lookahead slots.  The class is importable and picklable, because it is sent to the engine core and the workers.
+    """
+
+    specplug: Any = None
+    """Options of our method (a ``TreeOptions``)."""
+
+    v2_runner: bool = False
+    """Whether vLLM's V2 model runner runs the trees."""
+
+    has_users_graph_sizes: bool = False
+    """Whether the user chose vLLM's CUDA graph capture sizes; they are kept then."""
+
+    metrics_file: str | None = None
+    """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
+
+    published_head: str | None = None
+    """Folder in which versions of the drafter are published; None: its weights stay as they are."""
+
+    published_folder: str | None = None
+    """The version in it that is loaded at start."""
+
+    trainer: tuple[str, ...] = ()
+    """Command line of the trainer that runs beside the server."""
+
+    def compute_hash(self) -> str:
+        # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
+        in_int8 = getattr(model_drafter(self.specplug), "draft_int8", False)
+        kinds = f"{'int8-' if in_int8 else ''}{f'rows{rows}-' if (rows := self.specplug.linear_rows) else ''}"
+        return f"specplug-{kinds}{super().compute_hash()}"
+
+    def __post_init__(self):
+        result = super().__post_init__()
+        _register_model()
+        if self.method == "eagle":
+            self.draft_model_config.hf_config.architectures = [EAGLE_ARCHITECTURE]
+            self.update_arch_()
+        return result
+
+    def use_ngram(self) -> bool:
+        """Return whether V2 must keep all tokens in device memory: model-free proposers read them there."""
+        return any(find_method(part.method).make_on_device is not None for part in parts_of(self.specplug))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Unpickled in the engine core and the workers, whose registries need the drafter too.
+        _register_model()
+        self.__dict__.update(state)
+
+
+def _register_model() -> None:
+    from vllm import ModelRegistry
+
+    if EAGLE_ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
+
+
+def build(
+    given: dict[str, Any], target_model_config: Any, target_parallel_config: Any, engine_args: Any
+) -> TreeSpeculativeConfig:
+    """Validate everything that is known before the engine starts, and build vLLM's configuration.
+
+    Raises:
+        ConfigError, CheckpointError: with the fix in the message.
+    """
+    given = {key.replace("-", "_"): value for key, value in given.items()}
+    _check_keys(given)
+    options, trainer = _chosen(parse_options(given), target_model_config)
+    on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
+    _check_vllm(options, on_cpu, v2)
+    setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
+    check_features(options.method, setting)
+    check_tree_attention(options, setting)
+    if v2:
+        _check_v2_options(options, target_parallel_config)
+    _check_connector(options, engine_args.kv_transfer_config)
+    if options.linear_rows is None:
+        gains = on_cpu and not v2 and has_avx2()
+        options = replace(options, linear_rows=ALL_ROWS if gains else 0)
+    drafter = _configure_drafter(options, target_model_config)
+    head, folder = _published(options, drafter) if options.reload else (None, None)
+    if drafter is not None:
+        _check_record(drafter)
+        supports_int8 = on_cpu and not v2 and drafter.supports_int8
+        in_tiles = options.linear_rows == ALL_ROWS and has_amx()
+        by_default = target_model_config.dtype == torch.bfloat16 and has_vnni() and not in_tiles
+        resolved = _resolve_int8(drafter.options, supports_int8, by_default)
+        options = with_drafter(options, resolved)
+    vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
+    if vllm_method == "custom_class":
+        vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
+    if on_cpu and not v2:
+        build_beside()
+    theirs = users_class(target_parallel_config.worker_cls)
+    target_parallel_config.worker_cls = path_of_mixed(setting.worker, theirs) if theirs else setting.worker
+    theirs = users_class(engine_args.scheduler_cls)
+    engine_args.scheduler_cls = path_of_mixed(setting.scheduler, theirs) if theirs else setting.scheduler
+    return TreeSpeculativeConfig(
+        method=vllm_method,
+        model=model,
+        num_speculative_tokens=options.num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=schedule(options) if v2 else None,
+        # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
+        # (On V2 the rows themselves are brought into path order.)
+        disable_padded_drafter_batch=not v2,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+        specplug=options,
+        v2_runner=v2,
+        has_users_graph_sizes=_chooses_graph_sizes(engine_args),
+        metrics_file=publish(target_parallel_config.data_parallel_size),
+        published_head=head,
+        published_folder=folder,
+        trainer=(sys.executable, "-m", "vllm_specplug.cli.cli", *trainer) if trainer else (),
+    )
+
+
+def _chooses_graph_sizes(engine_args: Any) -> bool:
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    settings = (engine_args, engine_args.compilation_config)
+    return any(getattr(setting, name, None) is not None for setting in settings for name in names)
+
+
+def _check_keys(given: dict[str, Any]) -> None:
+    """Refuse keys that only vLLM's own method of the same name has.
+
+    Raises:
+        ConfigError: saying how to get vLLM's method.
+    """
+    ours = {field.name for field in fields(find_method(given["method"]).options)}
+    theirs = sorted((set(given) - ours - {"method"}) & {field.name for field in fields(SpeculativeConfig)})
+    if theirs:
+        raise ConfigError(
+            f"the installed plugin vllm-specplug serves the method {given['method']!r}, without vLLM's key "
+            f"{', '.join(map(repr, theirs))}: leave it out, or set the environment variable VLLM_PLUGINS='' to get "
+            "vLLM's own method"
+        )
+
+
+def _chosen(options: TreeOptions, target: Any) -> tuple[TreeOptions, tuple[str, ...]]:
+    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too."""
+    if (choose := find_method(options.method).choose) is None:
+        return options, ()
+    choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
+    logger.info(
+        "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
+    )
+    return parse_options(choice.config), choice.trainer
+
+
+def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
+    model_runner = "V2" if v2 else "V1"
+    if on_cpu and v2 and (on_cpu, v2) not in WORKERS:
+        raise ConfigError("trees run on vLLM's V2 model runner on CUDA only: set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU")
+    if not on_cpu and not v2:
+        if envs.VLLM_USE_V2_MODEL_RUNNER is None:
+            check_options(options)  # names methods for which vLLM chooses V2
+        raise ConfigError("on CUDA, trees run on vLLM's V2 model runner only: unset VLLM_USE_V2_MODEL_RUNNER")
+    # Read from source files: the server's front end needs none of the runner's modules.
+    report = check_runner(model_runner, installed_sources().problem)
+    found = f"{report.distribution} {report.version}"
+    if not report.supported:
+        raise ConfigError(
+            f"method {options.method!r} cannot run on {found}, {model_runner} runner: {'; '.join(report.problems)}. "
+            f"Install {report.distribution} {REFERENCE_VERSION} or a vllm-specplug for this version"
+        )
+    logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
+
+
+def _check_v2_options(options: TreeOptions, parallel: Any) -> None:
+    if options.linear_rows:
+        raise ConfigError(
+            f"linear_rows={options.linear_rows} is for the V1 runner on a CPU (found {V2_NAME}): leave it out"
+        )
+    check_options(options)
+    if parallel.data_parallel_size > 1 and options.budget == "measured":
+        raise ConfigError(
+            f"{V2_NAME} with budget='measured' does not support data parallelism (found --data-parallel-size "
+            f"{parallel.data_parallel_size}): use budget='fixed'"
+        )
+
+
+def _check_record(drafter: DrafterConfig) -> None:
+    if drafter.vllm_method == "eagle3" and drafter.options.record is not None:
+        raise ConfigError(
+            f"record={drafter.options.record!r}: the hidden states that EAGLE-3 heads read are not recorded: leave "
+            "record out, or use an EAGLE-1/2 or HASS head"
+        )
+
+
+def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
+    drafter = model_drafter(options)
+    if kv_transfer_config is None or drafter is None or not find_method(drafter.method).model.is_vllm_model:
+        return
+    if options is not drafter or options.budget == "measured":
+        found = f"method={options.method!r}, budget={options.budget!r}"
+        raise ConfigError(
+            f"with a KV connector drafter {drafter.model!r} must read every prompt, as its rows are stored too "
+            f"(found {found}): use method {drafter.method!r} with budget='fixed', or a method without an EAGLE drafter"
+        )
+
+
+def _configure_drafter(options: TreeOptions, target: Any) -> DrafterConfig | None:
+    """Let the method check its drafter with weights against the target; None for a model-free method."""
+    given = model_drafter(options)
+    if given is None:
+        return None
+    return find_method(given.method).model.configure(given, target_info(target))
+
+
+def _published(options: TreeOptions, drafter: DrafterConfig | None) -> tuple[str, str]:
+    """Return the folder that the drafter was published in, and the version that was resolved.
+
+    Raises:
+        ConfigError: there is none, or this vLLM cannot take other weights.
+    """
+    given, folder = getattr(model_drafter(options), "model", None), None
+    if drafter is not None and given is not None and is_published(Path(given).expanduser()):
+        folder = drafter.model or drafter.options.model
+    if folder is None:
+        raise ConfigError(
+            f"reload=true needs a drafter in a folder that `specplug learn` publishes in (found model={given!r}): give "
+            "that folder as 'model', or leave reload out"
+        )
+    if drafter.model is not None and not (report := check_symbols(MANIFEST_RELOAD)).supported:
+        raise ConfigError(f"reload=true cannot be used: {'; '.join(report.problems)}; leave it out")
+    return str(Path(given).expanduser().absolute()), folder
+
+
+def _resolve_int8(options: TreeOptions, is_supported: bool, by_default: bool) -> TreeOptions:
+    """Decide ``draft_int8``: as asked, else whether it is supported and the default."""
+    if not hasattr(options, "draft_int8"):
+        return options
+    asked, possible = options.draft_int8, is_supported and multiplies_bytes()
+    if asked and not possible:
+        raise ConfigError(
+            "draft_int8=true needs the V1 runner on an x86 CPU with VNNI, or with AVX2 and without AVX-512, and "
+            "an EAGLE-1/2, HASS or Medusa drafter: leave it out"
+        )
+    return replace(options, draft_int8=possible and by_default if asked is None else asked)
