@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.cpu.kernels.tree_attention import unpack_pages
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 
 def attention_by_position(inputs: dict[str, Any], traits: AttentionTraits = NO_TRAITS) -> torch.Tensor:

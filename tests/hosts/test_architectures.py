@@ -36,7 +36,7 @@ from tests.hosts.conftest import (
     token_ids,
 )
 from vllm_specplug.config import ConfigError
-from vllm_specplug.vllm.attention_traits import NO_TRAITS
+from vllm_specplug.core.attention_traits import NO_TRAITS
 
 SETTINGS = {**ENGINE, "block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 #: Prompts of more tokens are read in chunks.  (Plain vLLM fails there on a CPU where a sampled request has a seed.)

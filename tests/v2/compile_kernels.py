@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.attention_reference import ReferenceContext
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu.kernels import tiles as triton_tiles
@@ -35,7 +36,6 @@ from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
 from vllm_specplug.utils.tables import format_table
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 #: Bytes of shared memory that a program can have, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}

@@ -18,7 +18,6 @@ from vllm_specplug.core.draft_sampling import likeliest
 from vllm_specplug.core.growth import TORCH, TORCH_STATIC
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.step import plan_step
-from vllm_specplug.gpu.attention import level_metadata
 from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
@@ -59,12 +58,9 @@ def test_growing_a_tree(ops):
         return likeliest(hidden @ head.T, top_k, draft_ids)
 
     def forward(level, token_ids, features, mask):
-        start, rows = on_device(3, dtype=torch.int32), on_device(9, dtype=torch.int64)
-        cache = on_device(60, 2, 8)
-        scratch = {"layer": KvScratch(cache, cache, rows)}
-        metadata = level_metadata(on_device(3, 4, dtype=torch.int32), start, start, mask, scratch)
-        assert metadata.tree.bits.device == DEVICE and metadata.tree.query_start.device == DEVICE
-        scratch["layer"].write(on_device(9, 2, 8), on_device(9, 2, 8))
+        assert mask.device == DEVICE
+        cache, rows = on_device(60, 2, 8), on_device(9, dtype=torch.int64)
+        KvScratch(cache, cache, rows).write(on_device(9, 2, 8), on_device(9, 2, 8))
         return DraftFeatures(features, features)
 
     root = DraftFeatures(on_device(3, 16), on_device(3, 16))

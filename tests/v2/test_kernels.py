@@ -14,6 +14,7 @@ from tests.doubles.reference_step import move_rows as reference_moves
 from tests.doubles.reference_step import walk_tokens
 from tests.unit.kernels.test_tree_attention import TOLERANCE
 from tests.unit.kernels.test_tree_attention import exact as exact_with
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.core.layout import ancestor_bits, ancestor_mask, lay_out
 from vllm_specplug.core.step import plan_step
 from vllm_specplug.core.tree import depths_from_parents, from_flat
@@ -25,7 +26,6 @@ from vllm_specplug.gpu.kernels.step import plan_step as plan_by_kernel
 from vllm_specplug.gpu.kernels.tiles import warm_up
 from vllm_specplug.gpu.kernels.tree_attention import _find_part, tree_attention
 from vllm_specplug.types import PADDING, Walk
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

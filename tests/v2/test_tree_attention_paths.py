@@ -17,6 +17,7 @@ from tests.v2.conftest import ENGINE, NoLookAtTheDevice, answers, same, watch_ro
 from tests.v2.test_identity import TREE
 from tests.v2.test_kernels import DEVICE, TRAITS, exact, on_device, per_head, trait_inputs, traits_on_device
 from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu import flash_context
@@ -26,7 +27,6 @@ from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.xformers_context import XformersContext
 from vllm_specplug.vllm import features
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.vllm.check import VllmReport, check_symbols
 from vllm_specplug.vllm.features import Setting, check_tree_attention
 from vllm_specplug.vllm.manifest import MANIFEST_FLASH

@@ -17,10 +17,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_specplug.core.attention_traits import AttentionTraits
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.cpu.kernels.tree_attention import causal_attention, causal_attention_pays, tree_attention
 from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
-from vllm_specplug.vllm.attention_traits import AttentionTraits
 from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 #: Least rows of a request with which a forward uses ``causal_attention``; with fewer, both kernels take the same time.

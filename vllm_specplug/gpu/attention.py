@@ -24,13 +24,13 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.core.attention_traits import AttentionTraits
 from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.step import cache_pointers
 from vllm_specplug.gpu.kernels.tiles import warm_up
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
 from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
-from vllm_specplug.vllm.attention_traits import AttentionTraits
 from vllm_specplug.vllm.kv_groups import AlikeLayers
 from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 

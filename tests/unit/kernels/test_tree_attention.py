@@ -8,10 +8,10 @@ import torch
 from tests.doubles.attention_by_position import attention_by_position
 from tests.doubles.attention_inputs import make_inputs
 from tests.host_versions import TAKES_FLOAT32_SINKS
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.cpu.kernels import cpu_ops
 from vllm_specplug.cpu.kernels import tree_attention as kernels
 from vllm_specplug.cpu.kernels.tree_attention import pack_pages, tree_attention, unpack_pages
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 #: Largest deviation allowed, relative to the largest output.  Outputs of 16 bits are rounded once, to 2^-9 or 2^-12.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.utils.environment import multiplies_pairs
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 #: Layouts of the CPU op.
 KV_LAYOUTS = ("vec", "vec16", "amx")

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from vllm_specplug.vllm.attention_traits import AttentionTraits
+from vllm_specplug.core.attention_traits import AttentionTraits
 
 #: By device and step: multiples on the device.  Recorded CUDA graphs hold their addresses.
 _multiples: dict[tuple[torch.device, int], torch.Tensor] = {}

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 from vllm_specplug.gpu.kernels.tiles import add_sinks, attend_tree, load_queries, store_output, tile_options
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplug.vllm.attention_traits import AttentionTraits
+from vllm_specplug.core.attention_traits import AttentionTraits
 
 #: The interpreter's dot product misreads bfloat16 as integers, so its inputs are widened there.
 _INTERPRETED = triton.knobs.runtime.interpret

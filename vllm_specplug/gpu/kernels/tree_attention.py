@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.gpu.kernels.tiles import (
     add_sinks,
     attend,
@@ -26,7 +27,6 @@ from vllm_specplug.gpu.kernels.tiles import (
     tile_options,
     trait_options,
 )
-from vllm_specplug.vllm.attention_traits import NO_TRAITS, AttentionTraits
 
 #: Programs that share a context, at most on average.
 MAX_SPLITS = 32
