@@ -1,4 +1,4 @@
-"""The served step (``core/step.py``) on dense caches and a toy model: a model runner that fits on one page."""
+"""A decode step on dense caches and a toy model: a model runner that fits on one page."""
 
 from __future__ import annotations
 
@@ -59,9 +59,6 @@ class ReferenceRunner:
     caches: Sequence[torch.Tensor]
     context_lens: torch.Tensor
 
-    def lay_out_trees(self, tree: TokenTree) -> TreeLayout:
-        return lay_out(tree, self.context_lens)
-
     def commit(self, plan: S.StepPlan) -> None:
         num_reqs = len(self.context_lens)
         columns = torch.arange(len(plan.path_index) // num_reqs)
@@ -69,19 +66,17 @@ class ReferenceRunner:
             slots = (torch.arange(num_reqs) * cache.shape[1] + self.context_lens).unsqueeze(1) + columns
             move_rows(cache.view(-1, *cache.shape[2:]), plan, slots.flatten())
 
-    def follow(self, plan: S.StepPlan) -> None:
-        self.reread = plan.source_rows.clamp(min=0)
-
     def step(self, root_token_ids: torch.Tensor) -> tuple[Walk, S.StepPlan]:
         """One decode step behind ``root_token_ids``, int64 ``[num_reqs]``."""
         tree = self.drafter.propose(root_token_ids)
         num_reqs, width = tree.token_ids.shape
         requests = torch.arange(num_reqs)
-        layout = S.before_forward(self, tree)
+        layout = lay_out(tree, self.context_lens)
         logits, hidden = self.target.forward(tree.token_ids, layout, self.context_lens, self.caches)
         walk = walk_exact(tree, lambda rows, active, _: self.target.sample(logits[requests, rows], active))
-        plan = S.after_forward(self, walk, requests * width, num_reqs * width)
-        self.drafter.reseed(hidden.flatten(0, 1)[self.reread], walk)
+        plan = S.plan_step(walk, requests * width, num_reqs * width)
+        self.commit(plan)
+        self.drafter.reseed(hidden.flatten(0, 1)[plan.source_rows.clamp(min=0)], walk)
         self.context_lens = self.context_lens + walk.num_emitted
         return walk, plan
 

@@ -1,6 +1,6 @@
 """Worker with Hugging Face transformers for comparison: plain and prompt-lookup decoding.
 
-It answers the same requests as ``hosts.probes.bench_worker``; those of a batch run one after the other.  Assisted
+It answers the same requests as ``vllm.probes.bench_worker``; those of a batch run one after the other.  Assisted
 generation with the drafters of this package is not possible: an EAGLE head reads the target's hidden states, while the
 assistant of transformers is a separate language model.
 """

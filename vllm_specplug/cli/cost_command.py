@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(task: dict[str, Any], kv_gib: int) -> dict[str, Any]:
-    """Run ``hosts.probes.cost_probe``.
+    """Run ``vllm.probes.cost_probe``.
 
     Raises:
         RuntimeError: the engine failed; the message contains the end of its log.

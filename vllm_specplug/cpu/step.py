@@ -6,7 +6,7 @@ vLLM splits a step at its forward; the overrides in ``runner.py`` call these pha
 ``_build_attention_metadata``   verify    the target's layers get the trees; then vLLM's forward runs
 ``_sample``                     walk      vLLM's sampler selects the accepted path
 ``_sample``                     commit    the accepted rows' key/value goes to the pages
-``propose_draft_token_ids``     draft     the drafter reads the accepted rows and grows the next trees
+``propose_draft_token_ids``     draft     the drafter reads the accepted rows and grows the next trees: ``draft.py``
 
 A step without drafts is vLLM's own, up to the draft.
 """
