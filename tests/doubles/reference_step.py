@@ -45,9 +45,14 @@ def move_rows(cache_rows: torch.Tensor, plan: S.StepPlan, slot_mapping: torch.Te
     return cache_rows
 
 
+def rows_to_read(plan: S.StepPlan) -> torch.Tensor:
+    """Return the flat rows whose hidden states the drafter reads."""
+    return plan.source_rows.clamp(min=0)
+
+
 @dataclass
 class ReferenceRunner:
-    """Runs ``core/step.py`` on dense caches.
+    """Runs decode steps on dense caches.
 
     Attributes:
         caches: keys and values of each layer, ``[num_reqs, max_len, ...]``, changed in place.
@@ -76,7 +81,7 @@ class ReferenceRunner:
         walk = walk_exact(tree, lambda rows, active, _: self.target.sample(logits[requests, rows], active))
         plan = S.plan_step(walk, requests * width, num_reqs * width)
         self.commit(plan)
-        self.drafter.reseed(hidden.flatten(0, 1)[plan.source_rows.clamp(min=0)], walk)
+        self.drafter.reseed(hidden.flatten(0, 1)[rows_to_read(plan)], walk)
         self.context_lens = self.context_lens + walk.num_emitted
         return walk, plan
 

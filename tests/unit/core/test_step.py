@@ -198,11 +198,7 @@ def test_moving_the_wrong_way_is_caught(monkeypatch):
 
 def test_reseeding_by_flat_prefix_is_caught(monkeypatch):
     """A chain's code reads rows 0..n-1 as the accepted ones: the tokens stay right, the drafter's features do not."""
-
-    def prefix(runner, plan):
-        runner.reread = plan.target_rows.clamp(min=0)
-
-    monkeypatch.setattr(ReferenceRunner, "follow", prefix)
+    monkeypatch.setattr(reference_step, "rows_to_read", lambda plan: plan.target_rows.clamp(min=0))
     outputs, plain, drafter, _, _ = decode(0.0, seed=0)
     wrong = 0
     for prompt, output, (tokens, hidden), entries in zip(PROMPTS, outputs, plain, drafter.entries, strict=True):
