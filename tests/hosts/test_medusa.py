@@ -173,14 +173,14 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, heads):
 
 def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypatch):
     """The heads must see the last accepted row: with the root's instead, less is accepted and nothing else changes."""
-    from vllm_specplug.cpu import runner
+    from vllm_specplug.cpu import step
 
-    honest = runner.plan_step
+    honest = step.plan_step
 
     def roots(walk, row_start, num_flat_rows):
         return replace(honest(walk, row_start, num_flat_rows), last_rows=row_start)
 
-    monkeypatch.setattr(runner, "plan_step", roots)
+    monkeypatch.setattr(step, "plan_step", roots)
     llm = engine("medusa", {**MEDUSA, "num_speculative_tokens": 19})
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) < 0.9 * tau

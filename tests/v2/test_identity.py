@@ -20,6 +20,7 @@ from tests.v2.conftest import (
     watch_rounds,
 )
 from vllm_specplug.gpu import sampler as v2_sampler
+from vllm_specplug.gpu import step as v2_step
 from vllm_specplug.gpu.runner import TreeRunner
 from vllm_specplug.gpu.trees import DeviceTrees
 
@@ -81,7 +82,7 @@ def skip_moves(patch, runner):
 
 
 def broken_step_plan(patch, _):
-    broken_plan(patch, v2_sampler)
+    broken_plan(patch, v2_step)
 
 
 def wrong_bit(patch, _):
