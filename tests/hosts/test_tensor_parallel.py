@@ -15,10 +15,12 @@ from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 from tests.doubles import tiny
+from tests.doubles.constants import with_constants
 from tests.doubles.forked import answer_in_new_process, needs_two_cores
 from tests.hosts.conftest import ENGINE, SWIFT, TREE, acceptance_length, make_prompts, needs_bytes, token_ids
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
+from vllm_specplug.proposers.swift.options import SwiftOptions
 from vllm_specplug.utils.published import publish
 
 
@@ -31,7 +33,7 @@ def kept(worker):
     found = {"tokens": runner.input_batch.token_ids_cpu.tolist(), "version": version, "weights": weights(runner)}
     return found | {
         "decides": bool(getattr(runner.serving_budget, "budget", None)),
-        "searched": swift and swift.search().all_steps,
+        "searched": swift and swift.search.all_steps,
     }
 
 
@@ -41,10 +43,14 @@ def weights(runner):
 
 
 def lose_time(worker):
-    """Let a measured budget draft whatever that costs: on two ranks of a busy machine drafts may not pay."""
+    """Let drafts and SWIFT's search take any time: on two ranks of a busy machine they may not pay."""
     budget = getattr(getattr(worker.model_runner, "serving_budget", None), "budget", None)
     if budget is not None:
         budget.left, budget.planner._change_arm = 1e9, lambda *_: None
+    drafter = worker.model_runner.drafter
+    if isinstance(getattr(drafter, "options", None), SwiftOptions):  # the window fits in short answers
+        with_constants(drafter.options, draft_depth=5, context_window=8)
+        drafter.ledger.max_delay = 1.0
 
 
 def ray_serves_cpus():
