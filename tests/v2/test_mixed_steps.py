@@ -11,7 +11,7 @@ from tests.hosts.conftest import runner_of
 from tests.v2.conftest import SCARCE, answers, same
 from tests.v2.test_identity import TREE
 from vllm_specplug.gpu import attention as paged
-from vllm_specplug.gpu import runner as v2_runner
+from vllm_specplug.gpu import step as v2_step
 from vllm_specplug.gpu.attention import TreeTritonMetadata, with_trees
 from vllm_specplug.gpu.runner import TreeModelState
 from vllm_specplug.vllm.tree_rows import DeviceTreeRows
@@ -77,7 +77,7 @@ def state(monkeypatch):
     speculator = SimpleNamespace(trees=None, draft_attn_layer_names={"draft"})
     found = TreeModelState(inner, SimpleNamespace(speculator=speculator))
     monkeypatch.setattr(found, "_stage", lambda *_: make_rows(2, 8))
-    monkeypatch.setattr(v2_runner, "with_trees", lambda *args: copies.append(args) or with_trees(*args))
+    monkeypatch.setattr(v2_step, "with_trees", lambda *args: copies.append(args) or with_trees(*args))
     return found, copies
 
 

@@ -12,7 +12,7 @@ from tests.hosts import conftest as hosts
 from tests.hosts.conftest import counters
 from tests.v2.conftest import ENGINE, GREEDY, answers, same
 from vllm_specplug.core.proof import ProofFailed
-from vllm_specplug.gpu.runner import TreeRunner
+from vllm_specplug.gpu import step
 from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.utils import proof_files
 from vllm_specplug.vllm.proof.driver import DriverV2
@@ -60,15 +60,16 @@ def positions_not_moved(monkeypatch):
 
 
 def a_row_not_moved(monkeypatch):
-    honest = TreeRunner.commit
+    honest = step.plan_step
 
-    def commit(self, plan):
+    def plan_step(*args):
+        plan = honest(*args)
         sources = plan.source_rows.clone()
         last = int((sources[0] >= 0).sum()) - 1
         sources[0, last] = plan.target_rows[0, last]
-        honest(self, replace(plan, source_rows=sources))
+        return replace(plan, source_rows=sources)
 
-    monkeypatch.setattr(TreeRunner, "commit", commit)
+    monkeypatch.setattr(step, "plan_step", plan_step)
 
 
 def test_it_passes(proven):

@@ -45,7 +45,8 @@ def verify(metadata: dict[str, Any], rows: DeviceTreeRows, draft_layers: set[str
 
     Layers that share metadata share the copy.
     """
-    copies = {id(layer): with_trees(layer, rows) for name, layer in metadata.items() if name not in draft_layers}
+    target = {id(layer): layer for name, layer in metadata.items() if name not in draft_layers}
+    copies = {key: with_trees(layer, rows) for key, layer in target.items()}  # once where layers share their metadata
     return {name: layer if name in draft_layers else copies[id(layer)] for name, layer in metadata.items()}
 
 
