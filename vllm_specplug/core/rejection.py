@@ -27,6 +27,7 @@ def accept_rejection(
     uniform: torch.Tensor,
     active: torch.Tensor,
     max_depth: int,
+    sync_is_cheap: bool = False,
 ) -> torch.Tensor:
     """Walk the trees by rejection sampling.
 
@@ -38,6 +39,7 @@ def accept_rejection(
             each depth draws from the remaining target distribution.
         active: bool ``[num_reqs]``; the other requests emit nothing.
         max_depth: greatest depth of the trees.
+        sync_is_cheap: whether values may be read to end early: on a CPU.
 
     Returns:
         int64 ``[num_reqs, max_depth]``; the accepted path and, if all children of its last node were rejected, the
@@ -47,7 +49,6 @@ def accept_rejection(
     num_reqs = len(active)
     token_ids = tree.token_ids.new_full((num_reqs, max_depth), PADDING)
     rows = torch.zeros_like(tree.num_rows)
-    sync_is_cheap = rows.is_cpu
     for depth in range(max_depth):
         if sync_is_cheap and not active.any():
             break

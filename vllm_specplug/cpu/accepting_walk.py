@@ -91,7 +91,7 @@ class RejectionWalk(AcceptingWalk):
         for request in sampled.nonzero().flatten().tolist():
             uniform[request] = torch.rand(shape, dtype=torch.float64, generator=generators[request])
         proposal = _stack(self.drafts, tree)
-        return accept_rejection(tree, proposal, target_probs, uniform, sampled, max_depth)
+        return accept_rejection(tree, proposal, target_probs, uniform, sampled, max_depth, sync_is_cheap=True)
 
 
 def _stack(drafts: Sequence[FlatDraft | None], tree: TokenTree) -> Proposal:
