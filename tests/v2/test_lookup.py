@@ -36,6 +36,10 @@ LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6}
 LOOKUP |= {"traffic_tokens": 0}  # of ended requests the tests below would find answers
 
 
+#: Unlike other tests' engines: an engine's buffers have the size that ``max_candidates`` had at their first use.
+OWN = {**ENGINE, "max_logprobs": 21}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def candidates():
     """Enough for all matches of these contexts: of more, the host keeps the newest, the device the longest."""
@@ -56,7 +60,7 @@ def expected(plainly, repeating):
 
 @pytest.fixture(scope="module")
 def llm(engine, expected):  # the newest engine owns the host's counters
-    return engine(speculative_config=LOOKUP, **ENGINE)
+    return engine(speculative_config=LOOKUP, **OWN)
 
 
 def trees_of(llm, monkeypatch):
@@ -109,12 +113,12 @@ def test_prefix_cache_hits_on_blocks_written_by_trees(llm, repeating, plainly):
 
 
 def test_forced_preemption_and_chunked_prefill(engine, repeating, expected):
-    check_preemption(engine(speculative_config=LOOKUP, **SCARCE), repeating, expected)
+    check_preemption(engine(speculative_config=LOOKUP, **{**SCARCE, "max_logprobs": 21}), repeating, expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the default")
 def test_asynchronous_scheduling(engine, repeating, expected, asynchronous):
-    llm = engine(speculative_config={**LOOKUP, "num_speculative_tokens": 6}, **ENGINE)
+    llm = engine(speculative_config={**LOOKUP, "num_speculative_tokens": 6}, **OWN)
     assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncTreeScheduler)
     assert same(answers(llm, repeating), expected)
 
@@ -122,7 +126,7 @@ def test_asynchronous_scheduling(engine, repeating, expected, asynchronous):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs(engine, repeating, expected):
     """Verification and the search from recorded graphs."""
-    llm = engine(speculative_config=LOOKUP, enforce_eager=False, async_scheduling=True, **ENGINE)
+    llm = engine(speculative_config=LOOKUP, enforce_eager=False, async_scheduling=True, **OWN)
     assert same(answers(llm, repeating), expected)
 
 
@@ -131,7 +135,7 @@ def test_cuda_graphs(engine, repeating, expected):
 
 @pytest.fixture(scope="module")
 def remembers(engine, expected):
-    return engine(speculative_config={**LOOKUP, "traffic_tokens": 1024}, **ENGINE)
+    return engine(speculative_config={**LOOKUP, "traffic_tokens": 1024}, **OWN)
 
 
 def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkeypatch):
