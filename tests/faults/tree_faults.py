@@ -305,6 +305,14 @@ TREE_FAULTS = [
         UNIT + "test_rejection.py::test_top_k_and_top_p_bound_what_is_drawn",
     ),
     Fault(
+        "values of independent drafts depend on the drawn token",
+        "sampling",
+        CORE + "draft_sampling.py",
+        "estimates = torch.where(independent, acceptance_log_probs(probs, draft_top_k), estimates)",
+        "estimates = torch.where(independent, estimates, estimates)",
+        UNIT + "test_rejection.py::test_values_of_independent_drafts_do_not_know_their_tokens",
+    ),
+    Fault(
         "drafts ignore top_k",
         "sampling",
         CORE + "draft_sampling.py",

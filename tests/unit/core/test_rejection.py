@@ -144,6 +144,13 @@ def test_control_values_that_know_the_token(monkeypatch):
     assert surprise(emit_two(draft_eagle(drafter, make_sampling(0)), target), target) < 1e-6
 
 
+def test_values_of_independent_drafts_do_not_know_their_tokens():
+    """The same distribution gives the same values, whatever is drawn from it."""
+    children = make_sampling(3).children(tables(5)[1][:1].expand(TRIALS, -1), 0, 2)
+    assert len(children.token_ids.unique(dim=0)) > 3
+    assert torch.equal(children.log_probs, children.log_probs[:1].expand_as(children.log_probs))
+
+
 def test_control_residual_not_taken(monkeypatch):
     """Without the residual of p the output is biased towards the drafts."""
     monkeypatch.setattr(rejection, "_normalised", lambda values, otherwise: otherwise)
