@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "bytes.h"
+#include "gemm_int8.h"
 #include "operators.h"
 #include "types.h"
 

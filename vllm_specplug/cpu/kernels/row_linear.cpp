@@ -3,8 +3,8 @@
 // row_linear.py documents the arguments.
 //
 // Weights can be stored in 16 bits beside float32 rows.  All sums are float32, over the inputs in their order: a row's
-// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once (pairs.h), those
-// with AMX 32 (tiles.h).
+// result does not depend on the other rows.  CPUs that multiply pairs of bfloat16 add two inputs at once (gemm_bf16_avx512.h),
+// those with AMX 32 (gemm_bf16_amx.h).
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "operators.h"
-#include "pairs.h"
-#include "tiles.h"
+#include "gemm_bf16_avx512.h"
+#include "gemm_bf16_amx.h"
 #include "vectors.h"
 
 namespace {

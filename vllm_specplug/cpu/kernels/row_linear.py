@@ -10,7 +10,7 @@ import torch
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.huge_pages import empty_in_huge_pages
 
-#: bfloat16 in 12 bits, without loss (cpu/kernels/codes.h); its bytes for an input's 32 weights.
+#: bfloat16 in 12 bits, without loss (cpu/kernels/bf16_in_12_bits.h); its bytes for an input's 32 weights.
 CODED, _CODED_BLOCK = torch.uint8, 48
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

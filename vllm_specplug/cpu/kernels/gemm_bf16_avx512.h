@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "codes.h"
+#include "bf16_in_12_bits.h"
 
 #ifdef SPECPLUG_PAIRS
 

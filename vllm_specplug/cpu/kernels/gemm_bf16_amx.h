@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "codes.h"
+#include "bf16_in_12_bits.h"
 
 #if defined(__AMX_BF16__) && defined(SPECPLUG_PAIRS) && defined(__linux__)
 #define SPECPLUG_TILES

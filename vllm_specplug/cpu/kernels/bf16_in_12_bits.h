@@ -3,7 +3,7 @@
 // the upper bits of the exponent may be.  Weights with another upper byte stand in a list.
 #pragma once
 
-#include "blocks.h"
+#include "packing.h"
 
 #ifdef SPECPLUG_PAIRS
 
