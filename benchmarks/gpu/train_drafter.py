@@ -13,6 +13,7 @@ The drafter is in ``OUT/head``, with its log; ``--copy`` receives both when the 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_specplug.proposers.training.data import ANSWERS_NAME
+from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.smollm2 import prepare
 
 #: Seconds in which an interrupted stage writes what it has.
@@ -40,6 +42,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="of hidden states and training; default %(default)s")
     parser.add_argument("--copy", type=Path, help="folder for the finished drafter")
     parser.add_argument("--max-tokens", type=int, default=320, help="of an answer; default %(default)s")
+    add_chat_template_kwargs(parser)
     parser.add_argument("train", nargs="*", help="further arguments of `specplug train hass`, behind --")
     return parser.parse_args(words)
 
@@ -52,6 +55,8 @@ def main(words: list[str] | None = None) -> int:
     if not (args.out / DONE).exists():
         seconds = args.answer_share * (ends - time.monotonic())
         given = ["--target", target, "--prompts", *args.prompts, "--out", str(data), "--max-tokens", args.max_tokens]
+        if args.chat_template_kwargs:
+            given += ["--chat-template-kwargs", json.dumps(args.chat_template_kwargs)]
         code = run_for(specplug("data", *given, "--no-features"), seconds)
         answers = data / ANSWERS_NAME
         count = answers.read_bytes().count(b"\n") if answers.exists() else 0

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from vllm_specplug.config import ConfigError, resolve_drafter
+from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.lazy import load
 
 from ..eagle2.alignment import ATTENTIONS
@@ -25,7 +26,7 @@ from .answers import (
     read_prompts,
     select_draft_vocabulary,
 )
-from .data import ANSWER_PROMPTS, ANSWERS_NAME, FEATURES_NAME
+from .data import ANSWER_PROMPTS, ANSWERS_NAME, FACTS_NAME, FEATURES_NAME, record_facts
 from .features import FeatureSet, end_ids_of, extract, has_layer_features, load_features, read_target_config
 from .options import flag_of
 from .recorded import answers_of, is_recorded, read_recorded
@@ -62,6 +63,7 @@ def add_data_arguments(
         default=[],
         help="files of prompts that the target answers first; JSON lines, also .gz",
     )
+    add_chat_template_kwargs(parser)
     parser.add_argument(
         "--answers", metavar="FILE", help="file of answers (default: OUT/answers.jsonl, made from --prompts)"
     )
@@ -176,7 +178,15 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
     if args.prompts and args.data:
         raise ValueError("--data already has answers: give either --data or --prompts")
     if args.prompts:
-        load(ANSWER_PROMPTS)(args.target, read_prompts(args.prompts), answers_file, max_tokens=args.max_tokens)
+        out.mkdir(parents=True, exist_ok=True)
+        record_facts(out / FACTS_NAME, {"chat_template_kwargs": args.chat_template_kwargs})
+        load(ANSWER_PROMPTS)(
+            args.target,
+            read_prompts(args.prompts),
+            answers_file,
+            max_tokens=args.max_tokens,
+            switches=args.chat_template_kwargs,
+        )
     if not answers_file.exists():
         raise ValueError(f"there is no answers file {answers_file}: give --prompts to make one, or --answers")
     answers = read_answers(answers_file)

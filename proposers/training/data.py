@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.lazy import load
 
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template", metavar="FILE", help="file with a chat template (Jinja), if the target has none"
     )
+    add_chat_template_kwargs(parser)
     parser.add_argument(
         "--eagle3", action="store_true", help="also keep the hidden states of three layers, which EAGLE-3 reads"
     )
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     load_tokenizer(args.target, template)  # raises for a target without a template, before anything is written
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    _record_facts(out / FACTS_NAME, _facts(args, rows, template))
+    record_facts(out / FACTS_NAME, _facts(args, rows, template))
     load(ANSWER_PROMPTS)(
         args.target,
         rows,
@@ -97,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         max_prompt_tokens=args.max_prompt_tokens,
         temperature=args.temperature,
         chat_template=template,
+        switches=args.chat_template_kwargs,
     )
     answers = read_answers(out / ANSWERS_NAME)
     tokens = sum(len(answer.answer_ids) for answer in answers)
@@ -121,10 +124,11 @@ def _facts(args: argparse.Namespace, rows: list[Conversation], template: str | N
         "max_prompt_tokens": args.max_prompt_tokens,
         "temperature": args.temperature,
         "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
+        "chat_template_kwargs": args.chat_template_kwargs,
     }
 
 
-def _record_facts(file: Path, facts: dict) -> None:
+def record_facts(file: Path, facts: dict) -> None:
     """Write the prompts and settings of a new folder; refuse to continue a folder that was made from others."""
     if not file.exists():
         with replacing(file) as temporary:

@@ -14,8 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
+
+from vllm_specplug.utils.chat_template import chat_ids
 
 from .answers import Conversation
 
@@ -80,11 +83,12 @@ def answer_conversations(
     max_prompt_tokens: int,
     rows_per_batch: int = 384,
     progress: bool = True,
+    switches: dict[str, Any] | None = None,
 ) -> int:
     """Append the answers to `conversations` to the file at `path`; return the number of tokens written.
 
     A first turn longer than `max_prompt_tokens` is cut to that length; a conversation that grows beyond it ends. A
-    conversation is written once it and all before it are answered.
+    conversation is written once it and all before it are answered. `switches` are those of the chat template.
 
     Raises:
         OSError: the file could not be written; its last complete conversations are kept.
@@ -98,7 +102,7 @@ def answer_conversations(
             chats = [_Chat(start + i, row, [], []) for i, row in enumerate(rows)]
             waiting = deque(chats)
             while open_chats := [chat for chat in chats if not chat.closed]:
-                for answer_tokens in _answer_turn(open_chats, tokenizer, generate, max_prompt_tokens):
+                for answer_tokens in _answer_turn(open_chats, tokenizer, generate, max_prompt_tokens, switches):
                     written += answer_tokens
                     bar.set_postfix_str(f"{written / (time.monotonic() - started):.0f} tok/s", refresh=False)
                     while waiting and waiting[0].closed:
@@ -107,12 +111,14 @@ def answer_conversations(
     return written
 
 
-def _answer_turn(chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int) -> Iterator[int]:
+def _answer_turn(
+    chats: list[_Chat], tokenizer, generate: Generate, max_prompt_tokens: int, switches: dict[str, Any] | None
+) -> Iterator[int]:
     """Answer the next turn of each chat, and close the chats that end with it; yield the tokens of each answer."""
     prompts = []
     for chat in chats:
         messages = chat.conversation.messages(chat.answers)
-        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        ids = chat_ids(tokenizer, messages, switches)
         if chat.answers and len(ids) > max_prompt_tokens:
             chat.closed = True
             yield 0

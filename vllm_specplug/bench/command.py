@@ -23,6 +23,7 @@ from vllm_specplug.bench.results import (
 from vllm_specplug.bench.server import Server
 from vllm_specplug.bench.workers import Measurement, Part, measure, started
 from vllm_specplug.cli.arguments import add_kv_gib, add_max_tokens, add_model, check_at_least_one
+from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.smollm2 import check_target, prepare
 
 
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions", type=Path, metavar="FILE", help="JSON lines in the layout of Spec-Bench, HumanEval or GSM8K"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
+    add_chat_template_kwargs(parser)
     add_max_tokens(parser, 128)
     parser.add_argument(
         "--spread",
@@ -178,8 +180,10 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     settings = {"questions": args.questions.name, "num_questions": len(questions), "max_tokens": args.max_tokens}
     settings |= {"concurrency": ",".join(map(str, args.concurrency)), "repeats": args.repeats}
     settings |= {"temperature": args.temperature, "spread": args.spread}
+    if args.chat_template_kwargs:
+        settings["chat_template_kwargs"] = args.chat_template_kwargs
     if args.server:
-        servers = [Server(label, url) for label, url in args.server]
+        servers = [Server(label, url, args.chat_template_kwargs) for label, url in args.server]
         settings |= {"dtype": "dtype of the server", "model": servers[0].model}
         results, peaks = measure(servers, parts, args.max_tokens, args.temperature)
         settings |= interruption(results, parts)
@@ -192,6 +196,8 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False,  # so that each answer computes its own prompt
         "disable_log_stats": False,
     }
+    if args.chat_template_kwargs:
+        engine["chat_template_kwargs"] = args.chat_template_kwargs
     settings |= {key: engine[key] for key in ("dtype", "max_model_len", "max_num_seqs", "enable_prefix_caching")}
     settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name, "in_process": args.in_process}
     with started(methods, engine | {"in_process": args.in_process}, args.kv_gib) as workers:

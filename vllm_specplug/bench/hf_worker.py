@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm_specplug.utils.chat_template import chat_ids
 from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 
@@ -27,14 +28,16 @@ class TokenTimes:
         """Do nothing at the end of the answer; transformers calls it."""
 
 
-def answer(model: Any, tokenizer: Any, request: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Answer chat messages; ``options`` are arguments of ``generate``."""
+def answer(
+    model: Any, tokenizer: Any, request: dict[str, Any], options: dict[str, Any], switches: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Answer chat messages; ``options`` are arguments of ``generate``, ``switches`` those of the chat template."""
     import torch
 
     prompts = []
     for text, max_tokens in zip(request["texts"], request["max_tokens"], strict=True):
         chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = chat_ids(tokenizer, chat, switches)
         prompts.append(torch.tensor([ids[: options["max_length"] - max_tokens]]))
     sampling = {"do_sample": False}
     if asked := request.get("sampling"):
@@ -77,7 +80,7 @@ def start(arguments: Message) -> Engine:
 
     @torch.inference_mode()
     def ask(request: Message) -> Message:
-        return answer(model, tokenizer, request, options)
+        return answer(model, tokenizer, request, options, arguments.get("chat_template_kwargs"))
 
     return {"ready": True}, ask
 

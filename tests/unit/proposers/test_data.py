@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,6 +293,59 @@ def test_target_without_a_chat_template(engine, tmp_path, capsys):
     template = ["--chat-template", str(tmp_path / "chat.jinja")]
     assert data(str(tmp_path / "t"), tmp_path / "d", prompts, "--no-features", *template) == 0
     assert engine.prompts == [[2, 8, 3]]
+
+
+#: A template as that of Qwen3: without the switch the answer thinks first.
+SWITCHED = TEMPLATE.replace(
+    "assistant {% endif",
+    "assistant {% if enable_thinking is sameas false %}w0 w1 {% endif %}{% endif",
+)
+SWITCHES = '{"enable_thinking": false}'
+
+
+def served_ids(target: str, text: str, switches: dict) -> list[int]:
+    """The prompt that vLLM's server makes of a chat."""
+    from transformers import AutoTokenizer
+    from vllm.renderers.hf import safe_apply_chat_template
+
+    chat = [{"role": "user", "content": text}]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    config = SimpleNamespace(
+        model=target,
+        tokenizer=target,
+        tokenizer_revision=None,
+        revision=None,
+        code_revision=None,
+        trust_remote_code=False,
+    )
+    return safe_apply_chat_template(config, tokenizer, chat, add_generation_prompt=True, **switches)
+
+
+def test_prompts_are_the_ids_that_a_server_with_the_same_switches_of_the_template_reads(engine, tmp_path, capsys):
+    write_target(tmp_path / "t")
+    write_tokenizer(tmp_path / "t", SWITCHED)
+    target, prompts = str(tmp_path / "t"), write_rows(tmp_path / "p.jsonl", {"prompt": "w4"})
+    switches = ["--chat-template-kwargs", SWITCHES]
+    assert data(target, tmp_path / "d", prompts, "--no-features", *switches) == 0
+    assert data(target, tmp_path / "plain", prompts, "--no-features") == 0
+    served = [served_ids(target, "w4", given) for given in (json.loads(SWITCHES), {})]
+    assert engine.prompts == served == [[2, 8, 3, 4, 5], [2, 8, 3]]
+    assert data(target, tmp_path / "d", prompts, "--no-features") == 2
+    fails(capsys, "has data with other chat_template_kwargs")
+    engine.prompts.clear()
+    out = str(tmp_path / "head")
+    command = ["train", "eagle", "--target", target, "--prompts", str(prompts), "--out", out, "--epochs", "1"]
+    assert cli.main([*command, "--draft-vocab-size", str(DRAFT), *switches]) == 0
+    assert engine.prompts == served[:1]
+    assert cli.main([*command, "--draft-vocab-size", str(DRAFT)]) == 2
+    fails(capsys, "has data with other chat_template_kwargs")
+
+
+@pytest.mark.parametrize("given", ["{", "[]", '{"tokenize": false}'])
+def test_switches_that_are_none(target, tmp_path, capsys, given):
+    with pytest.raises(SystemExit):
+        data(target, tmp_path / "d", tmp_path / "p.jsonl", "--chat-template-kwargs", given)
+    assert "--chat-template-kwargs" in capsys.readouterr().err
 
 
 def test_bad_files_write_nothing(target, engine, tmp_path, capsys):

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from tests.unit.tools.test_cli import fails_with
+from vllm_specplug.bench import command as bench_command
 from vllm_specplug.bench import hf_worker
 from vllm_specplug.bench.command import interruption
 from vllm_specplug.bench.methods import Method
@@ -25,6 +26,7 @@ from vllm_specplug.bench.questions import Question, make_batches, spread_lengths
 from vllm_specplug.bench.server import Server
 from vllm_specplug.bench.workers import Measurement, MemoryCheck, Part, Worker, measure
 from vllm_specplug.cli import cli
+from vllm_specplug.vllm.probes import bench_worker
 
 
 def test_several_at_once_are_asked_in_batches_of_any_category():
@@ -337,6 +339,38 @@ def test_a_server_is_measured(server):
     assert (found.drafts, found.accepted, found.accepted_by_depth) == (10, 8, [6, 2])
     assert len(found.first_token_s) == len(found.inter_token_s) == 2 and min(found.first_token_s) > 0
     assert {body["temperature"] for body in fake.bodies} == {0.5} and all("seed" in body for body in fake.bodies)
+
+
+def test_every_engine_of_a_benchmark_gets_the_switches_of_the_template(server, tmp_path, monkeypatch):
+    (tmp_path / "config.json").touch()
+    switches, questions = {"enable_thinking": False}, tmp_path / "q.jsonl"
+    questions.write_text('{"question": "1 + 1?"}\n')
+    command = ["bench", "--questions", str(questions), "--chat-template-kwargs", json.dumps(switches)]
+    assert cli.main([*command, "--server", server[1]]) == 0
+    assert all(body["chat_template_kwargs"] == switches for body in server[0].bodies)
+    engines = []
+
+    @contextlib.contextmanager
+    def started(methods, engine, kv_gib):
+        engines.append(engine)
+        raise RuntimeError("enough")
+        yield
+
+    monkeypatch.setattr(bench_command, "started", started)
+    assert cli.main([*command, "--methods", "plain", "--target", str(tmp_path)]) == 2
+    assert engines[0]["chat_template_kwargs"] == switches
+
+
+def test_workers_apply_the_switches_of_the_template():
+    class Tokenizer:
+        def apply_chat_template(self, chat, enable_thinking=True, **given):
+            assert given == {"add_generation_prompt": True, "return_dict": False}
+            return [7] if enable_thinking else [7, 8]
+
+    config = SimpleNamespace(max_model_len=9)
+    llm = SimpleNamespace(get_tokenizer=Tokenizer, llm_engine=SimpleNamespace(model_config=config))
+    for switches, ids in ((None, [7]), ({"enable_thinking": False}, [7, 8])):
+        assert bench_worker.prompts_of(llm, ["a"], 2, switches) == [{"prompt_token_ids": ids}]
 
 
 def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):

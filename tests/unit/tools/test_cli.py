@@ -372,19 +372,21 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
 
     def server(name, model, options, log, plugins):
         log.write_text("started")
+        assert '--default-chat-template-kwargs {"a": 1}' in " ".join(options)
         return Namespace(name=name, command=["serve"], stop=lambda: None)
 
     monkeypatch.setattr(demo, "Server", server)
     monkeypatch.setattr(demo, "wait_until_ready", lambda servers, timeout: None)
     monkeypatch.setattr(demo, "compare", answers)
     wanted = ["--log-dir", str(tmp_path / "logs")] if "wanted" in end else []
+    wanted += ["--chat-template-kwargs", '{"a": 1}']
     code = 2 if "error" in end else 130 if end == "interrupted" else 0
     (tmp_path / "config.json").touch()
     assert cli.main(["demo", "--target", str(tmp_path), "--limit", "2", *wanted]) == code
     assert [file.name for file in scratch.glob("*/plain.log")] == (["plain.log"] if "error" in end else [])
     assert len(list(scratch.iterdir())) == ("error" in end)
     said = capsys.readouterr().err
-    assert (tmp_path / "logs" / "eagle2.log").exists() == bool(wanted) == ("Server logs" in said)
+    assert (tmp_path / "logs" / "eagle2.log").exists() == ("wanted" in end) == ("Server logs" in said)
     finished = re.findall(r"^\[(\d)/3\] took \d+ s$", said, re.MULTILINE)  # each stage says how long it took
     assert finished == (["1", "2", "3"] if code == 0 else ["1", "2"])
 

@@ -1,6 +1,7 @@
 """One engine of ``specplug bench``, as a worker process.
 
-The first message has the arguments of ``LLM`` and ``"in_process"`` (see ``in_process.start_in_process``).  A request
+The first message has the arguments of ``LLM``, ``"in_process"`` (see ``in_process.start_in_process``) and
+``"chat_template_kwargs"``, the switches of the chat template.  A request
 ``{"texts", "max_tokens"}`` returns greedy answers (``max_tokens`` is one number, or one per text); ``"sampling"``
 (arguments of ``SamplingParams``) makes them sampled ones, ``"at_once"`` limits how many run at the same time.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm_specplug.utils.chat_template import chat_ids
 from vllm_specplug.utils.worker_pipe import Engine, Message, run_worker
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
@@ -28,14 +30,13 @@ def _read_counters(llm: Any) -> tuple[int, list[int]]:
     return drafts, by_depth
 
 
-def prompts_of(llm: Any, texts: list[str], max_tokens: int) -> list[dict[str, Any]]:
+def prompts_of(
+    llm: Any, texts: list[str], max_tokens: int, switches: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Tokenise chat messages, cut so that the answer fits into the context."""
     tokenizer, room = llm.get_tokenizer(), llm.llm_engine.model_config.max_model_len - max_tokens
     chats = ([{"role": "user", "content": text}] for text in texts)
-    return [
-        {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)[:room]}
-        for chat in chats
-    ]
+    return [{"prompt_token_ids": chat_ids(tokenizer, chat, switches)[:room]} for chat in chats]
 
 
 def answer(
@@ -44,6 +45,7 @@ def answer(
     max_tokens: int | list[int],
     sampling: dict[str, Any] | None = None,
     at_once: int | None = None,
+    switches: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Answer chat messages, greedy by default; return the answers, the seconds and the changes of the draft counters.
 
@@ -53,7 +55,7 @@ def answer(
     from vllm.sampling_params import RequestOutputKind
 
     lengths = [max_tokens] * len(texts) if isinstance(max_tokens, int) else max_tokens
-    prompts = prompts_of(llm, texts, max(lengths))
+    prompts = prompts_of(llm, texts, max(lengths), switches)
     params = [SamplingParams(**{"temperature": 0, "max_tokens": length, **(sampling or {})}) for length in lengths]
     for one in params:
         one.output_kind = RequestOutputKind.FINAL_ONLY
@@ -99,6 +101,7 @@ def _generate(engine: Any, prompts: list[dict[str, Any]], params: list[Any], at_
 
 def start(arguments: Message) -> Engine:
     """Start the engine, for ``run_worker``."""
+    switches = arguments.pop("chat_template_kwargs", None)
     if arguments.pop("in_process", False):
         from vllm_specplug.vllm.probes.in_process import start_in_process
 
@@ -107,7 +110,11 @@ def start(arguments: Message) -> Engine:
         from vllm import LLM
 
         llm = LLM(**arguments)
-    return {"ready": True}, lambda request: answer(llm, **{k: request[k] for k in _ARGUMENTS if k in request})
+
+    def ask(request: Message) -> Message:
+        return answer(llm, **{k: request[k] for k in _ARGUMENTS if k in request}, switches=switches)
+
+    return {"ready": True}, ask
 
 
 if __name__ == "__main__":

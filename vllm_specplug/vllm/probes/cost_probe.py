@@ -15,7 +15,7 @@ def probe(task: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         task: ``engine`` (arguments of ``LLM``), ``questions`` (texts by category), ``max_tokens`` (of an answer),
-            ``batches`` (batch sizes to report choices for).
+            ``batches`` (batch sizes to report choices for), ``chat_template_kwargs`` (the template's switches).
 
     Returns:
         ``facts``, ``costs`` (see ``StepCost.to_json``), ``choices`` (by category; without questions,
@@ -29,7 +29,7 @@ def probe(task: dict[str, Any]) -> dict[str, Any]:
     for category, texts in task["questions"].items():
         llm.collective_rpc("forget_worth")
         for text in texts:
-            answer(llm, [text], task["max_tokens"])
+            answer(llm, [text], task["max_tokens"], switches=task.get("chat_template_kwargs"))
         report, *_ = llm.collective_rpc("report_budget", args=(task["batches"],))
         result["choices"][category] = report["choices"]
         result["reliability"][category] = report["reliability"]

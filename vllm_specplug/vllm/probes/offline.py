@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vllm_specplug.proposers.training.answers import Conversation
 from vllm_specplug.proposers.training.generate import Generate, answer_conversations, load_tokenizer, resume_at
@@ -62,11 +63,13 @@ def answer_prompts(
     max_prompt_tokens: int = 1600,
     temperature: float = 0.0,
     chat_template: str | None = None,
+    switches: dict[str, Any] | None = None,
 ) -> int:
     """Append the target's answers to `prompts` ({"source", "prompt"} or conversations) to the file `out_path`.
 
     Returns the tokens written. Resumable: see proposers/training/generate.py. The prompt has the chat template applied
-    (a prompt longer than `max_prompt_tokens` keeps its first tokens); the answer keeps its end token.
+    with its `switches` (a prompt longer than `max_prompt_tokens` keeps its first tokens); the answer keeps its end
+    token.
 
     Raises:
         ValueError: the target has no chat template.
@@ -80,4 +83,6 @@ def answer_prompts(
     tokenizer = load_tokenizer(target, chat_template)
     generate = start_engine(target, max_tokens, max_prompt_tokens, temperature)
     rows_per_batch = 384 if current_platform.is_cpu() else 8192  # each batch ends with few requests
-    return answer_conversations(rows, tokenizer, generate, out_path, max_prompt_tokens, rows_per_batch)
+    return answer_conversations(
+        rows, tokenizer, generate, out_path, max_prompt_tokens, rows_per_batch, switches=switches
+    )

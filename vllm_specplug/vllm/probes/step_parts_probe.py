@@ -204,6 +204,7 @@ def step_costs(llm: Any, clock: PartsClock, nodes: list[int], context: int, max_
 
 def start(arguments: Message) -> Engine:
     """Start the engine and its clock, for ``run_worker``."""
+    switches = arguments.pop("chat_template_kwargs", None)
     llm = start_in_process(arguments)
     clock = PartsClock(llm)
     config = llm.llm_engine.model_config
@@ -212,7 +213,7 @@ def start(arguments: Message) -> Engine:
     def ask(request: Message) -> Message:
         if "nodes" in request:
             return {"steps": step_costs(llm, clock, request["nodes"], request["context"], request["max_tokens"])}
-        prompts = prompts_of(llm, request["texts"], request["max_tokens"])
+        prompts = prompts_of(llm, request["texts"], request["max_tokens"], switches)
         if request.get("together"):
             decode_together(llm, prompts, request["max_tokens"])
             clock.steps.clear()
