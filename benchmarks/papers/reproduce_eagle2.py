@@ -15,9 +15,19 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.papers.reproductions import Cycles, gain_text, offline_parser, summary, tau, verdict_on, write
+from benchmarks.papers.reproductions import (
+    Cycles,
+    Figures,
+    gain_text,
+    offline_parser,
+    run_script,
+    summary,
+    tau,
+    verdict_on,
+    write,
+)
 from vllm_specplug.proposers.training import eagle, evaluate
-from vllm_specplug.proposers.training.answers import read_answers
+from vllm_specplug.proposers.training.answers import content_hash, read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 from vllm_specplug.proposers.training.trees import Drafted, TreePolicy, eagle2_policy, tree_tau
 
@@ -128,6 +138,11 @@ ABLATIONS = {
 }
 
 
+def dynamic(name: str, size: Size) -> TreePolicy:
+    """Return the policy of a name of the tables other than ``STATIC``."""
+    return eagle2_policy(size.nodes, size.beam) if name == EAGLE2 else expansion(*ABLATIONS[name], size)
+
+
 def table(title: str, source: str, claim: str, found: dict[Size, dict[str, Cycles]], names: list[str]) -> dict:
     """Compare, for every size, EAGLE-2's trees (the last name) with the trees of each other name."""
     rows, verdicts = [], {}
@@ -163,15 +178,17 @@ def main() -> None:
     _, embedding, lm_head = target_head(args.target)
     rows = (embedding, lm_head[ids].to(torch.bfloat16).contiguous(), ids)
 
-    found: dict[Size, dict[str, Cycles]] = {}
+    inputs = {"head": args.head, "target": args.target, "answers": content_hash(answers)}
+    figures = Figures(args.out, len(SIZES) * (len(ABLATIONS) + 2) + args.serve, inputs)
+    found: dict[Size, dict[str, Cycles]] = {size: {} for size in SIZES}
     for size in SIZES:
-        policies = {STATIC: static(fit_shape(head, data, *rows, size))}
-        policies |= {name: expansion(key, rerank, size) for name, (key, rerank) in ABLATIONS.items()}
-        policies[EAGLE2] = eagle2_policy(size.nodes, size.beam)
-        found[size] = {}
-        for name, policy in policies.items():
-            found[size][name] = tree_tau(head, data, *rows, depth=size.depth, beam=size.beam, policy=policy)
-            print(f"{size.nodes} nodes, {name}: tau {tau(found[size][name]):.3f}", file=sys.stderr, flush=True)
+        for name in (STATIC, *ABLATIONS, EAGLE2):
+
+            def cycles(size=size, name=name) -> Cycles:
+                policy = static(fit_shape(head, data, *rows, size)) if name == STATIC else dynamic(name, size)
+                return tree_tau(head, data, *rows, depth=size.depth, beam=size.beam, policy=policy)
+
+            found[size][name] = figures(f"{size.nodes} nodes, {name}", cycles)
 
     note = f"offline, {len(data)} answers; " + ", ".join(
         f"{size.nodes} nodes: depth {size.depth}, {size.beam} fed per level, {size.beam} children of each"
@@ -181,7 +198,8 @@ def main() -> None:
     if args.serve:
         size = SIZES[0]
         prompts, lengths = [a.prompt_ids for a in answers], [len(a.answer_ids) for a in answers]
-        served, offline = served_tau(args.target, args.head, prompts, lengths, size), tau(found[size][EAGLE2])
+        served = figures("served", lambda: served_tau(args.target, args.head, prompts, lengths, size))
+        offline = tau(found[size][EAGLE2])
         more["check"] = {"nodes": size.nodes, "offline_tau": round(offline, 3), "served_tau": round(served, 3)}
         note += f"; {EAGLE2} at {size.nodes} nodes served on the same prompts: tau {served:.3f}, offline {offline:.3f}"
     tables = [
@@ -211,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

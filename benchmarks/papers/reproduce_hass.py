@@ -16,13 +16,14 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from benchmarks.papers.reproductions import Cycles, gain_text, tau, verdict_on, write
+from benchmarks.papers.reproductions import Cycles, Figures, gain_text, run_script, tau, verdict_on, write
 from vllm_specplug.proposers.training import eagle, evaluate
-from vllm_specplug.proposers.training.answers import read_answers
+from vllm_specplug.proposers.training.answers import content_hash, read_answers
 from vllm_specplug.proposers.training.data import ANSWERS_NAME, FEATURES_NAME
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 from vllm_specplug.proposers.training.trees import tree_tau
@@ -97,9 +98,11 @@ def rate(value: float) -> list[str]:
 class Judge:
     """Measures heads on held-out answers."""
 
-    def __init__(self, target: str, folder: Path, start: Path):
-        self.start = start
+    def __init__(self, args: argparse.Namespace, total: int):
+        target, folder, self.start = args.target, args.dev_data, start(args)
         answers = read_answers(folder / ANSWERS_NAME)
+        inputs = {name: value for name, value in vars(args).items() if name not in ("out", "align", "sweep", "threads")}
+        self.figures = Figures(args.out, total, inputs | {"dev_data": content_hash(answers)})
         self.data = load_features(extract(target, answers, folder / FEATURES_NAME, progress=False))
         _, self.embedding, self.lm_head = target_head(target)
 
@@ -115,13 +118,19 @@ class Judge:
 
     def chain(self, folder: Path) -> evaluate.Acceptance:
         """Measure the acceptance of chains."""
-        return evaluate.chain_acceptance(*self._load(folder), depth=DEPTH)
+
+        def measure() -> dict:
+            return asdict(evaluate.chain_acceptance(*self._load(folder), depth=DEPTH))
+
+        return evaluate.Acceptance(**self.figures(f"chains of {folder.name}", measure))
 
     def tree(self, folder: Path, nodes: int = NODES, depth: int = DEPTH, beam: int = BEAM) -> Cycles:
         """Count tokens and cycles of EAGLE-2 trees."""
-        found = tree_tau(*self._load(folder), nodes=nodes, depth=depth, beam=beam)
-        print(f"{folder.name}: tau {tau(found):.3f}", file=sys.stderr, flush=True)
-        return found
+
+        def measure() -> Cycles:
+            return tree_tau(*self._load(folder), nodes=nodes, depth=depth, beam=beam)
+
+        return self.figures(f"trees of {folder.name}, {nodes} nodes", measure)
 
 
 def facts_of(folder: Path, start: Path) -> str:
@@ -240,10 +249,10 @@ def main() -> None:
 
     heads = aligned(args)
     sweep = swept(args) if args.sweep_data else {}
-    judge = Judge(args.target, args.dev_data, start(args))
+    judge = Judge(args, 2 * len(heads) + len(sweep))
     tables = [alignment_table(judge, heads), *([sweep_table(judge, sweep)] if sweep else [])]
     write(args.out, tables, "align-1 and the loss without its top-K term: same data, same steps")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

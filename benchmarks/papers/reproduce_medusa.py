@@ -17,16 +17,19 @@ import os
 import random
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.papers.reproductions import offline_parser, write
+from benchmarks.papers.reproductions import Figures, offline_parser, run_script, write
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.medusa.calibrate import best_dense, interpolate
 from vllm_specplug.proposers.medusa.ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_tau
 from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, dense_paths, grow
-from vllm_specplug.proposers.training.answers import read_answers
+from vllm_specplug.proposers.training.answers import content_hash, read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 
 SOURCE = "Medusa (arXiv 2401.10774, {})"
@@ -84,9 +87,14 @@ def served_tau(target: str, model: str, tree: Paths, prompts: list[list[int]], l
     return 1 + counters["vllm:spec_decode_num_accepted_tokens"] / counters["vllm:spec_decode_num_drafts"]
 
 
-def sparse_against_dense(growing: list[torch.Tensor], held_out: list[torch.Tensor], sparse: Paths) -> dict:
+def sparse_against_dense(
+    growing: list[torch.Tensor],
+    held_out: list[torch.Tensor],
+    sparse: Paths,
+    figures: Callable[[str, Callable[[], Any]], Any] = lambda name, measure: measure(),
+) -> dict:
     """Reproduce figure 4 (left) of the paper."""
-    rows = [dense_row(growing, held_out, sparse, most) for most in DENSE]
+    rows = [figures(f"dense {most}", partial(dense_row, growing, held_out, sparse, most)) for most in DENSE]
     sparse_64 = simulate_tau(held_out, sparse[:64])
     ahead = [row[1] > row[2] for row in rows]
     largest = max(rows, key=lambda row: row[0])
@@ -171,14 +179,21 @@ def main() -> None:
     data = load_features(extract(args.target, answers, args.features, progress=False))
     model = resolve_drafter(args.model, "medusa")
     heads, draft_head, draft_ids = load_for_ranking(model, target_head(args.target)[2])
-    ranks = rank_answers(heads, data, draft_head, draft_ids)
+    inputs = {"target": args.target, "model": model, "answers": content_hash(answers)}
+    inputs["serve-limit"] = args.serve_limit
+    figures = Figures(args.out, 1 + len(DENSE) + len(args.serve), inputs)
+
+    def all_ranks() -> list:
+        return [one.tolist() for one in rank_answers(heads, data, draft_head, draft_ids)]
+
+    ranks = [torch.tensor(one).long().reshape(-1, heads.num_heads) for one in figures("ranks", all_ranks)]
     growing, held_out = ranks[::2], ranks[1::2]
     sparse, values = grow(
         MeasuredProbabilities(torch.cat(growing), PRIOR), growing[0].shape[1], MAX_RANKS, max(BUDGETS)
     )
     taus = {n: simulate_tau(held_out, sparse[:n]) for n in BUDGETS if n <= len(sparse)}
     tables = [
-        sparse_against_dense(growing, held_out, sparse),
+        sparse_against_dense(growing, held_out, sparse, figures),
         budget_sweep(sparse, values, taus, read_steps(args.steps) if args.steps else None),
     ]
     note = f"offline, {len(held_out)} answers measured, {len(growing)} others grew the trees; {ranks[0].shape[1]} heads"
@@ -190,11 +205,11 @@ def main() -> None:
         chosen = range(1, len(answers), 2)[: args.serve_limit]
         prompts, lengths = [answers[i].prompt_ids for i in chosen], [len(answers[i].answer_ids) for i in chosen]
         offline = simulate_tau([ranks[i] for i in chosen], sparse[:nodes])
-        served = served_tau(args.target, str(model), sparse[:nodes], prompts, lengths)
+        serve = partial(served_tau, args.target, str(model), sparse[:nodes], prompts, lengths)
+        served = figures(f"served, {nodes} nodes", serve)
         checks.append(
             {"nodes": nodes, "answers": len(chosen), "offline_tau": round(offline, 3), "served_tau": round(served, 3)}
         )
-        print(checks[-1], file=sys.stderr)
     for table in tables:
         table.setdefault("note", note)
         for check in checks:
@@ -206,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

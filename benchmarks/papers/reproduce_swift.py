@@ -14,11 +14,12 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.end_to_end.swift import TASKS, Engine
-from benchmarks.papers.reproductions import gain, gain_text, write
+from benchmarks.papers.reproductions import Figures, gain, gain_text, run_script, write
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.proposers.swift import drafting
 from vllm_specplug.proposers.swift.layer_set import LayerSet
@@ -112,6 +113,12 @@ def search(engine: Engine, texts: Sequence[str], layers: int, ratio: float, step
     return found
 
 
+def searched_set(engine: Engine, texts: Sequence[str], layers: int, ratio: float, steps: int) -> dict:
+    """Search a layer set; return it and its matchness."""
+    found = search(engine, texts, layers, ratio, steps)
+    return {"set": [found.best.attention, found.best.mlp], "matchness": found.matchness or 0.0}
+
+
 def ablation(found: dict[str, Drafts], ratio: float) -> dict:
     """Reproduce table 8 of the paper."""
     whole = found["SWIFT"]
@@ -183,30 +190,33 @@ def main() -> None:
     texts, held_out = mixed[: -args.count], mixed[-args.count :]
     engine = Engine(args.max_tokens, eager=True, num_speculative_tokens=NODES)
     layers, threshold = engine.drafter.state.options.num_layers, engine.drafter.options.min_confidence
+    inputs = {name: value for name, value in vars(args).items() if name != "out"}
+    figures = Figures(args.out, (2 + (args.searched is None)) * len(args.ratios) + 3, inputs)
+
+    def drafts_of(name: str, layer_set: LayerSet, ratio: float, min_confidence: float) -> Drafts:
+        return Drafts(**figures(name, lambda: asdict(measure(engine, held_out, layer_set, ratio, min_confidence))))
 
     found: dict[float, dict[str, Drafts]] = {}
     searched: dict[float, LayerSet] = {}
     matchness: dict[float, float] = {}
     for ratio in args.ratios:
         if args.searched is None:
-            result = search(engine, texts, layers, ratio, args.steps)
-            searched[ratio], matchness[ratio] = result.best, result.matchness or 0.0
+            result = figures(f"search {ratio}", partial(searched_set, engine, texts, layers, ratio, args.steps))
+            searched[ratio], matchness[ratio] = LayerSet(layers, *map(tuple, result["set"])), result["matchness"]
         else:
             ours = json.loads(args.searched.read_text())[str(ratio)]["search"]["ours"]
             searched[ratio] = LayerSet(layers, *map(tuple, ours["set"]))
             matchness[ratio] = ours["curve"][-1][1]
         sets = {"uniform": LayerSet.uniform(layers, ratio), "searched": searched[ratio]}
-        found[ratio] = {name: measure(engine, held_out, s, ratio, threshold) for name, s in sets.items()}
-        for name, drafts in found[ratio].items():
-            print(ratio, name, *drafts.cells(ratio), file=sys.stderr, flush=True)
+        found[ratio] = {name: drafts_of(f"{ratio}, {name}", s, ratio, threshold) for name, s in sets.items()}
 
     ratio = args.ratios[-1]
     best = searched[ratio]
     parts = {"SWIFT": found[ratio]["searched"], "no optimisation": found[ratio]["uniform"]}
     with no_siblings():
-        parts["no dynamic verification"] = measure(engine, held_out, best, ratio, threshold)
-        parts["neither of the two"] = measure(engine, held_out, LayerSet.uniform(layers, ratio), ratio, threshold)
-    parts["no early stop"] = measure(engine, held_out, best, ratio, 0.0)
+        for name, layer_set in (("no dynamic verification", best), ("neither of the two", sets["uniform"])):
+            parts[name] = drafts_of(name, layer_set, ratio, threshold)
+    parts["no early stop"] = drafts_of("no early stop", best, ratio, 0.0)
     origin = f"of {args.searched.name}" if args.searched else f"of {args.steps} candidates on {len(texts)} others"
     note = (
         f"not timed; {len(held_out)} questions of {args.questions.name}, greedy, at most {args.max_tokens} tokens; "
@@ -223,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

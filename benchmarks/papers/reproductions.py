@@ -3,21 +3,26 @@
     python -m benchmarks.papers.reproductions FILE... [--into PAGE]
 
 prints the tables, or writes those of ``NAME.json`` between ``<!-- NAME -->`` and ``<!-- /NAME -->`` of the page.
+
+A script that is stopped (Ctrl-C, SIGTERM) keeps its finished figures; the same command continues (see ``Figures``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from vllm_specplug.bench.results import origin_of, write_table
-from vllm_specplug.utils.environment import provenance
-from vllm_specplug.utils.files import replacing
+from vllm_specplug.utils.environment import git_commit, provenance
+from vllm_specplug.utils.files import replacing, write_json
+from vllm_specplug.utils.processes import terminate_like_interrupt
 from vllm_specplug.utils.tables import format_table
 
 #: Tokens and cycles (drafted steps) of each answer, of one method.
@@ -58,6 +63,65 @@ def summary(verdicts: dict[str, str]) -> str:
     return "; ".join([held, *others]) + "."
 
 
+class Figures:
+    """Figures of a script by name: each is saved when it is measured, and read by a later run of the same command.
+
+    They are in a file beside the result, which ``write`` deletes.  A progress bar shows which figure is measured.
+    """
+
+    def __init__(self, out: Path, total: int, inputs: dict[str, Any]) -> None:
+        """Read the saved figures.
+
+        Args:
+            out: the result file of the script.
+            total: number of figures.
+            inputs: all that the figures depend on, besides the commit.
+
+        Raises:
+            ValueError: the saved figures have other inputs.
+        """
+        self.file = figures_file(out)
+        self.inputs = {name: str(value) for name, value in inputs.items()} | {"commit": git_commit()}
+        self.found: dict[str, Any] = {}
+        if self.file.exists():
+            saved = json.loads(self.file.read_text(encoding="utf-8"))
+            if changed := sorted(key for key in self.inputs if saved["inputs"].get(key) != self.inputs[key]):
+                raise ValueError(
+                    f"{self.file} has figures of another run, with other {', '.join(changed)}: delete it, or give "
+                    "another --out"
+                )
+            self.found = saved["figures"]
+        self.bar = tqdm(desc="figures", total=total, initial=len(self.found), unit="figure")
+
+    def __call__(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return a figure as JSON has it; measure and save it if it is missing."""
+        if name not in self.found:
+            self.bar.set_postfix_str(name)
+            self.found[name] = json.loads(json.dumps(measure()))
+            write_json(self.file, {"inputs": self.inputs, "figures": self.found})
+            self.bar.update()
+        return self.found[name]
+
+
+def figures_file(out: Path) -> Path:
+    """Return the file of a run's finished figures."""
+    return out.with_suffix(".figures.json")
+
+
+def run_script(main: Callable[[], None]) -> int:
+    """Run a script; SIGTERM ends it, and the programs that it runs, as Ctrl-C does.  Returns its exit code."""
+    with terminate_like_interrupt():
+        try:
+            main()
+        except KeyboardInterrupt:
+            print("\ninterrupted: finished figures are kept, and the same command continues", file=sys.stderr)
+            return 130
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
 def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: Any) -> None:
     """Write the file and print its tables.
 
@@ -71,6 +135,7 @@ def write(out: Path, tables: Sequence[dict[str, Any]], baseline: str, **more: An
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
+    figures_file(out).unlink(missing_ok=True)
     print(markdown(content))
 
 
@@ -98,6 +163,23 @@ def markdown(content: dict[str, Any]) -> str:
     return "\n\n".join([*parts, origin_of(content["provenance"]) + "."])
 
 
+def read(file: Path) -> dict[str, Any]:
+    """Read a result of a script.
+
+    Raises:
+        ValueError: there is none in the file.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not {"reproductions", "provenance"} <= content.keys():
+        raise ValueError(f"{file} has no reproductions: give a file that a script reproduce_*.py wrote")
+    return content
+
+
 def main() -> None:
     """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -105,7 +187,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write the tables into this page")
     args = parser.parse_args()
     for file in args.files:
-        text = markdown(json.loads(file.read_text(encoding="utf-8")))
+        text = markdown(read(file))
         if args.into is None:
             print(text)
         else:
@@ -113,4 +195,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

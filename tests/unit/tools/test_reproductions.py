@@ -1,7 +1,10 @@
 """The papers' claims: intervals, verdicts, the page, and the parts of the scripts that need no model."""
 
 import json
+import os
 import random
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from benchmarks.papers import reproduce_eagle2, reproduce_hass, reproduce_medusa, reproduce_swift, reproductions
 from vllm_specplug.proposers.medusa.sparse_tree import grow_from_accuracies
 from vllm_specplug.proposers.swift import drafting
+from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.trees import Drafted
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -73,6 +77,71 @@ def test_tables_go_into_their_place_of_a_page(tmp_path, monkeypatch, capsys):
     page.write_text("no place\n")
     with pytest.raises(ValueError, match="reproduce_x"):
         reproductions.main()
+
+
+def test_a_stopped_script_keeps_its_figures_and_goes_on(tmp_path, capsys):
+    out, asked = tmp_path / "r.json", []
+
+    def script(stop_at=None, answers="a"):
+        figures = reproductions.Figures(out, 3, {"answers": answers})
+
+        def measure(name):
+            if name == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            asked.append(name)
+            return [(name, 1)]
+
+        found = [figures(name, partial(measure, name)) for name in "abc"]
+        assert found == [[[name, 1]] for name in "abc"]  # the same types, measured or read
+        reproductions.write(out, [CLAIM], "another tree")
+
+    assert reproductions.run_script(partial(script, "c")) == 130
+    assert asked == ["a", "b"] and not out.exists()
+    assert "the same command continues" in capsys.readouterr().err
+    assert reproductions.run_script(partial(script, None, "other")) == 2
+    assert "with other answers: delete it" in capsys.readouterr().err
+    assert reproductions.run_script(script) == 0
+    assert asked == ["a", "b", "c"] and [file.name for file in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_eagle2s_script_saves_each_figure(tmp_path, monkeypatch):
+    """Stopped at its fourth figure; the second run measures the others only, and gives all tables."""
+    head = torch.nn.Linear(1, 1)
+    monkeypatch.setattr(reproduce_eagle2.eagle, "load_trained", lambda folder: (head, torch.arange(2)))
+    answers = [Answer("s", [1], [2])]
+    monkeypatch.setattr(reproduce_eagle2, "read_answers", lambda file: answers)
+    monkeypatch.setattr(reproduce_eagle2, "extract", lambda *_, **__: [])
+    monkeypatch.setattr(reproduce_eagle2, "load_features", lambda files: answers)
+    monkeypatch.setattr(reproduce_eagle2, "target_head", lambda target: ({}, torch.eye(2), torch.eye(2)))
+    monkeypatch.setattr(reproduce_eagle2, "fit_shape", lambda *_: frozenset({(0,)}))
+    measured, stop_at = [], 3
+
+    def tree_tau(*_, depth, beam, policy):
+        if len(measured) == stop_at:
+            raise KeyboardInterrupt
+        measured.append(depth)
+        return [(len(measured) + 9, 5)]
+
+    monkeypatch.setattr(reproduce_eagle2, "tree_tau", tree_tau)
+    words = ["x", "--target", "t", "--head", "h", "--answers", "a", "--features", "f", "--out"]
+    monkeypatch.setattr("sys.argv", [*words, str(tmp_path / "r.json")])
+    assert reproductions.run_script(reproduce_eagle2.main) == 130 and measured == [4, 4, 4]
+    stop_at = None
+    assert reproductions.run_script(reproduce_eagle2.main) == 0 and measured == [4] * 5 + [6] * 5
+    tables = json.loads((tmp_path / "r.json").read_text())["reproductions"]
+    assert [row[2] for row in tables[0]["rows"]] == ["2.000", "2.800", "3.000", "3.800"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot be read: No such file"), ("{", "is not JSON"), ("{}", "has no reproductions")]
+)
+def test_a_file_without_reproductions(tmp_path, monkeypatch, capsys, content, said):
+    if content is not None:
+        (tmp_path / "r.json").write_text(content)
+    monkeypatch.setattr("sys.argv", ["reproductions", str(tmp_path / "r.json")])
+    assert reproductions.run_script(reproductions.main) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("name", "script"), FILES.items())
