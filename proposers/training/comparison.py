@@ -41,7 +41,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean paired difference of tau over answers, and the mean's standard error."""
+    """Mean paired difference of tau over answers, and the mean's standard error; as a text, its 95% interval."""
 
     mean: float
     error: float
@@ -51,7 +51,8 @@ class Difference:
         return self.mean > STANDARD_ERRORS * self.error
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} (standard error {self.error:.3f})"
+        width = STANDARD_ERRORS * self.error
+        return f"{self.mean:+.3f} ({self.mean - width:+.3f} to {self.mean + width:+.3f})"
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -85,8 +85,8 @@ def extract(
     files, model, done = [], None, 0
     target = Path(target_dir).name
     started = time.monotonic()
-    with tqdm(range(0, len(answers), SHARD_ROWS), desc="features", unit="shard", disable=not progress) as bar:
-        for start in bar:
+    with tqdm(total=len(answers), desc="features", unit="answer", disable=not progress) as bar:
+        for start in range(0, len(answers), SHARD_ROWS):
             rows = answers[start : start + SHARD_ROWS]
             file = out_dir / f"shard-{start // SHARD_ROWS:05d}.safetensors"
             files.append(file)
@@ -97,12 +97,14 @@ def extract(
             }
             identity |= {"layers": ",".join(map(str, layers))} if layers else {}
             if _is_complete(file, identity):
+                bar.update(len(rows))
                 continue
             with _try_lock(file) as locked:
                 if not locked or _is_complete(file, identity):
+                    bar.update(len(rows))
                     continue
                 model = model or _load_target(target_dir, compute_dtype(device)).to(device)
-                tensors = _run_target(model, [row.ids[:max_length] for row in rows], batch_tokens, layers)
+                tensors = _run_target(model, [row.ids[:max_length] for row in rows], batch_tokens, layers, bar.update)
                 prompt_lengths = [min(len(row.prompt_ids), max_length) for row in rows]
                 tensors["prompt_lengths"] = torch.tensor(prompt_lengths, dtype=torch.int32)
                 with replacing(file) as temporary:
@@ -202,9 +204,12 @@ def _load_target(target_dir, dtype: torch.dtype):
 
 @torch.inference_mode()
 def _run_target(
-    model, sequences: list[list[int]], batch_tokens: int, layers: tuple[int, ...] = ()
+    model, sequences: list[list[int]], batch_tokens: int, layers: tuple[int, ...], done: Callable[[int], object]
 ) -> dict[str, torch.Tensor]:
-    """Run the target over batches of similar lengths; padding is on the right, where causal attention ignores it."""
+    """Run the target over batches of similar lengths; padding is on the right, where causal attention ignores it.
+
+    done: is called after each batch, with the number of its sequences.
+    """
     names = ["features"] + ["layer_features"] * bool(layers)
     kept: dict[str, list[torch.Tensor]] = {name: [torch.empty(0)] * len(sequences) for name in names}
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
@@ -221,6 +226,7 @@ def _run_target(
                 hidden = hidden.to("cpu", torch.bfloat16)
                 for row, i in enumerate(batch):
                     kept[name][i] = hidden[row, : len(sequences[i])]
+            done(len(batch))
     return {
         **{name: torch.cat(rows).contiguous() for name, rows in kept.items()},
         "ids": torch.tensor([i for s in sequences for i in s], dtype=torch.int32),

@@ -10,6 +10,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vllm_specplug.utils.figures import new_figure
 from vllm_specplug.utils.files import replacing
@@ -40,29 +41,36 @@ def read_log(out_dir: str | os.PathLike) -> list[dict]:
 
 
 def plot_log(out_dir: str | os.PathLike) -> Path | None:
-    """Draw losses, acceptance per level and tau over the steps; None if matplotlib or the rows are missing."""
+    """Draw losses, acceptance per level and tau over the steps; None if matplotlib or the rows are missing.
+
+    There is a panel for losses and one for measurements, each only if the log has such rows.
+    """
     rows = read_log(out_dir)
     losses = [row for row in rows if "loss" in row]
     measured = [row for row in rows if "alpha" in row]
-    if not rows or find_spec("matplotlib") is None:
+    panels = [(draw, found) for draw, found in ((_losses, losses), (_acceptance, measured)) if found]
+    if not panels or find_spec("matplotlib") is None:
         return None
-    figure = new_figure(10, 4)
-    left, right = figure.subplots(1, 2)
-    for name in sorted({name for row in losses for name in row["loss"]}):
-        named = [row for row in losses if name in row["loss"]]
-        left.plot([row["step"] for row in named], [row["loss"][name] for row in named], label=name)
-    left.set(xlabel="step", ylabel="loss", title="training loss")
-    steps = [row["step"] for row in measured]
-    for level in range(len(measured[0]["alpha"]) if measured else 0):
-        right.plot(steps, [row["alpha"][level] for row in measured], marker=".", label=f"{level}-alpha")
-    taus = [f"{row['tau']:.2f}" for row in measured[-1:]]
-    right.set(
-        xlabel="step", ylabel="acceptance", title=f"acceptance on dev answers{''.join(f', tau {t}' for t in taus)}"
-    )
-    for axes, drawn in ((left, losses), (right, measured)):
-        if drawn:
-            axes.legend()
+    figure = new_figure(5 * len(panels), 4)
+    for axes, (draw, found) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axes, found)
+        axes.legend()
     file = Path(out_dir) / PLOT_NAME
     with replacing(file) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return file
+
+
+def _losses(axes: Any, rows: list[dict]) -> None:
+    for name in sorted({name for row in rows for name in row["loss"]}):
+        named = [row for row in rows if name in row["loss"]]
+        marker = "." if len(named) == 1 else None  # a line through one point is invisible
+        axes.plot([row["step"] for row in named], [row["loss"][name] for row in named], marker=marker, label=name)
+    axes.set(xlabel="step", ylabel="loss", title="training loss")
+
+
+def _acceptance(axes: Any, rows: list[dict]) -> None:
+    steps = [row["step"] for row in rows]
+    for level in range(len(rows[0]["alpha"])):
+        axes.plot(steps, [row["alpha"][level] for row in rows], marker=".", label=f"{level}-alpha")
+    axes.set(xlabel="step", ylabel="acceptance", title=f"acceptance on dev answers, tau {rows[-1]['tau']:.2f}")

@@ -115,27 +115,42 @@ def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _with_interval(report: dict[str, Any], label: str, category: str | None = None) -> str:
-    """Return a method's speedup of all questions or of a category, with its interval, if any."""
-    own, plain = (report["methods"][name] for name in (label, BASELINE))
-    figures = own["categories"][category] if category else own["overall"]
-    if label == BASELINE:
-        return f"{figures['speedup']:.2f}x"
-    first = own["batches"][0]["concurrency"]
+def interval_of(
+    report: dict[str, Any], label: str, category: str | None = None, concurrency: int | None = None
+) -> tuple[float, float] | None:
+    """Return the 95% interval of a method's speedup over the questions of a category (default: all), if it has any.
+
+    concurrency: of the batches (default: the first one of the run).
+    """
+    own, plain = (report["methods"][name]["batches"] for name in (label, BASELINE))
+    level = concurrency or own[0]["concurrency"]
     chosen = [
         pair
-        for pair in zip(own["batches"], plain["batches"], strict=True)
-        if pair[0]["concurrency"] == first and category in (None, pair[0]["category"])
+        for pair in zip(own, plain, strict=True)
+        if pair[0]["concurrency"] == level and category in (None, pair[0]["category"])
     ]
-    interval = speedup_interval(*zip(*chosen, strict=True))
-    return f"{figures['speedup']:.2f}x" + (f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else "")
+    if label == BASELINE:
+        return None
+    return speedup_interval([mine for mine, _ in chosen], [base for _, base in chosen])
 
 
-def _with_range(figures: dict[str, Any]) -> str:
-    """Return a speedup, and those of the slowest and fastest of several passes."""
+def _with_interval(report: dict[str, Any], label: str, category: str | None = None) -> str:
+    """Return a method's speedup of all questions or of a category, with its interval, if any."""
+    own = report["methods"][label]
+    figures = own["categories"][category] if category else own["overall"]
+    return f"{figures['speedup']:.2f}x{_brackets(interval_of(report, label, category))}"
+
+
+def _brackets(interval: tuple[float, float] | None) -> str:
+    return f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
+
+
+def _at_level(report: dict[str, Any], label: str, level: str) -> str:
+    """Return a method's speedup at a concurrency, with its interval, and those of the slowest and fastest pass."""
+    figures = report["methods"][label]["concurrency"][level]
     passes = figures.get("speedup_by_repeat", ())
-    spread = f" ({min(passes):.2f}-{max(passes):.2f})" if len(passes) > 1 else ""
-    return f"{figures['speedup']:.2f}x{spread}"
+    spread = f", passes {min(passes):.2f}-{max(passes):.2f}" if len(passes) > 1 else ""
+    return f"{figures['speedup']:.2f}x{_brackets(interval_of(report, label, concurrency=int(level)))}{spread}"
 
 
 def _around_first_tokens(report: dict[str, Any], label: str) -> tuple[float | None, float | None]:
@@ -164,7 +179,8 @@ def _first_tokens_and_rest(batches: list[dict[str, Any]]) -> tuple[float, float,
 def render(report: dict[str, Any], markdown: bool = False) -> str:
     """Return the overall table, the speedups by category and concurrency, and the origin of the numbers.
 
-    Behind a speedup stands its 95% interval over the questions.  ``prompts`` is the share of the time to first tokens.
+    The brackets after a speedup have its 95% interval over the questions.  ``prompts`` is the share of the time to
+    first tokens.
     """
     methods = report["methods"]
     others = [name for name in methods if name != BASELINE]
@@ -198,7 +214,7 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
             parts.append(format_table(["category", "answers", *titles], by_category, markdown))
         levels = list(methods[BASELINE].get("concurrency", {}))
         if len(levels) > 1:
-            body = [[c, *(_with_range(methods[name]["concurrency"][c]) for name in others)] for c in levels]
+            body = [[level, *(_at_level(report, name, level) for name in others)] for level in levels]
             parts.append(format_table(["concurrency", *titles], body, markdown))
         if stages := {name: m["stages"] for name, m in methods.items() if m.get("stages")}:
             parts.append(format_table(*stage_table(stages), markdown))

@@ -140,8 +140,9 @@ def plot(result: dict[str, Any], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    costs, speeds, reliability = figure.subplots(1, 3)
+    panels = 3 if result["reliability"] else 2  # without questions nothing was predicted
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    costs, speeds, *others = figure.subplots(1, panels)
     for part, points in result["costs"]["measured"].items():
         by_rows = _by_rows(points)
         costs.plot(by_rows.keys(), [1e3 * seconds for seconds in by_rows.values()], ".-", label=part)
@@ -150,10 +151,11 @@ def plot(result: dict[str, Any], file: Path) -> None:
         batches = [choice["batch"] for choice in choices]
         speeds.plot(batches, [choice["speedup"] for choice in choices], ".-", label=category)
     speeds.set(xlabel="requests", ylabel="multiple of plain decoding", title="Expected speed", xscale="log")
-    for category, curve in result["reliability"].items():
-        reliability.plot([p for _, p, _ in curve], [y for _, _, y in curve], ".-", label=category)
-    reliability.plot([0, 1], [0, 1], "k:", linewidth=0.8)
-    reliability.set(xlabel="predicted probability", ylabel="share accepted", title="Reliability")
+    for reliability in others:
+        for category, curve in result["reliability"].items():
+            reliability.plot([p for _, p, _ in curve], [y for _, _, y in curve], ".-", label=category)
+        reliability.plot([0, 1], [0, 1], "k:", linewidth=0.8)
+        reliability.set(xlabel="predicted probability", ylabel="share accepted", title="Reliability")
     for axes in (costs, speeds):
         axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_figure(str(file), dpi=120)

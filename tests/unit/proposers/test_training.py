@@ -78,6 +78,25 @@ def test_features_are_computed_once_and_again_when_the_answers_change(target, an
     assert len(features.load_features([file])) == 5
 
 
+def test_the_bar_of_features_moves_with_every_batch(target, answers, tmp_path, monkeypatch):
+    bars = []
+
+    class Bar(features.tqdm):
+        def __init__(self, **given):
+            super().__init__(**given)
+            self.moves = []
+            bars.append(self)
+
+        def update(self, n=1):
+            self.moves.append(n)
+
+    monkeypatch.setattr(features, "tqdm", Bar)
+    for _ in range(2):  # computed, then found
+        features.extract(target, answers[:6], tmp_path, batch_tokens=max(len(one.ids) for one in answers))
+    first, second = bars
+    assert len(first.moves) > 1 and sum(first.moves) == sum(second.moves) == first.total == 6
+
+
 # ---- batches, schedule
 
 

@@ -255,8 +255,9 @@ def test_costs_are_shown_and_drawn(tmp_path):
     }
     text = cost_command.render(result)
     assert "choices: math" in text and "1.25x" in text and "20.00" in text
-    cost_command.plot(result, tmp_path / "costs.png")
-    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
+    for reliability in (result["reliability"], {}):
+        cost_command.plot(result | {"reliability": reliability}, tmp_path / "costs.png")
+        assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Environment

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_specplug.bench.methods import parse_methods
-from vllm_specplug.bench.results import build_report, render
+from vllm_specplug.bench.results import build_report, interval_of, render
 from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.cli import cli, report
 
@@ -77,11 +77,11 @@ def test_figures_by_depth_repeat_and_concurrency(results):
     methods = results["methods"]
     asked = {k: [b | {"questions": [f"q{i}"]} for i in range(5) for b in m["batches"]] for k, m in methods.items()}
     wide = {**results, "methods": {k: m | {"batches": asked[k]} for k, m in methods.items()}}
-    assert "1.33x (1.33-1.33)" in render(wide)
+    assert "1.33x (1.33-1.33) " in render(wide) and "1.33x (1.33-1.33), passes 1.00-2.00" in render(wide)
     row = next(line.split() for line in text.splitlines() if line.startswith("| eagle2"))
     assert row[5:8] == ["1.33x", "|", "1.00-2.00x"]  # two questions are too few for an interval
     assert row[9:12] == ["1.40x", "|", "17%"]  # after the first token (19 tokens a question), and the time until then
-    assert "1.33x (1.00-2.00)" in text  # by concurrency, with the passes
+    assert "1.33x, passes 1.00-2.00" in text  # by concurrency; brackets are for intervals only
     installed = results | {"provenance": results["provenance"] | {"commit": None}}  # a package has no commit
     assert "; commit unknown; " in render(installed)
 
@@ -96,7 +96,7 @@ def test_answers_of_one_token_have_no_speedup_after_it():
 
 def panels(results):
     """The figure's axes by title."""
-    return {axes.get_title(): axes for axes in report.draw([results]).get_axes()}
+    return {axes.get_title(): axes for axes in report.draw({"run.json": results}).get_axes()}
 
 
 def test_figures_have_the_values(results):
@@ -108,6 +108,28 @@ def test_figures_have_the_values(results):
     assert list(line.get_xdata()) == ["1", "4"] and line.get_ydata()[1] == 0.8
     assert list(found["Share of drafts accepted to a depth"].lines[0].get_ydata()) == [0.6, 0.3, 0.1]
     assert list(found["Acceptance of nodes"].lines[0].get_xydata()[0]) == [0.15, 0.2]
+
+
+def test_two_files_have_titles_of_their_own_and_bars_their_intervals(results, tmp_path, capsys):
+    methods, seconds = results["methods"], (1.0, 1.5, 2.0, 1.2, 1.8)
+    for method in methods.values():  # five questions of one category and concurrency
+        one = next(b for b in method["batches"] if b["category"] == "maths")
+        method["batches"] = [one | {"questions": [f"q{i}"], "tokens": 20, "seconds": s} for i, s in enumerate(seconds)]
+        method["categories"] = {"maths": method["overall"]}
+    for batch in methods["plain"]["batches"]:
+        batch["seconds"] = 2.0
+    low, high = interval_of(results, "eagle2")
+    figure = report.draw({"a.json": results, "b.json": results})
+    assert [row.get_suptitle() for row in figure.subfigs] == ["a.json", "b.json"]
+    bars = {axes.get_title(): axes for axes in figure.get_axes()}["Speedup by category"].containers
+    (lines,) = next(bar for bar in bars if bar.__class__.__name__ == "ErrorbarContainer")[2]
+    assert lines.get_segments()[0][:, 0].tolist() == pytest.approx([low, high]) and low < high
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps(results))
+    assert cli.main(["report", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(f"({low:.2f}-{high:.2f})") == 4  # overall and by concurrency, of two files
+    assert shown.count("a.json\n") == shown.count("b.json\n") == 1
 
 
 def test_a_bare_run_says_what_is_missing(results):
@@ -126,7 +148,7 @@ def test_published_results_of_bench_are_drawn():
     contents = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     reports = [content for content in contents if {"methods", "settings"} <= content.keys()]
     assert len(reports) > 5 and all(map(render, reports))
-    assert len(report.draw(reports).get_axes()) == 4 * len(reports)
+    assert len(report.draw(dict(enumerate(reports))).get_axes()) == 4 * len(reports)
 
 
 def test_command(results, tmp_path, capsys, monkeypatch):
