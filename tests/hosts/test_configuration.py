@@ -50,6 +50,7 @@ def test_configured(args, checkpoints):
     assert config.speculative_config.specplug.draft_depth == TREE["draft_depth"]
     assert config.speculative_config.num_speculative_tokens == TREE["num_speculative_tokens"]
     assert config.parallel_config.worker_cls.startswith("vllm_specplug.")
+    assert "draft_depth" in repr(config.speculative_config) and "\n" not in str(config)  # vLLM logs it at each start
     copied = pickle.loads(pickle.dumps(config))
     assert copied.speculative_config.specplug == config.speculative_config.specplug
 

@@ -87,6 +87,10 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     trainer: tuple[str, ...] = ()
     """Command line of the trainer that runs beside the server."""
 
+    def __repr__(self) -> str:
+        # vLLM logs it at each start.  That of a dataclass would print the drafter's and the target's whole configuration.
+        return f"TreeSpeculativeConfig({self.specplug!r})"
+
     def compute_hash(self) -> str:
         # The attention of the compiled model is ours: an engine without our methods must not take it from a cache.
         in_int8 = getattr(model_drafter(self.specplug), "draft_int8", False)
