@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vllm_specplug.bench.results import origin_of, write_table
 from vllm_specplug.utils.environment import git_commit, provenance
-from vllm_specplug.utils.files import replacing, write_json
+from vllm_specplug.utils.files import read_object, replacing, write_json
 from vllm_specplug.utils.processes import terminate_like_interrupt
 from vllm_specplug.utils.tables import format_table
 
@@ -169,15 +169,7 @@ def read(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none in the file.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict) or not {"reproductions", "provenance"} <= content.keys():
-        raise ValueError(f"{file} has no reproductions: give a file that a script reproduce_*.py wrote")
-    return content
+    return read_object(file, {"reproductions", "provenance"}, "a script reproduce_*.py")
 
 
 def main() -> None:

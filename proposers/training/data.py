@@ -134,7 +134,10 @@ def record_facts(file: Path, facts: dict) -> None:
         with replacing(file) as temporary:
             temporary.write_text(json.dumps(facts, indent=2) + "\n")
         return
-    found = json.loads(file.read_text())
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}): give another --out, or delete this folder") from None
     if changed := sorted(key for key in facts if found.get(key) != facts[key]):
         raise ValueError(
             f"{file.parent} has data with other {', '.join(changed)}: give the same prompts and settings to resume, or "

@@ -167,12 +167,15 @@ def read_target_config(target_dir: str | os.PathLike) -> dict:
     """Read the target's config.json.
 
     Raises:
-        ValueError: there is no config.json.
+        ValueError: there is no config.json, or it is damaged.
     """
     file = Path(target_dir) / "config.json"
     if not file.is_file():
         raise ValueError(f"{target_dir} is not a Hugging Face folder: it has no config.json; download the model first")
-    return json.loads(file.read_text())
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}): download the model again") from None
 
 
 def end_ids_of(target_config: dict) -> list[int]:

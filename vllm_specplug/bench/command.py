@@ -16,6 +16,7 @@ from vllm_specplug.bench.methods import BASELINE, METHODS, parse_methods
 from vllm_specplug.bench.questions import Question, make_batches, read_questions, spread_lengths
 from vllm_specplug.bench.results import (
     build_report,
+    read_result,
     render,
     render_short,
     write_table,
@@ -209,21 +210,10 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _read_result(file: Path) -> dict:
-    """Read a file that ``--out`` wrote."""
-    try:
-        report = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(report, dict) or not {"provenance", "settings", "methods"} <= set(report):
-        raise ValueError(f"{file} is not a result of specplug bench: give a file that --out wrote")
-    return report
-
-
 def run(args: argparse.Namespace) -> None:
     """Run ``specplug bench``."""
     if args.table is not None:
-        report = _read_result(args.table)
+        report = read_result(args.table)
         table = render_short(report) if args.short else render(report, markdown=True)
         print(table) if args.into is None else write_table(table, args.into)
         return

@@ -12,6 +12,7 @@ from vllm_specplug.bench.intervals import speedup_interval
 from vllm_specplug.bench.methods import BASELINE, Method
 from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.utils.environment import provenance
+from vllm_specplug.utils.files import read_object
 from vllm_specplug.utils.tables import format_table
 
 MARKS = ("<!-- results -->", "<!-- /results -->")
@@ -109,6 +110,15 @@ def build_report(
             "batches": [{k: v for k, v in asdict(m).items() if k != "token_ids"} | {"tokens": m.tokens} for m in own],
         }
     return report
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read a report that ``specplug bench --out`` wrote.
+
+    Raises:
+        ValueError: the file cannot be read, or has none.
+    """
+    return read_object(path, {"methods", "settings", "provenance"}, "`specplug bench --out`")
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_specplug.bench.methods import BASELINE
-from vllm_specplug.bench.results import interval_of, render
+from vllm_specplug.bench.results import interval_of, read_result, render
 from vllm_specplug.utils.figures import new_figure, save
 
 Report = dict[str, Any]
@@ -89,23 +88,6 @@ def draw(reports: dict[str, Report]) -> Any:
                 axes.set_axis_off()
                 axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
     return figure
-
-
-def read_result(path: Path) -> Report:
-    """Read a file of ``specplug bench``.
-
-    Raises:
-        ValueError: the file cannot be read, or is not such a file.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict) or not {"methods", "settings"} <= content.keys():
-        raise ValueError(f"{path} has no results: give a file that `specplug bench --out` wrote")
-    return content
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

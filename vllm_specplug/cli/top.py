@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import nullcontext
 from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,18 +34,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run ``specplug top``: show the table until interrupted; rates are those of the last interval."""
+    """Run ``specplug top``: show the table until interrupted; rates are those of the last interval.
+
+    Outside a terminal it prints the table once per interval.
+    """
     if args.interval <= 0:
         raise ValueError("--interval must be above 0")
     before = read(args.url)
     if args.once:
         Console().print(table(before))
         return
-    with Live(table(before), auto_refresh=False) as live:
+    console = Console()
+    with Live(table(before), auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
             time.sleep(args.interval)
             now = read(args.url)
-            live.update(table(since(before, now)), refresh=True)
+            shown = table(since(before, now))
+            if live is None:  # in a file or a pipe: one table after the other
+                console.print(time.strftime("%H:%M:%S"), shown)
+                sys.stdout.flush()
+            else:
+                live.update(shown, refresh=True)
             before = now
 
 

@@ -60,3 +60,25 @@ def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, default=str))
+
+
+def read_object(path: Path, keys: set[str], source: str) -> dict[str, Any]:
+    """Read the JSON object in a file that the user names.
+
+    Args:
+        keys: what it must have.
+        source: the command that writes such files.
+
+    Raises:
+        ValueError: the file cannot be read, or has something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:  # broken, or several values, one a line
+        content = None
+    if not isinstance(content, dict) or not keys <= content.keys():
+        found = "one JSON object" if content is None else "an object with " + ", ".join(sorted(keys))
+        raise ValueError(f"{path} is not {found}: give a file that {source} wrote")
+    return content

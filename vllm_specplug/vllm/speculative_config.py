@@ -88,7 +88,7 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     """Command line of the trainer that runs beside the server."""
 
     def __repr__(self) -> str:
-        # vLLM logs it at each start.  That of a dataclass would print the drafter's and the target's whole configuration.
+        # vLLM logs it at each start.  A dataclass would print the whole configurations of drafter and target.
         return f"TreeSpeculativeConfig({self.specplug!r})"
 
     def compute_hash(self) -> str:

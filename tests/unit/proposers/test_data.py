@@ -348,6 +348,17 @@ def test_switches_that_are_none(target, tmp_path, capsys, given):
     assert "--chat-template-kwargs" in capsys.readouterr().err
 
 
+def test_damaged_json_is_named(target, engine, tmp_path, capsys):
+    prompts = write_rows(tmp_path / "p.jsonl", {"prompt": "w4"})
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "data.json").write_text("{")
+    assert data(target, tmp_path / "d", prompts, "--no-features") == 2
+    fails(capsys, f"{tmp_path}/d/data.json is not valid JSON", "another --out")
+    (tmp_path / "config.json").write_text("{")
+    assert data(str(tmp_path), tmp_path / "d", prompts) == 2
+    fails(capsys, f"{tmp_path}/config.json is not valid JSON", "download the model again")
+
+
 def test_bad_files_write_nothing(target, engine, tmp_path, capsys):
     prompts = write_rows(tmp_path / "p.jsonl")
     assert data(target, tmp_path / "d", prompts) == 2

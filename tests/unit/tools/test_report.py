@@ -156,7 +156,12 @@ def test_command(results, tmp_path, capsys, monkeypatch):
     run.write_text(json.dumps(results))
     assert cli.main(["report", str(run), "--out", str(out)]) == 0
     assert "1.33x" in capsys.readouterr().out and "<svg" in out.read_text()
-    for content, said in ((None, "No such file"), ("{", "is not JSON"), ("[1]", "has no results")):
+    for content, said in (
+        (None, "No such file"),
+        ("{", "is not one JSON object"),
+        ('{"source": 1}\n{"source": 2}\n', "is not one JSON object: give a file that `specplug bench --out` wrote"),
+        ("[1]", "is not an object with methods, provenance, settings"),
+    ):
         file = tmp_path / f"bad{len(said)}.json"
         if content is not None:
             file.write_text(content)

@@ -133,7 +133,8 @@ def test_eagle2s_script_saves_each_figure(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "cannot be read: No such file"), ("{", "is not JSON"), ("{}", "has no reproductions")]
+    ("content", "said"),
+    [(None, "cannot be read: No such file"), ("{", "is not one JSON object"), ("{}", "is not an object with prov")],
 )
 def test_a_file_without_reproductions(tmp_path, monkeypatch, capsys, content, said):
     if content is not None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -149,3 +150,15 @@ def test_command(server, capsys):
     assert main(["top", url, "--once"]) == 2
     assert "reports no speculation" in capsys.readouterr().err
     assert main(["top", url, "--interval", "0"]) == 2
+
+
+def test_into_a_file_the_table_is_written_after_each_interval(server, tmp_path):
+    """Also if it is terminated later."""
+    out = tmp_path / "top.txt"
+    program = [sys.executable, "-m", "vllm_specplug.cli.cli", "top", server[0], "--interval", "0.1"]
+    with open(out, "w") as sink, subprocess.Popen(program, stdout=sink) as running:
+        deadline = time.monotonic() + 60
+        while out.read_text().count("drafted trees") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.terminate()
+    assert out.read_text().count("drafted trees") >= 2
