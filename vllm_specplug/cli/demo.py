@@ -79,7 +79,10 @@ def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str
 
 
 def best_tree(trace: Path) -> dict | None:
-    """Return the traced tree with the most nodes and accepted ones together; ``None`` without a trace."""
+    """Return the traced tree with the most branches beside its accepted path; ``None`` without a trace.
+
+    Of several, it is the one with the most nodes and accepted ones together.
+    """
     try:
         lines = trace.read_text().splitlines()
     except FileNotFoundError:
@@ -88,7 +91,13 @@ def best_tree(trace: Path) -> dict | None:
     for line in lines:
         with contextlib.suppress(json.JSONDecodeError):  # the last line may be cut off
             trees.append(json.loads(line))
-    return max(trees, key=lambda tree: len(tree["accepted_rows"]) + len(tree["parents"]), default=None)
+    return max(trees, key=_interest, default=None)
+
+
+def _interest(tree: dict) -> tuple[int, int]:
+    """Return how many accepted rows have several children, and the number of accepted rows and of all."""
+    forks = sum(tree["parents"].count(row) > 1 for row in {0, *tree["accepted_rows"]})
+    return forks, len(tree["accepted_rows"]) + len(tree["parents"])
 
 
 def draw(tree: dict, model: Path) -> str:

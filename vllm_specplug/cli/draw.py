@@ -141,7 +141,8 @@ def save_tree(path: str | Path, parents: Sequence[int], tokens: Sequence[str], a
             parent = parents[row]
             begin = lefts[shape.depths[parent]] + text_width(shape.labels[parent]) + 0.5
             xs, ys = (begin, left - _GAP + 1, left - 0.5), (lines[parent], lines[parent], lines[row])
-            axes.plot(xs, ys, color=_ACCEPTED if marked else "#bbbbbb", linewidth=2 if marked else 1)
+            look = {"color": _ACCEPTED, "linewidth": 2, "zorder": 3} if marked else {"color": "#bbbbbb", "linewidth": 1}
+            axes.plot(xs, ys, **look)
     save(figure, path)
 
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from vllm_specplug.cli import cli, cost_command, demo, doctor, server_process
 from vllm_specplug.cli.demo_prompts import PROMPTS
 from vllm_specplug.config import parse_options
 from vllm_specplug.utils import environment, proof_files, smollm2
+from vllm_specplug.utils.processes import family_status
 from vllm_specplug.utils.tables import format_table
 
 
@@ -392,13 +394,15 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
     assert finished == (["1", "2", "3"] if code == 0 else ["1", "2"])
 
 
-def test_best_tree_has_many_nodes_and_a_long_path(tmp_path):
+def test_best_tree_has_branches_and_a_long_path(tmp_path):
     trace = tmp_path / "trees.jsonl"
     assert demo.best_tree(trace) is None
     trees = [
         {"request_id": "a", "parents": [-1, 0], "token_ids": [1, 2], "accepted_rows": [0]},
         {"request_id": "b", "parents": [-1, 0, 1, 1], "token_ids": [1, 2, 3, 4], "accepted_rows": [0, 1, 2]},
         {"request_id": "c", "parents": [-1, 0, 1], "token_ids": [1, 2, 3], "accepted_rows": [0, 1, 2]},
+        {"request_id": "d", "parents": [-1, *range(7)], "token_ids": [*range(8)], "accepted_rows": [*range(8)]},
+        {"request_id": "e", "parents": [-1, 0, 1, 1], "token_ids": [1, 2, 3, 4], "accepted_rows": [0, 1]},
     ]
     trace.write_text("".join(json.dumps(tree) + "\n" for tree in trees) + '{"request_id": "cut o')
     assert demo.best_tree(trace)["request_id"] == "b"
@@ -424,6 +428,22 @@ def test_a_late_server_is_named_and_stopped(monkeypatch, tmp_path):
     finally:
         server.stop()
     assert server.process.poll() is not None
+
+
+def test_a_server_that_ignores_its_termination_is_killed_with_its_engine(monkeypatch, tmp_path):
+    """As vLLM does during its start."""
+    engine = f"{sys.executable} -c 'import time; time.sleep(60)' & echo $! > {tmp_path}/engine"
+    script = f"import os, signal, time; signal.signal(15, signal.SIG_IGN); os.system({engine!r}); time.sleep(60)"
+    monkeypatch.setattr(server_process, "serve_command", lambda: [sys.executable, "-c", script])
+    monkeypatch.setattr(server_process, "_STOP_SECONDS", 0.5)
+    server = server_process.Server("plain", tmp_path, [], tmp_path / "log", plugins=False)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "engine").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    server.stop()
+    pid = int((tmp_path / "engine").read_text())
+    states = [status["State"] for status in family_status(pid)]
+    assert server.process.returncode == -9 and all(state.startswith("Z") for state in states)
 
 
 # Bench
