@@ -1,4 +1,4 @@
-"""The contract of a draft method: what it is given, what it returns, and how it is found.
+"""The contract of a draft method: its inputs, its results, and how it is found.
 
 A distribution adds a method with one folder and one entry point of the group ``vllm_specplug.proposers``.  The entry's
 name is the ``method`` that users write, its value a :class:`Method`::
@@ -148,8 +148,10 @@ class DeviceLearner(Protocol):
     """
 
     def drafted(self) -> tuple[torch.Tensor, ...]:
-        """Return what must be known of the last draft, on the device: ``[>= num_reqs, ...]`` each, in the order of its
-        requests.  The addresses do not change.  Empty before the first draft."""
+        """Return the arrays of the last draft that learning needs, on the device; empty before the first draft.
+
+        Each is ``[>= num_reqs, ...]``, in the order of its requests.  The addresses do not change.
+        """
         ...
 
     def learn(self, drafted: Sequence[torch.Tensor], outcome: LateOutcome) -> None:
@@ -157,7 +159,7 @@ class DeviceLearner(Protocol):
         ...
 
     def tables(self) -> list[tuple[np.ndarray, torch.Tensor]]:
-        """Return what was learned, and for each array the tensor on the device that drafting reads."""
+        """Return the learned arrays, and for each the tensor on the device that drafting reads."""
         ...
 
 

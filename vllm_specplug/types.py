@@ -3,7 +3,7 @@
 Words, one meaning each:
     vLLM: the engine that this plugin runs in.
     target: the model that is served; its output is what plain vLLM would give.
-    drafter: what proposes draft tokens; with weights (EAGLE, Medusa, SWIFT) or model-free (lookup).
+    drafter: code that proposes draft tokens; with weights (EAGLE, Medusa, SWIFT) or model-free (lookup).
     step: one forward of the target over the batch, with all that belongs to it.  A verification step has draft trees.
     draft level: one forward of the drafter; it drafts the nodes of one depth.
     draft phase: all that the drafter does after one step.

@@ -109,7 +109,7 @@ DRAFTERS = {
 
 
 def round_seconds(gpu: Gpu, drafter: Drafter, shape: Shape | None, num_reqs: int, context: float) -> float:
-    """Return the seconds of a round: verification, and the draft phase behind it."""
+    """Return the seconds of a round: verification, and the draft phase after it."""
     rows = num_reqs * (1 if shape is None else shape.nodes + 1)
     seconds = gpu.launches + gpu.seconds(TARGET, rows, num_reqs * context * KV_BYTES)
     if shape is None:

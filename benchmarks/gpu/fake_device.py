@@ -35,7 +35,7 @@ CAPABILITY, MEMORY, PROCESSORS = (9, 0), 141 << 30, 132
 def end_of_dry_run(error: BaseException) -> str | None:
     """Return where a step first asked for the device; None if it failed for another reason.
 
-    vLLM raises errors from errors: the one that says that there is no device may be behind others.
+    vLLM raises errors from errors: the one that says that there is no device may come after others.
     """
     seen: list[BaseException] = []
     found: BaseException | None = error

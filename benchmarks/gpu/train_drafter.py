@@ -43,7 +43,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--copy", type=Path, help="folder for the finished drafter")
     parser.add_argument("--max-tokens", type=int, default=320, help="of an answer; default %(default)s")
     add_chat_template_kwargs(parser)
-    parser.add_argument("train", nargs="*", help="further arguments of `specplug train hass`, behind --")
+    parser.add_argument("train", nargs="*", help="further arguments of `specplug train hass`, after --")
     return parser.parse_args(words)
 
 

@@ -29,7 +29,7 @@ class Spent:
     """What one way of drafting took, in seconds: each draft phase, its parts, and the answers."""
 
     phases: list[float] = field(default_factory=list)
-    levels: list[float] = field(default_factory=list)  # forwards behind the first one
+    levels: list[float] = field(default_factory=list)  # forwards after the first one
     scores: list[float] = field(default_factory=list)  # the LM head, and the choice of children
     seconds: float = 0.0
     tokens: int = 0

@@ -50,7 +50,7 @@ def measure(questions: list[str], max_tokens: int, dtype: str) -> dict[int, dict
     model.compute_logits = timed
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     for number, question in enumerate([*questions[:2], *questions]):
-        if number == 2:  # behind the warm-up
+        if number == 2:  # after the warm-up
             seconds.clear()
             shares.clear()
         llm.generate(prompts_of(llm, [question], max_tokens), params, use_tqdm=False)

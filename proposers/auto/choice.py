@@ -19,7 +19,7 @@ from .options import AutoOptions
 
 #: Methods of shipped drafters, the best first (docs/measurements.md).
 METHODS = ("eagle2", "medusa")
-#: Folders of ``learn``: what is recorded, and the published drafter.
+#: Folders of ``learn``: the records, and the published drafter.
 RECORDED_NAME, HEAD_NAME = "recorded", "head"
 #: Niceness of the trainer: steps come first.
 TRAINER_NICE = "19"

@@ -44,7 +44,7 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(config: dict[str, Any]) -> Rope:
-    """Return what ``table`` needs of a config."""
+    """Return the arguments of ``table`` from a config."""
     return tuple((key, value) for key, value in rope_of(config).items() if key not in _ALSO_KEPT)
 
 

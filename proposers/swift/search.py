@@ -68,7 +68,7 @@ class _Contender:
 def predict_scores(
     known: np.ndarray, scores: np.ndarray, noise: np.ndarray, wanted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a Gaussian process expects of the scores of layer sets, and its standard deviation.
+    """Return the mean and the standard deviation of a Gaussian process for the scores of layer sets.
 
     The squared distance of two random sets is about half the squared length scale, so the prior is nearly additive in
     the sub-layers.  The length scale is not fitted: that takes about 100 times as long as the rest.

@@ -237,7 +237,7 @@ def _material(
 
 
 def _draft_vocabulary(answers: list[Answer], size: int, target_config: dict, init_from: str | None) -> torch.Tensor:
-    """int64 [draft_vocab]: of a head to start from, what it has and the answers lack stays where there is room."""
+    """int64 [draft_vocab]: ids of a head to start from stay where the answers leave room."""
     end_ids = end_ids_of(target_config)
     state = {}
     with suppress(CheckpointError):  # a drafter of another kind: the vocabulary is chosen anew

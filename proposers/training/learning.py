@@ -6,7 +6,7 @@ published if it drafts better there by more than noise (comparison.py), and not 
 current head's on a few replayed answers, which this round does not train on either.
 
 HEAD/learn.json    the last round, and the plan of an unfinished one: a killed learner goes on with it
-HEAD/learn.jsonl   one line for each round: what it trained on and what it measured
+HEAD/learn.jsonl   one line for each round: its data and its measurements
 HEAD/learning/     the training state and the candidate of the unfinished round
 """
 

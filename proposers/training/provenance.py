@@ -1,4 +1,4 @@
-"""Provenance of a checkpoint: what is needed to make it again."""
+"""Provenance of a checkpoint: the facts needed to make it again."""
 
 from __future__ import annotations
 

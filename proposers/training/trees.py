@@ -18,7 +18,7 @@ class Drafted:
     """A node of the pool of drafted nodes."""
 
     value: float  # log-probability of the path from the root
-    confidence: float  # log-probability of this token behind its parent
+    confidence: float  # log-probability of this token after its parent
     parent: int  # pool index; -1: the root
     token: int
     ranks: tuple[int, ...]  # the rank of each node on the path among its siblings
@@ -154,7 +154,7 @@ class _Levels:
     """The forwards of an EAGLE head over the nodes of a tree, one level after the other.
 
     context: keys and values [1, G, rows, D] of the rows before the tree. rotary: cos and sin [levels or more, D] of the
-    positions behind the root.
+    positions after the root.
     """
 
     def __init__(self, decoder: _TreeDecoder, context: tuple, rotary: tuple):

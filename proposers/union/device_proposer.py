@@ -22,7 +22,7 @@ from vllm_specplug.types import Draft
 
 @dataclass(frozen=True)
 class Merging:
-    """What keeps its address, so that CUDA graphs can read and write it.
+    """Tensors that keep their addresses, so that CUDA graphs can read and write them.
 
     Attributes:
         weights: float64, as ``MergeLearner.calibration.weights``.
@@ -128,7 +128,7 @@ def merge_drafts(drafts: Sequence[Draft], num_nodes: int, merging: Merging) -> D
 
 @lru_cache(maxsize=16)
 def _kernel_columns(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``kernels.triton_union`` needs of drafts of these widths: each column's source and first column."""
+    """Return arguments of ``kernels.triton_union`` for drafts of these widths: source and first column of each."""
     lens, starts = torch.tensor(widths), torch.tensor([sum(widths[:source]) for source in range(len(widths))])
     columns = (torch.arange(len(widths)), starts)
     return tuple(values.repeat_interleave(lens).to(device, torch.int32) for values in columns)

@@ -1,4 +1,4 @@
-"""Learns how likely merged nodes are accepted, from the tokens that the target chose behind drafts."""
+"""Learns how likely merged nodes are accepted, from the tokens that the target chose after drafts."""
 
 from __future__ import annotations
 

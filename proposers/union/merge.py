@@ -11,7 +11,7 @@ from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.cpu.kernels.cpu_ops import call
 from vllm_specplug.types import Draft
 
-#: What a source did at a node: it drafted no child of the node's parent; it drafted only siblings of the node; it
+#: Cases of a source at a node: it drafted no child of the node's parent; it drafted only siblings of the node; it
 #: drafted the node.
 NOT_EXPANDED, OMITTED, DRAFTED = 0, 1, 2
 

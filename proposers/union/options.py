@@ -16,7 +16,7 @@ from vllm_specplug.config import (
 )
 from vllm_specplug.proposer import find_method
 
-#: With a fixed budget on the V1 runner, so many nodes are verified from a low value on.  Rows behind them cost more: on
+#: With a fixed budget on the V1 runner, so many nodes are verified from a low value on.  Rows after them cost more: on
 #: a CPU, up to six rows mostly wait for memory, more of them for products (docs/measurements.md, *Nodes of the union*).
 CHEAP_NODES, COSTLY_NODE_FLOOR = 5, 0.25
 
@@ -46,7 +46,7 @@ class UnionOptions(TreeOptions):
         sources: options of each source, given as dictionaries, each with its ``method``.  A source drafts up to its own
             ``num_speculative_tokens`` nodes; the union keeps the best of all of them.
         min_node_value: nodes below this estimated acceptance probability are not verified; by default 0.06 with a fixed
-            budget, 0.01 with a measured one.  By default, a fixed budget on the V1 runner verifies nodes behind the
+            budget, 0.01 with a measured one.  By default, a fixed budget on the V1 runner verifies nodes beyond the
             best 5 from 0.25 on.
     """
 
@@ -78,7 +78,7 @@ class UnionOptions(TreeOptions):
 
     @property
     def costly_node_floor(self) -> float:
-        """``min_node_value`` of the nodes behind the best ``CHEAP_NODES``."""
+        """``min_node_value`` of the nodes other than the best ``CHEAP_NODES``."""
         return COSTLY_NODE_FLOOR if self.min_node_value is None and self.budget == "fixed" else self.node_floor
 
 

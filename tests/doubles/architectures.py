@@ -84,7 +84,7 @@ ARCHITECTURES = {
     "Falcon": Architecture("FalconConfig", "one key/value head", {"num_kv_heads": 1}, **TIED),
     "StableLM": Architecture("StableLmConfig", "partial rotary positions"),
     "Gemma": Architecture("GemmaConfig", "scaled, tied embedding", {"head_dim": 32}, **TIED_SCALED),
-    "OLMo 2": Architecture("Olmo2Config", "norms behind each block, and of queries and keys"),
+    "OLMo 2": Architecture("Olmo2Config", "norms after each block, and of queries and keys"),
     "Granite": Architecture("GraniteConfig", "multipliers", {"attention_multiplier": 0.2, "logits_scaling": 2.0}),
     "GLM-4": Architecture("Glm4Config", "interleaved rotary positions", {"head_dim": 32}),
     "SmolLM3": Architecture("SmolLM3Config", "a layer without positions", {"no_rope_layers": [1, 0]}, **TIED),

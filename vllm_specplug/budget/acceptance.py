@@ -199,7 +199,7 @@ class ShapeAcceptance:
     def learn(self, nodes: int, num_accepted: float, num_reqs: int, elapsed: int = 1) -> None:
         """Add a step in which ``num_reqs`` requests had a shape, and ``num_accepted`` nodes of all were accepted.
 
-        ``elapsed``: steps since the last one with drafts; what was known is forgotten as fast.
+        ``elapsed``: steps since the last one with drafts; older knowledge is forgotten as fast.
         """
         if nodes not in self._nodes or not num_reqs:
             return

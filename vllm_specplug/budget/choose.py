@@ -1,7 +1,7 @@
 """Chooses what to draft and what to verify, so that the batch emits the most tokens per second.
 
 Three calls decide: ``plan`` before the draft phase (which drafters run, and the floors of their levels), ``select``
-behind it (which nodes are verified), and between them, for a union, ``wants_model``.  ``learn`` takes one record per
+after it (which nodes are verified), and between them, for a union, ``wants_model``.  ``learn`` takes one record per
 step.  Time is counted in *plain steps*: the seconds that a step without drafts takes for the same requests.
 """
 
@@ -43,11 +43,11 @@ CLASS_EDGES = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
 
 @dataclass(frozen=True)
 class Plan:
-    """What a draft phase may do.
+    """Limits of a draft phase.
 
     Attributes:
         arm: drafters that run.
-        floors: of each level behind the first, the sum that the values of its nodes must reach; empty: draft all.
+        floors: of each level after the first, the sum that the values of its nodes must reach; empty: draft all.
         seconds: that the model drafter may take.
     """
 
@@ -62,14 +62,14 @@ EVERYTHING = Plan(Arm("everything", model=True, model_free=True))
 
 @dataclass
 class StepRecord:
-    """What happened in a step and in the draft phase behind it.
+    """Record of a step and of the draft phase after it.
 
     Attributes:
         num_reqs, num_nodes: requests, and nodes verified of all.
         num_prompt_rows: rows of the step if any is of a prompt, else 0.
         num_accepted: nodes accepted of all requests.
         drafting, by_model, catching_up: seconds of the draft phase; of the model drafter; for the rows that it missed.
-        searching: seconds behind the draft phase in which the model drafter looked for better drafts (SWIFT).
+        searching: seconds after the draft phase in which the model drafter looked for better drafts (SWIFT).
         num_read, read_seconds: rows of the model drafter's first forward, and its seconds.
         level_rows, level_seconds: rows of each further level, and the seconds of each.
         beams: of each further level, the sum that its floor was compared with.
@@ -101,12 +101,12 @@ class StepRecord:
 
 @dataclass
 class Worth:
-    """What an arm's drafts give and take in batches of about one size.
+    """Gain and cost of an arm's drafts in batches of about one size.
 
     Attributes:
         gains: float64 ``[num_levels]``; accepted nodes per request and step, by depth; a single level: all of them.
         reach: float64 ``[num_levels]``; share of the steps in which a level is drafted.
-        cost: plain steps that a step with the drafts takes beyond one, without the levels behind the first.
+        cost: plain steps that a step with the drafts takes beyond one, without the levels after the first.
         requests, times: requests and steps that were seen.
     """
 
@@ -123,7 +123,7 @@ class Worth:
         return self.requests >= KNOWN_REQUESTS
 
     def outlook(self, level: float) -> tuple[Outlook, int]:
-        """Return what to expect of the best number of levels, and that number; one takes ``level`` plain steps."""
+        """Return the expected gain of the best number of levels, and that number; one takes ``level`` plain steps."""
         gains, costs = np.cumsum(self.gains), self.cost + level * (np.cumsum(self.reach) - 1)
         best = int(((1 + gains) / (1 + costs)).argmax())
         return Outlook(float(gains[best]), float(costs[best])), best + 1
@@ -145,10 +145,10 @@ class Worth:
 
 
 class LevelYields:
-    """What levels add for the value of the nodes that they grow from; both start at what 8 accepted nodes show.
+    """Value that levels add, and value of the nodes that they grow from; both start as after 8 accepted nodes.
 
     Args:
-        max_levels: levels behind the first.
+        max_levels: levels after the first.
     """
 
     #: Value added, and value of the nodes grown from.
@@ -158,7 +158,7 @@ class LevelYields:
         self._sums = np.tile(self.START, (max_levels, 1))
 
     def floors(self, tokens: float) -> list[float]:
-        """Return what the values must sum to, of each level, so that it is worth its cost of ``tokens``."""
+        """Return the least sum of values of each level at which it is worth its cost of ``tokens``."""
         return (tokens * self._sums[:, 1] / self._sums[:, 0]).tolist()
 
     def learn(self, gained: np.ndarray, depths: np.ndarray, beams: Sequence[float]) -> None:
@@ -173,7 +173,7 @@ class Budget:
 
     Args:
         cost: seconds of steps; updated here.
-        arms: what can run beside plain decoding, the arm with most drafters last.
+        arms: sets of drafters that can run, the one with most drafters last.
         num_nodes: largest number of nodes of a request.
         max_levels: levels that the model drafter drafts one by one; 1 if it drafts all at once.
         level_width: nodes of a request that each level but the first runs over.
@@ -213,7 +213,7 @@ class Budget:
     # ---- what is expected
 
     def worth_of(self, arm: Arm, num_reqs: int) -> Worth:
-        """Return what is known of an arm; in batches of a new size, what to expect by the next smaller ones."""
+        """Return the record of an arm; in batches of a new size, an estimate from the next smaller ones."""
         key = num_reqs.bit_length(), arm.name
         if key not in self.worth:
             found = self._first_worth(arm, num_reqs)
@@ -224,7 +224,7 @@ class Budget:
         return self.worth[key]
 
     def _first_worth(self, arm: Arm, num_reqs: int) -> Worth:
-        """Return what to expect of chains at ``FIRST_ACCEPTANCE``, as long as pays best."""
+        """Return the expected gain of chains of the best length at ``FIRST_ACCEPTANCE``."""
         steps, plain = self.cost.verification(num_reqs), self.cost.plain(num_reqs)
         by_level = arm.model and self._max_levels > 1
         most = min(self._max_levels if by_level else self._num_nodes, max(self._max_rows // num_reqs - 1, 1))
@@ -245,7 +245,7 @@ class Budget:
         return self._max_levels if arm.model and not arm.model_free else 1
 
     def _level(self, num_reqs: int) -> float:
-        """Return the plain steps of a level behind the first."""
+        """Return the plain steps of a level after the first."""
         return self.cost.part("level", num_reqs * self._level_width) / self.cost.plain(num_reqs)
 
     def _draft_seconds(self, num_reqs: int, levels: int) -> float:
@@ -254,7 +254,7 @@ class Budget:
         return self.cost.part("read", num_reqs * self.acceptance.emitted) + (levels - 1) * level
 
     def outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
-        """Return what to expect of each arm that may run."""
+        """Return the expected gain of each arm that may run."""
         found = {PLAIN: Outlook(0.0, 0.0)}
         if self._max_rows < 2 * num_reqs:
             return found
@@ -274,7 +274,7 @@ class Budget:
     # ---- before drafting
 
     def plan(self, num_reqs: int, missed_rows: int = 0) -> Plan:
-        """Choose the drafters that run behind this step.
+        """Choose the drafters that run after this step.
 
         Args:
             num_reqs: requests that decode in the next step.
@@ -402,7 +402,7 @@ class Budget:
     def _by_level(
         self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the values kept by level, which levels were drafted, and the seconds of those behind the first."""
+        """Return the values kept by level, which levels were drafted, and the seconds of those after the first."""
         if self._levels(self.running) == 1:
             return np.array([scored.values[keep].sum()]), np.ones(1), 0.0
         levels = min(self._allowed_levels, self._max_levels)
@@ -441,7 +441,7 @@ class Budget:
     # ---- what is saved
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Return what drafts are worth, for ``remember``."""
+        """Return the measured gain of drafts, for ``remember``."""
         return {
             f"{size} {name}": [worth.gains.tolist(), worth.reach.tolist(), worth.cost]
             for (size, name), worth in self.worth.items()
@@ -449,7 +449,7 @@ class Budget:
         }
 
     def remember(self, saved: Mapping[str, Sequence[Any]]) -> None:
-        """Start from the result of ``to_json``; what is of another method or number of levels is left out."""
+        """Start from the result of ``to_json``; entries of another method or number of levels are left out."""
         arms = {arm.name: arm for arm in self.arms[1:]}
         for key, (gains, reach, cost) in saved.items():
             size, name = key.split(" ", 1)
@@ -478,7 +478,7 @@ def best_nodes(values: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 class ShapeBudget:
-    """Chooses one shape for each round of a batch; what came of a round arrives one or two rounds later.
+    """Chooses one shape for each round of a batch; the outcome of a round arrives one or two rounds later.
 
     Args:
         cost: seconds of rounds, which ``took`` updates.
@@ -502,7 +502,7 @@ class ShapeBudget:
         return found
 
     def plan(self, num_reqs: int) -> int:
-        """Return the nodes to draft behind this step; ``num_reqs`` requests decode in the next one."""
+        """Return the nodes to draft after this step; ``num_reqs`` requests decode in the next one."""
         self._step += 1
         arm = self.planner.choose(num_reqs, self._outlooks(num_reqs))
         return 0 if arm is PLAIN else self.shapes[self._arms.index(arm)].nodes

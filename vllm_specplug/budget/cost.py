@@ -96,7 +96,7 @@ class StepCost:
         self._known: dict[int, np.ndarray] = {}
 
     def _features(self, num_reqs: int, nodes: np.ndarray) -> np.ndarray:
-        """Return what the weights are multiplied with, float64 ``[5, n]``, for int ``[n]`` nodes of all requests."""
+        """Return the factors of the weights, float64 ``[5, n]``, for int ``[n]`` nodes of all requests."""
         unit, rows = self._forwards[0], np.minimum(num_reqs + nodes, len(self._forwards))
         terms = np.stack([np.ones(len(nodes)), np.full(len(nodes), num_reqs - 1), nodes, nodes > 0])
         return np.concatenate([self._forwards[None, rows - 1], unit * terms])
@@ -194,7 +194,7 @@ class RoundCost:
             self._filter.observe(self._features(nodes, num_reqs), seconds, NOISE / 3 * self.at(nodes, num_reqs))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was measured."""
+        """Return the measurements."""
         return {"measured": self.measured}
 
     @classmethod

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
 
-#: Share of the time that trials may lose in the long run, what the first steps of a batch size add to it, and the steps
-#: after which that counts 1/e.  Chosen by benchmarks/gpu/budget_simulation.py: a drafter that is worth nothing costs
-#: less than 2%.
+#: Share of the time that trials may lose in the long run, the addition to it at the first steps of a batch size, and
+#: the number of steps after which 1/e of the addition is left.  Chosen by benchmarks/gpu/budget_simulation.py: a drafter
+#: that is worth nothing costs less than 2%.
 TRIAL_SHARE, EARLY_SHARE, EARLY_STEPS = 0.003, 0.004, 150.0
 #: Most credit for trials, in steps: a long good time must not pay for many trials at once.
 MOST_CREDIT = 16.0
@@ -46,7 +46,7 @@ PLAIN = Arm("plain", model=False, model_free=False)
 
 @dataclass(frozen=True)
 class Outlook:
-    """What to expect of an arm.
+    """Expected gain of an arm.
 
     Attributes:
         gain: accepted nodes per request and step.
@@ -64,7 +64,7 @@ class Outlook:
 
 @dataclass
 class Regime:
-    """What is decided for batches whose number of requests has the same bit length.
+    """Decisions for batches whose number of requests has the same bit length.
 
     Attributes:
         arm: runs, unless another arm is on trial.

@@ -23,7 +23,7 @@ def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> tuple[Costs,
 
     Args:
         kind: ``StepCost`` or ``RoundCost``.
-        facts: what the costs depend on.
+        facts: model, machine and settings on which the costs depend.
         most: largest number of rows or requests.
     """
     path = kept_path(_folder(kind), facts)

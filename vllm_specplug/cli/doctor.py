@@ -36,8 +36,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was checked.
-        value: what was found.
+        name: name of the check.
+        value: its result.
         blocks: reasons why this finding makes the plugin inactive; empty if it does not.
         hint: advice; it does not make the plugin inactive.
     """

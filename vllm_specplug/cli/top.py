@@ -75,7 +75,7 @@ def read(url: str) -> dict[str, float]:
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return what was counted since; what is known of versions of the drafter stays whole, to compare them."""
+    """Return the differences of counters; those of versions of the drafter stay totals, to compare them."""
     return {key: value if key.startswith("drafter") else value - before.get(key, 0.0) for key, value in now.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a drafter's trees are worth, by blocks of trees, and whether a new version of it does worse than the one before.
+"""Accepted tokens of a drafter's trees, by blocks of trees, and whether its new version does worse than the old one.
 
 Trees of one text are alike, so that the unit of the comparison is a block: up to ``BLOCK_TREES`` verified trees of one
 request in a row, or all trees of a shorter one.
@@ -17,7 +17,7 @@ BLOCK_TREES = 32
 KEPT_BLOCKS = 256
 #: Fewest blocks before the change with which a new version is compared.  Chosen by hand.
 LEAST_BLOCKS = 8
-#: Numbers of blocks at which a new version is looked at; behind the last one it stays.  Each look takes it back with a
+#: Numbers of blocks at which a new version is looked at; after the last one it stays.  Each look takes it back with a
 #: probability of 1% if it is as good as the version before: ``NORMAL_QUANTILE`` standard errors.
 LOOKS = (8, 16, 32, 64)
 NORMAL_QUANTILE = 2.33

@@ -1,4 +1,4 @@
-"""The proof at start: what is tried with trees, and what counts as equal to plain decoding.
+"""The proof at start: the trees that are tried, and the rule for "equal to plain decoding".
 
 Text of known tokens is read plainly and through trees that contain it beside wrong siblings.  Logits of the same token
 after the same text must agree within a bound that the engine itself gives: how much two plain runs differ that put
@@ -64,7 +64,7 @@ def grow_proof_tree(
     Wrong siblings come before the right node, so that no accepted row is where a chain would have it.
 
     Args:
-        text: what follows the root.
+        text: tokens after the root.
         wrong: tokens that are not in ``text``.
         num_nodes: most nodes, the root left out.
         max_depth: most depth of the path.
@@ -160,7 +160,7 @@ class Evidence:
         return not self.control or self.difference(self.control) > self.noise()
 
     def fault(self) -> str:
-        """Return what is wrong, the first row first; empty if the proof has passed."""
+        """Return the errors, the first row first; empty if the proof has passed."""
         bound = self.bound()
         if self.difference(self.trees) > bound:
             row = next(row for row in self.trees if row.difference() > bound)

@@ -1,4 +1,4 @@
-"""What follows from the walk of a step: the commit, and the rows that the drafter reads next.
+"""Results of the walk of a step: the commit, and the rows that the drafter reads next.
 
 A step is ``cpu/step.py`` or ``gpu/step.py``; these functions are its oracle.
 """

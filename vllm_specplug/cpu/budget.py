@@ -50,7 +50,7 @@ class ServingBudget:
 
     Attributes:
         budget: decides; None before ``prepare``, and on further ranks.
-        facts: what the costs depend on; they name the saved file.
+        facts: model, machine and settings on which the costs depend; they name the saved file.
     """
 
     def __init__(self, runner: Any, options: TreeOptions):
@@ -125,7 +125,7 @@ class ServingBudget:
     # ---- the step
 
     def plan(self, wanted: np.ndarray) -> Plan:
-        """Choose what is drafted behind this step for the requests of ``wanted``, bool ``[num_reqs]``."""
+        """Choose what is drafted after this step for the requests of ``wanted``, bool ``[num_reqs]``."""
         found = None
         if self.budget is not None:
             batch = self._runner.input_batch
@@ -241,7 +241,7 @@ class ServingBudget:
 
 
 def _facts(config: Any, options: TreeOptions) -> dict[str, Any]:
-    """Return what the costs depend on: machine, model, method, version."""
+    """Return the facts on which the costs depend: machine, model, method, version."""
     drafter = model_drafter(options)
     return {
         "machine": cpu_name(),

@@ -1,4 +1,4 @@
-"""The draft phase of the V1 runner, behind each step: plan, catch up, draft, select, keep the trees, record."""
+"""The draft phase of the V1 runner, after each step: plan, catch up, draft, select, keep the trees, record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vllm_specplug.vllm.trace import TreeTrace
 
 @dataclass
 class ServedStep(StepRecord):
-    """What happened in a step, for everything that only watches.
+    """Record of a step, for code that only watches.
 
     Attributes:
         began: when it began, in seconds of ``time.perf_counter``.
@@ -42,7 +42,7 @@ class ServedStep(StepRecord):
         drafts: by request, the drafts that were proposed for the step.
         hidden_states: ``[num_flat_rows, hidden_size]``; the target's.
         accepted_rows: the rows of its accepted tokens.
-        counts: what is added to the counters of ``utils.metrics``, by name.
+        counts: increments of the counters of ``utils.metrics``, by name.
     """
 
     began: float = 0.0
@@ -79,7 +79,7 @@ class DraftPhase:
         self.observers: list[Callable[[ServedStep], None]] = [self._count_step, self._show_walk, self._record_rows]
 
     def start_recording(self) -> None:
-        """Record requests from here on, if the options say so; called at the end of the start, behind the proof."""
+        """Record requests from here on, if the options say so; called at the end of the start, after the proof."""
         if leads():  # all ranks have the same hidden states
             self.recorder = make_recorder(self, self.speculative_config.specplug)
 

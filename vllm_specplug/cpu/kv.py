@@ -57,7 +57,7 @@ class KeptRows:
 
 
 def write_accepted(rows: CpuTreeRows, plan: StepPlan, layers: Sequence[AlikeLayers], block_table: Any) -> None:
-    """Write the accepted rows' key/value behind the context, in all layers of the target.
+    """Write the accepted rows' key/value after the context, in all layers of the target.
 
     A forward that has tree rows only writes nothing to the pages: rejected rows never reach them.
 

@@ -48,7 +48,7 @@ def restore_processors(runner: Any) -> bool:
 
 
 def restore_thinking_budget(runner: Any) -> None:
-    """Make a thinking budget without drafts: with a speculative config, vLLM's expects its rows behind draft rows."""
+    """Make a thinking budget without drafts: with a speculative config, vLLM's expects its rows after draft rows."""
     runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
         runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY
     )

@@ -34,7 +34,7 @@ STEPS_BETWEEN = 16
 #: Niceness of the threads that read checkpoints: steps come first, but on a full machine these go on too.
 NICE = 10
 
-#: What the first rank tells all: ``read`` this version, ask whether all are ``ready``, go ``back`` to the old one.
+#: Messages of the first rank to all: ``read`` this version, ask whether all are ``ready``, go ``back`` to the old one.
 _Order = tuple[str, Any]
 
 
@@ -102,7 +102,7 @@ class Reloading:
             {"read": self._read, "ready": self._take_when_ready, "back": self._go_back}[what](value)
 
     def _decide(self) -> _Order | None:
-        """Return what all ranks do now; asked on the first one."""
+        """Return the message for all ranks; called on the first one."""
         comparison, reading = self._comparison, self._reading
         if comparison is not None and comparison.is_worse():
             return "back", comparison.means()
@@ -259,7 +259,7 @@ def _look_often(pointer: weakref.ref[_Pointer]) -> None:
 
 
 def _be_nice() -> None:
-    """Let this thread run behind others."""
+    """Give this thread a low priority."""
     if hasattr(os, "setpriority"):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

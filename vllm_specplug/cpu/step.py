@@ -40,7 +40,7 @@ class Step:
         logits_start: int64 ``[num_reqs]``; row of each root in the logits.
         num_tokens: flat rows of the forward.
         drafts: each request's draft if all of it is verified, else None.
-        rows: what attention needs of the rows that attend by a mask; None if there are none.
+        rows: arguments of attention for the rows that attend by a mask; None if there are none.
         positions: int64 ``[num_tree_rows]``; rotary positions of these rows.
         moves: int64 ``[num_tree_rows]``; these positions less the flat ones (for M-RoPE).
     """

@@ -32,7 +32,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        # What loading and compiling two models has freed (some 60 MiB), before the pages of the KV cache are touched.
+        # Loading and compiling two models has freed some 60 MiB.  The pages of the KV cache are not touched yet.
         _return_freed_memory()
         return available
 

@@ -242,7 +242,7 @@ def check_caches(layers: dict[str, Any], name: str) -> None:
 
 
 def committed_caches(alike: list[AlikeLayers]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Return what ``move_rows`` needs of each entry: its group, one cache, the addresses of all caches."""
+    """Return arguments of ``move_rows`` for each entry: its group, one cache, the addresses of all caches."""
     return [(layers.group, layers.caches[0], cache_pointers(layers.caches)) for layers in alike]
 
 

@@ -59,7 +59,7 @@ class RoundBudget:
         logger.info("vllm-specplug: budget: first choices %s", choices)
 
     def plan(self, num_reqs: int) -> int:
-        """Return the nodes to draft behind this step; ``num_reqs`` requests decode in the next one."""
+        """Return the nodes to draft after this step; ``num_reqs`` requests decode in the next one."""
         nodes = 0 if self.budget is None or num_reqs == 0 else self.budget.plan(num_reqs)
         self.chosen[nodes] += 1
         return nodes

@@ -1,6 +1,6 @@
 """Learning of model-free proposers on the V2 runner, from copies that arrive some steps after their drafts.
 
-A draft phase starts copies of its drafts.  The verification behind it starts copies of the emitted tokens.  A later
+A draft phase starts copies of its drafts.  The verification after it starts copies of the emitted tokens.  A later
 draft phase learns from both once they have arrived, and copies what was learned to the device before it drafts.
 """
 
@@ -28,7 +28,7 @@ LAG = 2
 
 @dataclass(frozen=True)
 class _Verified:
-    """A draft and what the target emitted behind it, as copies.
+    """A draft and what the target emitted after it, as copies.
 
     Attributes:
         drafted_for: requests of the rows of ``drafted``.
@@ -47,7 +47,7 @@ class _Verified:
     num_tokens: torch.Tensor
 
     def outcome(self) -> LateOutcome:
-        """Return what came of the requests that were drafted for and verified."""
+        """Return the outcomes of the requests that were drafted for and verified."""
         now, then = common_requests(self.req_ids, self.drafted_for)
         verified = self.has_drafts[now]
         now, then = now[verified], then[verified]
@@ -71,12 +71,12 @@ class LateLearning:
         self._copies: LateCopies[_Verified] = LateCopies(device, LAG if several_ranks() else None)
         #: The last draft phase, until it is verified.
         self._drafted: tuple[list[str], tuple[torch.Tensor, ...]] | None = None
-        #: By number of the table, what is on the device.
+        #: Contents of the device's tables, by number of the table.
         self._uploaded: dict[int, np.ndarray] = {}
         self._num_phases = 0
 
     def start(self) -> None:
-        """Learn from here on: what runs before the server serves teaches nothing.
+        """Learn from here on; runs before the server serves are not learned from.
 
         It also compiles what learns: no request should wait for the compiler.
         """
@@ -124,7 +124,7 @@ class LateLearning:
         self._drafted = (part[rows], copies)
 
     def verified(self, input_batch: Any, walk: Walk) -> None:
-        """Copy what a step emitted behind the last draft phase."""
+        """Copy what a step emitted after the last draft phase."""
         if self._drafted is None:
             return
         has_drafts = np.asarray(input_batch.num_draft_tokens_per_req) > 0

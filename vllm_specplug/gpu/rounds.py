@@ -54,7 +54,7 @@ def check_batch(options: TreeOptions, max_num_seqs: int) -> None:
 
 
 def facts(vllm_config: Any, device: str) -> dict[str, Any]:
-    """Return what the seconds of rounds depend on; it names the kept file.
+    """Return the facts on which the seconds of rounds depend; they name the kept file.
 
     Args:
         vllm_config: vLLM's; read alike in the worker and in the scheduler's process.

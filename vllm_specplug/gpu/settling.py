@@ -1,6 +1,6 @@
 """Typical acceptance and rejection on the V2 runner: tokens that are chosen before the exact walk, on the device.
 
-The chosen tokens replace what vLLM's sampler drew at their rows.  The walk then continues exactly behind them.
+The chosen tokens replace what vLLM's sampler drew at their rows.  The walk then continues exactly after them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Settling(ABC):
 
     @abstractmethod
     def settle(self, tree: TokenTree, rows: VerifiedRows, active: torch.Tensor) -> torch.Tensor:
-        """Choose the first tokens of the active requests: int64 ``[num_reqs, any width]``, ``PADDING`` behind."""
+        """Choose the first tokens of the active requests: int64 ``[num_reqs, any width]``, ``PADDING`` after them."""
 
 
 class TypicalSettling(Settling):

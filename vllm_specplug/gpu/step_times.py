@@ -25,7 +25,7 @@ from vllm_specplug.gpu.rounds import facts
 # vLLM shows its own loggers only, and a start that takes longer is to say why.
 logger = init_logger("vllm.vllm_specplug")
 
-#: Timed steps of each shape and number of requests, behind one that is not timed.
+#: Timed steps of each shape and number of requests, after one that is not timed.
 TIMES = 3
 #: Tokens of context that every request has, if the model allows.
 CONTEXT = 1024

@@ -42,7 +42,7 @@ class DeviceTrees:
         self.tree_start, self.tree_lens = torch.zeros_like(self.context_lens), torch.zeros_like(self.context_lens)
         self.bits = torch.zeros(max_num_reqs, self.width, num_words, dtype=torch.int64, device=device)
         self.max_num_tokens, self._columns = max_num_tokens, torch.arange(self.width, device=device)
-        #: What followed from the last walk; None before the first.
+        #: The commit of the last walk; None before the first.
         self.plan: StepPlan | None = None
         self._flat_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         #: Whether the current forward has trees; a value on the CPU.

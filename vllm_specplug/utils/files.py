@@ -66,7 +66,7 @@ def read_object(path: Path, keys: set[str], source: str) -> dict[str, Any]:
     """Read the JSON object in a file that the user names.
 
     Args:
-        keys: what it must have.
+        keys: keys that it must have.
         source: the command that writes such files.
 
     Raises:

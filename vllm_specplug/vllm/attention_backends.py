@@ -51,7 +51,7 @@ def check_attention(layers: Mapping[str, Any], implementation: type, fix: str) -
     Args:
         layers: all layers that keep something per token or attend (vLLM's ``AttentionLayerBase``), by name.
         implementation: the tree attention that every layer must have.
-        fix: what the user can do about a layer that has another one.
+        fix: advice for a layer that has another one.
 
     Raises:
         ConfigError: naming the first layer and the reason.

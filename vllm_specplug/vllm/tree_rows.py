@@ -1,4 +1,4 @@
-"""Tree rows: what the attention layers of a forward receive about its trees."""
+"""Tree rows: arguments of the attention layers of a forward that describe its trees."""
 
 from __future__ import annotations
 

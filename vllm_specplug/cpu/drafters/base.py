@@ -40,9 +40,9 @@ class DraftHooks:
         draft_layers: attention layers of a draft model, by name.
         shortest_draft: of a drafter that drafts no longer than ``limits.seconds``, the share of a plain step that its
             shortest draft takes; None of others.
-        operator: what runs the draft phase in the place of vLLM's ``propose``; None: that runs.
+        operator: function that runs the draft phase in place of vLLM's ``propose``; None: vLLM's runs.
         missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
-        plan: what followed from the last step: the rows to read next.
+        plan: the rows to read next, from the last step.
         limits: how far the draft phase that runs may go.
         record: of the step; the drafter adds the times of its forwards.
     """
@@ -95,7 +95,7 @@ class DraftHooks:
         """Do work after the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
 
     def version_check(self, folder: str) -> Any:
-        """Return what checks other versions of the checkpoint in ``folder``, which is in use; see ``new_version``."""
+        """Return the check of other versions of the checkpoint in ``folder``, which is in use; see ``new_version``."""
         raise NotImplementedError(f"{type(self).__name__} cannot take other weights while it serves")
 
     def new_version(self, folder: Path, check: Any) -> Any:

@@ -288,7 +288,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         )
 
     def _vocabulary_at_once(self) -> DraftVocabulary | None:
-        """Return what ``operator`` drafts all levels from in one call.
+        """Return the arguments with which ``operator`` drafts all levels in one call.
 
         None: a draft is sampled, or the operator cannot compute the LM head.
         """

@@ -15,7 +15,7 @@ class Growth:
 
     Attributes:
         beams: of each level that was drafted, the sum that its floor is compared with.
-        level_seconds: what each of these took.
+        level_seconds: time of each of these.
     """
 
     def __init__(self, floors: list[float]):

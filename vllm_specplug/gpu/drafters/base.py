@@ -30,7 +30,7 @@ class TreeSpeculator:
 
     Attributes:
         options: of the drafter with weights; None for a model-free method.
-        trees: what was drafted last.
+        trees: the last drafts.
         timer: counts and times the step.
         guard: catches errors of the drafter.
         learning: teaches the method's proposer; None if it does not learn.
@@ -54,7 +54,7 @@ class TreeSpeculator:
     depths: dict[int, int]
     draft_nodes: int
     draft_depth: int
-    #: Whether users' requests are served: what ran before leaves no trace.
+    #: Whether users' requests are served; earlier runs leave no trace.
     _serves = False
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]

@@ -86,7 +86,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             self._record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device), *self._roots())
 
     def _roots(self) -> tuple[torch.Tensor, ...]:
-        """Return what the first forward left of each request: position of its newest row, score, hidden state."""
+        """Return the result of the first forward for each request: position of its newest row, score, hidden state."""
         return self.input_buffers.positions, self.root_scores, self.hidden_states
 
     # ---- one draft phase

@@ -17,7 +17,7 @@ class LevelRows:
     Args:
         scratch: key/value of the levels.
         width: rows of a request in a forward.
-        num_levels: forwards of the drafter behind its first one.
+        num_levels: forwards of the drafter after its first one.
         max_num_reqs: the largest batch.
         device: of all tensors.
 
@@ -41,7 +41,7 @@ class LevelRows:
 
 
 class DeviceLevels:
-    """The drafter's forwards behind its first one, for one draft phase.
+    """The drafter's forwards after its first one, for one draft phase.
 
     Args:
         model: vLLM's draft model.

@@ -49,5 +49,5 @@ class ModelFreeSpeculator(TreeSpeculator, BaseSpeculator):
         return self._draft(input_batch, dummy_run, last_sampled, *inputs)
 
     def _model_inputs(self, input_batch: Any, hidden_states: torch.Tensor, dummy_run: bool) -> tuple[torch.Tensor, ...]:
-        """Return what ``_draft_by_model`` takes besides the roots."""
+        """Return the arguments of ``_draft_by_model`` besides the roots."""
         return ()

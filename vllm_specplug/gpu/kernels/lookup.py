@@ -215,11 +215,11 @@ def _prefix_tree_kernel(
 
 @dataclass(frozen=True)
 class LookupBuffers:
-    """What keeps its address between draft phases, so that CUDA graphs can read and write it.
+    """Tensors that keep their addresses between draft phases, so that CUDA graphs can read and write them.
 
     Attributes:
         table: float64; see ``proposers.lookup.device_proposer.kernel_table``.
-        token_ids: int64 ``[max_num_reqs, draft_depth * max_candidates]``; continuations of the last draft, -1 behind
+        token_ids: int64 ``[max_num_reqs, draft_depth * max_candidates]``; continuations of the last draft, -1 after
             their ends.
         matches: int32 ``[max_num_reqs, 3, max_candidates]``; of its matches: lengths, ages, 1 if in the request itself.
         traffic: int32 ``[capacity + 1]``; answers of ended requests, as in ``proposers.lookup.index.TrafficIndex``.

@@ -235,7 +235,7 @@ def walk_rows(
         slots: int ``[num_reqs]``.
         row_offsets: int32 ``[num_reqs + 1]``; first row of each tree among the sampled rows.
         tokens: int ``[num_sampled_rows]``; the rows' own tokens; negative ones match nothing.
-        sampled: int64 ``[num_sampled_rows]``; what was sampled from the rows' logits.
+        sampled: int64 ``[num_sampled_rows]``; tokens sampled from the rows' logits.
         parents: int64 ``[num_slots, num_rows]``; as ``store_trees`` wrote them.
 
     Returns:

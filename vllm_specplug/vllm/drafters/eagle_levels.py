@@ -1,4 +1,4 @@
-"""What EAGLE drafters do alike on both model runners: logits of drafted nodes, and the forwards of draft levels."""
+"""Code that EAGLE drafters of both model runners share: logits of drafted nodes, and the forwards of draft levels."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class LevelScratch:
 
 
 class EagleLevels:
-    """The drafter's forwards behind its first one, for one draft phase.
+    """The drafter's forwards after its first one, for one draft phase.
 
     Args:
         model: vLLM's draft model.

@@ -37,7 +37,7 @@ class Installation:
 
 @contextmanager
 def vllm_without_init() -> Iterator[None]:
-    """Make modules of vLLM importable without ``vllm/__init__.py``; what was imported is forgotten at the end.
+    """Make modules of vLLM importable without ``vllm/__init__.py``; these modules are forgotten at the end.
 
     vLLM imports its platform before the rest of itself, so these modules need no other part.
 
@@ -82,7 +82,7 @@ def find_runner() -> tuple[str, str]:
 
 @cache
 def examine() -> Installation:
-    """Return what vLLM says here."""
+    """Return vLLM's answers on this machine."""
     with vllm_without_init():
         return Installation(*find_platform(), *find_runner())
 

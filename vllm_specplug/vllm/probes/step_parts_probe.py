@@ -161,7 +161,7 @@ def traced_trees(llm: Any, clock: PartsClock, prompts: list[dict], max_tokens: i
 
     Returns:
         ``trees``: up to ``count`` branching trees, evenly spaced over all; ``calibration``: the reliability bins; with
-        merged drafts also ``sources``: what each proposer contributed (``SourceShare``).
+        merged drafts also ``sources``: contribution of each proposer (``SourceShare``).
     """
     with tempfile.TemporaryDirectory() as folder:
         clock.runner._trace = TreeTrace(str(Path(folder) / "trees"))

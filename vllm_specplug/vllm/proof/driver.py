@@ -262,7 +262,7 @@ class DriverV1(Driver):
 
 
 def no_drafts_v1(runner: Any) -> Any:
-    """Return what replaces the V1 runner's draft phase by none."""
+    """Return a draft phase of the V1 runner that drafts nothing."""
     return lambda *_, **__: [[] for _ in runner.input_batch.req_ids]
 
 

@@ -1,7 +1,7 @@
 """The proof at start on a model runner: read, decode through trees, decode without the mask, decode plainly.
 
 All steps see the same text.  The tokens that a step emits are given, so that rounding cannot lead two runs apart.
-The plain steps come last and over the same slots of the KV cache: what a commit has left out is not there yet.
+The plain steps come last and over the same slots of the KV cache: slots that a commit has left out are still empty.
 """
 
 from __future__ import annotations

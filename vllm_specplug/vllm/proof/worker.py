@@ -1,4 +1,4 @@
-"""The worker's side of the proof at start: whether it runs, what its result means, and what is kept."""
+"""The worker's side of the proof at start: whether it runs, the meaning of its result, and the saved file."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def describe(numbers: dict[str, float]) -> str:
 
 
 def _run(driver: Driver) -> Evidence | str | None:
-    """Return the evidence, what went wrong instead, or None on a rank without logits.
+    """Return the evidence, the error instead of it, or None on a rank without logits.
 
     If it fails, other text is tried: a fault is there with any text, while rounding is seldom so large, and some text
     tells nothing about the mask.
@@ -168,7 +168,7 @@ def serve_plainly(driver: Driver) -> None:
 
 
 def facts_of(runner: Any) -> dict[str, Any]:
-    """Return what the result of a proof depends on; it names the kept file."""
+    """Return the facts on which the result of a proof depends; they name the kept file."""
     config = runner.vllm_config
     options, parallel = config.speculative_config.specplug, config.parallel_config
     layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
