@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_specplug.bench.results import interval_of
 from vllm_specplug.cli import cli
 from vllm_specplug.config import parse_options
 from vllm_specplug.proposer import GROUP, find_method, method_names
@@ -109,3 +110,51 @@ def test_configurations_are_valid(page):
 
 def test_the_main_pages_have_configurations():
     assert {"README.md", "options.md", "serving.md"} <= {page.name for page in PAGES_OF_CONFIGURATIONS}
+
+
+def test_the_deployment_is_valid_and_mounts_its_volumes():
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    found = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    assert [one["kind"] for one in found] == ["Deployment", "Job"]
+    for one in found:
+        spec = one["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    given = found[0]["spec"]["template"]["spec"]["containers"][0]["args"][-1].partition("=")
+    assert given[0] == "--speculative-config" and parse_options(json.loads(given[2])).budget == "measured"
+
+
+def test_every_result_file_that_a_page_names_exists():
+    """Of each figure there is a script and a file; no page says that there is none."""
+    for page in PAGES:
+        text = page.read_text()
+        for name in re.findall(
+            r"`(?:benchmarks/results/)?((?:epyc|avx2|amx|swift|learning|medusa|proof)_\w+\.json)`", text
+        ):
+            assert (ROOT / "benchmarks" / "results" / name).is_file(), f"{page.name}: {name}"
+        assert "has no result file" not in text and "off repository" not in text, page.name
+
+
+def test_the_first_table_of_the_readme_is_that_of_the_files():
+    """Each row has a method's speedup and interval from one file."""
+    folder = ROOT / "benchmarks" / "results"
+    sources = {
+        "EAGLE chain": ("epyc_peers", "eagle-chain"),
+        "n-gram": ("epyc_peers", "ngram"),
+        "without drafts": ("epyc_ablation", "lookup:none"),
+        "| `eagle2` |": ("epyc_spec_bench", "eagle2"),
+        "`union` of": ("epyc_spec_bench", "union"),
+    }
+    text = (ROOT / "README.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|") and "x (" in line]
+    assert len(lines) == len(sources)
+    for (word, (name, method)), line in zip(sources.items(), lines, strict=True):
+        report = json.loads((folder / f"{name}.json").read_text())
+        low, high = interval_of(report, method)
+        speedup = report["methods"][method]["overall"]["speedup"]
+        assert word in line and f"| {speedup:.2f}x ({low:.2f}-{high:.2f}) |" in line
+        assert line.endswith(f"| {report['settings']['num_questions']} |")
+    for name, said in (("epyc_peers", "40 questions `eagle2` is at {}x"), ("epyc_ablation", "20 at {}x")):
+        report = json.loads((folder / f"{name}.json").read_text())
+        assert said.format(f"{report['methods']['eagle2']['overall']['speedup']:.2f}") in " ".join(text.split())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import exp
 
 #: Share of the time that trials may lose in the long run, the addition to it at the first steps of a batch size, and
-#: the number of steps after which 1/e of the addition is left.  Chosen by benchmarks/gpu/budget_simulation.py: a drafter
-#: that is worth nothing costs less than 2%.
+#: the number of steps after which 1/e of the addition is left.  Chosen by benchmarks/gpu/budget_simulation.py: a
+#: drafter that is worth nothing costs less than 2%.
 TRIAL_SHARE, EARLY_SHARE, EARLY_STEPS = 0.003, 0.004, 150.0
 #: Most credit for trials, in steps: a long good time must not pay for many trials at once.
 MOST_CREDIT = 16.0

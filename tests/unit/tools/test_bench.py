@@ -391,8 +391,12 @@ def test_bench_of_servers(server, tmp_path, capsys):
     questions, out = tmp_path / "q.jsonl", tmp_path / "out.json"
     questions.write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
     command = ["bench", "--questions", str(questions), "--max-tokens", "6", "--concurrency", "1,2", "--repeats", "2"]
-    assert cli.main([*command, "--server", url, "--server", f"ours={url}", "--out", str(out)]) == 0
+    servers = ["--server", url, "--server", f"eagle3={url}", "--server", f"ours={url}"]  # vLLM's own chain beside ours
+    assert cli.main([*command, *servers, "--out", str(out)]) == 0
     report = json.loads(out.read_text())
+    assert (
+        list(report["methods"]) == ["plain", "eagle3", "ours"] and report["methods"]["eagle3"]["overall"]["tau"] == 1.8
+    )
     ours = report["methods"]["ours"]
     assert ours["overall"]["agree"] == 4 and ours["overall"]["tau"] == 1.8
     assert ours["overall"]["acceptance_by_depth"] == [0.6, 0.2]

@@ -552,16 +552,14 @@ def test_a_table_replaces_the_marked_part_of_a_page(report, tmp_path, capsys):
     fails_with(capsys, ["bench", "--table", str(file), "--into", str(page)], "results")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md"])
-def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
-    """Each generated table equals the table of the result files that it names."""
+def test_the_page_shows_the_file(monkeypatch, tmp_path):
+    """The generated table equals the table of the result file that it names."""
     root = Path(__file__).parents[3]
-    page, copy = (root / name).read_text(), tmp_path / "page.md"
+    page, copy = (root / "docs" / "measurements.md").read_text(), tmp_path / "page.md"
     monkeypatch.chdir(root / "benchmarks" / "results")
-    shown = ["epyc_spec_bench.json" if name == "README.md" else "epyc_peers.json", "--short"]
     assert all(page.count(mark) == 1 for mark in MARKS)
     copy.write_text(page)
-    assert cli.main(["bench", "--table", *shown, "--into", str(copy)]) == 0
+    assert cli.main(["bench", "--table", "epyc_peers.json", "--short", "--into", str(copy)]) == 0
     assert copy.read_text() == page
 
 
@@ -571,6 +569,7 @@ def test_the_pages_show_the_files(name, monkeypatch, tmp_path):
         ("avx2_spec_bench", "| method"),
         ("avx2_bfloat16", "| method"),
         ("epyc_ablation", "| method"),
+        ("epyc_spec_bench", "| method"),
         ("epyc_concurrency", "| concurrency"),
         ("epyc_fixed_budgets", "| concurrency"),
     ],
