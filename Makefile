@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-faults bench install clean
+.PHONY: demo test test-fast types test-faults bench install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -31,7 +31,7 @@ MODELS := $(filter-out $(RANKS),$(wildcard tests/hosts/test_[a-l]*.py))
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 $(addprefix test-,$(PARTS))
 
-test-unit: install
+test-unit: types
 	$(PYTEST) tests/unit
 
 test-e2e: install
@@ -52,8 +52,12 @@ test-ranks: install
 	$(PYTEST) $(RANKS_V2)
 
 # The quick ones of `test-unit`, in two processes.
-test-fast: install
+test-fast: types
 	$(PYTEST) --numprocesses 2 -m "not slow" tests/unit
+
+# The types of the contract of a method and of the code without vLLM; pyproject.toml lists the files.
+types: install
+	$(RUN) -m mypy
 
 # Plants each fault of tests/faults in a copy of the sources and shows that its test fails; `FAULTS="mask walk"` chooses some.
 test-faults: install

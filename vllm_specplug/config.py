@@ -287,7 +287,9 @@ def with_drafter(options: TreeOptions, resolved: TreeOptions) -> TreeOptions:
     drafter = model_drafter(options)
     if options is drafter:
         return resolved
-    return replace(options, sources=tuple(resolved if part is drafter else part for part in options.sources))
+    _, *sources = parts_of(options)
+    changes: dict[str, Any] = {"sources": tuple(resolved if part is drafter else part for part in sources)}
+    return replace(options, **changes)
 
 
 def is_our_method(method: Any) -> bool:

@@ -4,7 +4,7 @@
     out_t = DecoderLayer([norm(embed(token_{t+1})); norm(g_t)])_t + g_t
     lm_head(norm(out_t)) over the draft vocabulary predicts token t+2
 
-Behind a drafted token, g is the drafter's output there, before the final norm. Row t has rotary position t. Axis names
+After a drafted token, g is the drafter's output there, before the final norm. Row t has rotary position t. Axis names
 as in eagle2/head.py.
 """
 

@@ -39,7 +39,7 @@ def answer(
         chat = [{"role": "user", "content": text}]
         ids = chat_ids(tokenizer, chat, switches)
         prompts.append(torch.tensor([ids[: options["max_length"] - max_tokens]]))
-    sampling = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if asked := request.get("sampling"):
         sampling = {"do_sample": True, "temperature": asked["temperature"], "top_k": 0}
     lookup = {k: v for k, v in options.items() if k != "max_length"}

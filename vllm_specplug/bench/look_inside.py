@@ -35,8 +35,9 @@ def look_inside(
             if not method.stock:
                 entry |= ask(worker, request | {"count": _NUM_TREES})
             worker.close()
-    if tree := next((m for m in methods if m.config and m.config["method"] in ("eagle2", "hass")), None):
-        wide = Method(tree.label, tree.config | {"num_speculative_tokens": max(_STEP_NODES)})
+    trees = [(m.label, m.config) for m in methods if m.config and m.config["method"] in ("eagle2", "hass")]
+    for label, config in trees[:1]:
+        wide = Method(label, config | {"num_speculative_tokens": max(_STEP_NODES)})
         with started([wide], engine, kv_gib, PROBE_MODULE) as [worker]:
             steps = {"nodes": list(_STEP_NODES), "context": 256, "max_tokens": 24}
             ask(worker, steps)  # a warm-up

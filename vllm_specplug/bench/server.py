@@ -36,7 +36,8 @@ class Server:
 
     def counters(self) -> tuple[int, list[int]]:
         """Return the number of drafts so far, and of those with at least 1, 2, ... accepted tokens."""
-        drafts, by_depth = 0, {}
+        drafts = 0
+        by_depth: dict[int, int] = {}
         for name, labels, value in _COUNTER.findall(self._get("/metrics")):
             if name == "drafts":
                 drafts += int(float(value))

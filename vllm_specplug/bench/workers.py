@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,16 +105,18 @@ class Worker:
                 env=environment,
                 # A group of its own, so that signals reach its engine processes too, but in the same session: if the
                 # parent dies, the kernel ends a stopped group (SIGHUP) only within the parent's session.
-                process_group=0,
+                preexec_fn=os.setpgrp,  # the argument process_group needs Python 3.11
             )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._input, self._output = self.process.stdin, self.process.stdout
         self.send(engine | ({} if method.config is None else {"speculative_config": method.config}))
 
     def send(self, message: dict) -> None:
         """Let the worker continue and send it a request."""
         self._signal(signal.SIGCONT)
         try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
+            self._input.write(json.dumps(message) + "\n")
+            self._input.flush()
         except BrokenPipeError:
             raise RuntimeError(self._end_message()) from None
 
@@ -124,7 +126,7 @@ class Worker:
         Raises:
             RuntimeError: the worker has ended; the message holds the end of its log.
         """
-        line = self.process.stdout.readline()
+        line = self._output.readline()
         if not line:
             raise RuntimeError(self._end_message())
         self._signal(signal.SIGSTOP)
@@ -211,7 +213,9 @@ class MemoryCheck:
 
 
 @contextlib.contextmanager
-def started(methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = ENGINE_MODULE):
+def started(
+    methods: Sequence[Method], engine: dict[str, Any], kv_gib: int, module: str = ENGINE_MODULE
+) -> Iterator[list[Worker]]:
     """Start workers for all methods; if the block fails, they are killed and their logs are kept.
 
     Within the block SIGTERM is an interrupt: engines would outlive this process otherwise.

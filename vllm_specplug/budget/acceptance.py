@@ -105,7 +105,9 @@ class NodeAcceptance:
         """
         last, self._last = self._last, None
         index_of = {request_id: index for index, request_id in enumerate(request_ids)}
-        then = [place for place, request_id in enumerate(last.request_ids) if request_id in index_of] if last else []
+        if last is None:
+            return
+        then = [place for place, request_id in enumerate(last.request_ids) if request_id in index_of]
         if not then:
             return
         now = np.array([index_of[last.request_ids[place]] for place in then])

@@ -135,7 +135,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vllm-specplug {version_of('vllm-specplug')}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="specplug", help=argparse.SUPPRESS)
-    parsers = {(): commands}
+    parsers: dict[tuple[str, ...], argparse._SubParsersAction[argparse.ArgumentParser]] = {(): commands}
     words_given = tuple(word for word in argv if not word.startswith("-"))
     for command in COMMANDS:
         group = command.words[:-1]

@@ -63,14 +63,14 @@ def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str
     medians = [statistics.median(pair[i].rate for pair in results) for i in (0, 1)]
     speedup = statistics.median(drafted.rate / plain.rate for plain, drafted in results)
     total_tau = tau([drafted for _, drafted in results])
-    same = sum(plain.text == drafted.text for plain, drafted in results)
+    num_same = sum(plain.text == drafted.text for plain, drafted in results)
     rows.append(
         ["median", "", "", *(f"{m:.1f}" for m in medians), f"{speedup:.2f}x"]
-        + [f"{total_tau:.2f}" if total_tau else "-", f"{same}/{len(results)} same"]
+        + [f"{total_tau:.2f}" if total_tau else "-", f"{num_same}/{len(results)} same"]
     )
     headers = ["kind", "prompt", "tokens", "plain tok/s", f"{method} tok/s", "speedup", "tau", "texts"]
     notes = ["tau: tokens per step that had drafts, the bonus token included; the last line is over all steps."]
-    if same < len(results) and dtype != "float32":
+    if num_same < len(results) and dtype != "float32":
         notes.append(
             f"{dtype} logits depend on the number of rows in a step, so tokens with nearly equal logits may differ; "
             "with --dtype float32 the texts must be the same."

@@ -60,7 +60,8 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.name, self.log, self.ready_after = name, log, None
+        self.name, self.log = name, log
+        self.ready_after: float | None = None  # seconds, once it answers
         self.url = f"http://127.0.0.1:{port}"
         address = ["--host", "127.0.0.1", "--port", str(port)]
         self.command = [*(command or serve_command()), str(model), "--served-model-name", "demo", *address, *options]
@@ -120,7 +121,8 @@ class Server:
         """Return the number of drafts and of accepted draft tokens so far."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             page = response.read().decode()
-        return tuple(read_counter(page, f"vllm:spec_decode_num_{what}_total") for what in ("drafts", "accepted_tokens"))
+        drafts, accepted = (f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "accepted_tokens"))
+        return read_counter(page, drafts), read_counter(page, accepted)
 
     def stop(self) -> None:
         """End the server and every process it started."""

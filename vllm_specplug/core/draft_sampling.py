@@ -141,8 +141,10 @@ def stack_candidates(levels: list[Children], num_reqs: int) -> tuple[torch.Tenso
     Returns:
         Token ids and probabilities, each ``[num_reqs, num_nodes, num_candidates]``.
     """
-    if levels[0].candidate_ids is None:
-        return None
-    ids = [level.candidate_ids.unflatten(0, (num_reqs, -1)) for level in levels]
-    probs = [level.candidate_probs.unflatten(0, (num_reqs, -1)) for level in levels]
+    ids, probs = [], []
+    for level in levels:
+        if level.candidate_ids is None or level.candidate_probs is None:
+            return None
+        ids.append(level.candidate_ids.unflatten(0, (num_reqs, -1)))
+        probs.append(level.candidate_probs.unflatten(0, (num_reqs, -1)))
     return torch.cat(ids, dim=1), torch.cat(probs, dim=1)

@@ -87,11 +87,11 @@ def check_draft(draft: Draft, context: DraftContext, num_nodes: int | None) -> D
         raise ValueError(_message(NUM_ROWS, width, context))
     if not integers:
         raise ValueError("token_ids, parents, depths and num_rows must be integers")
-    if error := _first_error(*arrays, log_values, int(context.vocab_size)):
+    if error := _first_error(token_ids, parents, depths, num_rows, log_values, int(context.vocab_size)):
         raise ValueError(_message(error, width, context))
-    tree, log_values = _kept_rows(arrays, log_values, context, width if num_nodes is None else num_nodes + 1)
+    tree, kept_values = _kept_rows(arrays, log_values, context, width if num_nodes is None else num_nodes + 1)
     bits = None if draft.source_bits is None else draft.source_bits.masked_fill(tree.parents == PADDING, 0)
-    return replace(draft, tree=tree, log_values=log_values, source_bits=bits)
+    return replace(draft, tree=tree, log_values=kept_values, source_bits=bits)
 
 
 #: Errors of a draft, the first of which is reported.

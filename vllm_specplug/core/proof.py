@@ -73,7 +73,8 @@ def grow_proof_tree(
     """
     token_ids: list[int] = []
     parents: list[int] = []
-    path_rows, branch_rows = [0], []
+    path_rows = [0]
+    branch_rows: list[int] = []
 
     def add(token: int, parent: int) -> int:
         token_ids.append(token)

@@ -179,8 +179,9 @@ def command_line() -> str:
     """Return this process's command line without the folders of absolute paths, which do not affect the measurement."""
     program = Path(sys.argv[0]).name
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    by_module = program == "__main__.py" and spec is not None  # ``python -m package``
-    words = ["python", "-m", spec.name.removesuffix(".__main__")] if by_module else [program]
+    words = [program]
+    if program == "__main__.py" and spec is not None:  # ``python -m package``
+        words = ["python", "-m", spec.name.removesuffix(".__main__")]
     words += sys.argv[1:]
     return shlex.join(re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", word) for word in words)
 

@@ -53,7 +53,7 @@ COUNTERS = (
 _INDEX = {counter.reason or counter.name.removeprefix("specplug:"): index for index, counter in enumerate(COUNTERS)}
 #: Versions of the drafter that are counted: the newest ones.
 _VERSIONS = 4
-#: Behind the counters: the version in use, then version, verified trees and accepted tokens of each counted version.
+#: After the counters: the version in use, then version, verified trees and accepted tokens of each counted version.
 _VERSIONS_START = 8 * len(COUNTERS)
 _SIZE = _VERSIONS_START + 8 * (1 + 3 * _VERSIONS)
 
@@ -112,7 +112,10 @@ class Counters:
 
     def versions(self) -> tuple[int, dict[int, tuple[float, float]]]:
         """Return the newest version in use (0: none is counted); by version, verified trees and accepted tokens."""
-        current, found = 0, {}
+        current = 0
+        found: dict[int, tuple[float, float]] = {}
+        if self._map is None:
+            return current, found
         for start in self._replicas():
             values = struct.unpack_from(f"{1 + 3 * _VERSIONS}d", self._map, start + _VERSIONS_START)
             current = max(current, int(values[0]))

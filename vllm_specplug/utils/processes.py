@@ -80,7 +80,7 @@ def peak_rss_mib(pid: int) -> int:
 def terminate_like_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM, so that the block ends in the same way."""
 
-    def interrupt(*_):
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)

@@ -11,8 +11,12 @@ import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.utils.files import cache_folder
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: GGUF block tensors -> Hugging Face names, per layer.
 _LAYER_TENSORS = {
@@ -36,14 +40,14 @@ def default_dir() -> Path:
     return cache_folder("SmolLM2-135M-Instruct")
 
 
-def _unpermute(weight, num_heads: int):
+def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo llama.cpp's interleaving of rotary halves: ``[out, in]`` -> ``[out, in]``."""
     out, inner = weight.shape
     half = out // num_heads // 2
     return weight.reshape(num_heads, half, 2, inner).swapaxes(1, 2).reshape(out, inner)
 
 
-def _read_fields(reader) -> dict:
+def _read_fields(reader: Any) -> dict[str, Any]:
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
@@ -97,7 +101,7 @@ def _write_tokenizer(meta: dict, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
-def _write_weights(reader, config: dict, out: Path) -> None:
+def _write_weights(reader: Any, config: dict, out: Path) -> None:
     import gguf
     import torch
     from safetensors.torch import save_file

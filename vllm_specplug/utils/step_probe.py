@@ -26,6 +26,8 @@ class StepProbe:
             text=True,
             env=engine_environment(kv_gib=1, plugins=not stock),
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
         arguments = {"model": model, "dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 4}
         arguments |= {"enable_prefix_caching": False, **engine}
         self.ask(arguments | ({} if speculative_config is None else {"speculative_config": speculative_config}))
@@ -36,16 +38,16 @@ class StepProbe:
         Raises:
             RuntimeError: the engine has ended; the message holds the end of its log.
         """
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        self._input.write(json.dumps(message) + "\n")
+        self._input.flush()
+        line = self._output.readline()
         if not line:
             raise RuntimeError(f"the engine has ended; {end_of_log(Path(self._log.name))}")
         return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
-        self._process.stdin.close()
+        self._input.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
