@@ -83,7 +83,7 @@ class Recorder:
         kept = self._kept[req_id]
         if kept is None or start >= MAX_LENGTH or start + count <= kept.stop:
             return False
-        if start > kept.stop:  # preempted, and resumed after rows that another request has computed
+        if start > kept.stop:  # preempted, and resumed behind rows that another request has computed
             self._room += kept.stop - kept.start
             kept = self._kept[req_id] = _Kept(start, start)
         if count > self._room:
@@ -142,7 +142,7 @@ def make_recorder(runner: Any, options: TreeOptions) -> Recorder | None:
 
 
 def _answer(request: Any, kept: _Kept) -> RecordedAnswer | None:
-    """Return the answer of a request that has ended; None if it has only a prompt."""
+    """Return what is known of a request that has ended; None if that is no more than its prompt."""
     if request is None:
         return None
     num_prompt = len(request.prompt_token_ids)
@@ -156,7 +156,7 @@ def _answer(request: Any, kept: _Kept) -> RecordedAnswer | None:
 
 
 def _without_rest(token_ids: list[int], params: Any) -> list[int]:
-    """Cut an answer as vLLM's scheduler does: a step may emit tokens after the last one that is kept."""
+    """Cut an answer as vLLM's scheduler does: a step may emit tokens behind the last one that is kept."""
     stops = set(params.stop_token_ids or ())
     if not params.ignore_eos and params.eos_token_id is not None:
         stops.add(params.eos_token_id)
