@@ -69,7 +69,9 @@ def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str
         + [f"{total_tau:.2f}" if total_tau else "-", f"{num_same}/{len(results)} same"]
     )
     headers = ["kind", "prompt", "tokens", "plain tok/s", f"{method} tok/s", "speedup", "tau", "texts"]
-    notes = ["tau: mean number of tokens that a step with drafts emits, the bonus token included; last line: of all such steps."]
+    notes = [
+        "tau: mean number of tokens that a step with drafts emits, the bonus token included; last line: of all such steps."
+    ]
     if num_same < len(results) and dtype != "float32":
         notes.append(
             f"{dtype} logits depend on the number of rows in a step, so tokens with nearly equal logits may differ; "
