@@ -70,7 +70,7 @@ def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str
     )
     headers = ["kind", "prompt", "tokens", "plain tok/s", f"{method} tok/s", "speedup", "tau", "texts"]
     notes = [
-        "tau: mean number of tokens that a step with drafts emits, the bonus token included; last line: of all such steps."
+        "tau: mean number of tokens that a step with drafts emits, bonus token included; last line: of all such steps."
     ]
     if num_same < len(results) and dtype != "float32":
         notes.append(
