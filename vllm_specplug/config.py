@@ -396,9 +396,11 @@ def _download(repository: str, shipped: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub has its own error classes beside HTTP errors
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
             f"drafter {repository!r} is neither a directory nor a shipped drafter ({shipped}), and could not be "
-            f"fetched from the Hugging Face hub: {error}"
+            f"fetched from the Hugging Face hub ({type(error).__name__}: {reason}): check its name, the network and "
+            f"HF_TOKEN, or download it elsewhere (hf download {repository} --local-dir DIR) and give DIR"
         ) from error
 
 

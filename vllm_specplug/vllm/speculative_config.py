@@ -75,6 +75,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     has_users_graph_sizes: bool = False
     """Whether the user chose vLLM's CUDA graph capture sizes; they are kept then."""
 
+    draft_entries: Any = None
+    """Entries of the draft model's config, see ``DrafterConfig.config_entries``."""
+
     metrics_file: str | None = None
     """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
 
@@ -97,9 +100,15 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         result = super().__post_init__()
         _register_model()
         if self.method == "eagle":
-            self.draft_model_config.hf_config.architectures = [EAGLE_ARCHITECTURE]
-            self.update_arch_()
+            self._set_entries({"architectures": [EAGLE_ARCHITECTURE]})
+        elif self.draft_entries:
+            self._set_entries(self.draft_entries)
         return result
+
+    def _set_entries(self, entries: dict[str, Any]) -> None:
+        for key, value in entries.items():
+            setattr(self.draft_model_config.hf_config, key, value)
+        self.update_arch_()
 
     def use_ngram(self) -> bool:
         """Return whether V2 must keep all tokens in device memory: model-free proposers read them there."""
@@ -169,6 +178,7 @@ def build(
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         specplug=options,
+        draft_entries=drafter.config_entries if drafter is not None else None,
         v2_runner=v2,
         has_users_graph_sizes=_chooses_graph_sizes(engine_args),
         metrics_file=publish(target_parallel_config.data_parallel_size),
