@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from vllm import SamplingParams
 
-from tests.doubles import tiny
-from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, runner_of, token_ids
+from tests.doubles import published, tiny
+from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.hass.train import HassTrainOptions
@@ -83,56 +79,19 @@ def test_served_tau_is_the_offline_tau(engine, prompts, plain, heads, kind, meth
 # ---- the same EAGLE-3 head as others publish theirs
 
 
-def as_modelopt(config, tensors):
-    """The layer is called `layers.0`, the ids are in `eagle_config`, and fewer positions than the prompts have."""
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": config.pop("eagle_aux_hidden_state_layer_ids")}
-    config["max_position_embeddings"] = 16
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-
-
-def with_shared_lm_head(config, tensors):
-    """No LM head of its own, and two of the three aux layers."""
-    config["eagle_aux_hidden_state_layer_ids"] = [0, 2]
-    del tensors["lm_head.weight"]
-    width = tiny.HIDDEN
-    tensors["fc.weight"] = torch.cat([tensors["fc.weight"][:, :width], tensors["fc.weight"][:, 2 * width :]], dim=1)
-    return tensors
-
-
-def of_another_width(config, tensors):
-    """Wider than the target by numbers that are 0, with an embedding of its own; the norms divide by fewer of them."""
-    more, old = tiny.HIDDEN // 2, tiny.HIDDEN
-    config |= {"hidden_size": old + more, "target_hidden_size": old}
-    wider = {}
-    for name, tensor in tensors.items():
-        if "norm" in name:
-            tensor = torch.nn.functional.pad(tensor * math.sqrt(old / (old + more)), (0, more))
-        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            tensor = torch.cat([torch.nn.functional.pad(half, (0, more)) for half in tensor.split(old, dim=1)], dim=1)
-        elif name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
-            tensor = torch.nn.functional.pad(tensor, (0, 0, 0, more))
-        elif name.endswith(("gate_proj.weight", "up_proj.weight", "lm_head.weight", "embed_tokens.weight")):
-            tensor = torch.nn.functional.pad(tensor, (0, more))
-        wider[name] = tensor
-    return wider
-
-
-@pytest.mark.parametrize(("change", "share"), [(as_modelopt, 1.0), (of_another_width, 1.0), (with_shared_lm_head, 0.4)])
-def test_heads_as_others_publish_them(engine, checkpoints, prompts, plain, heads, tmp_path, change, share):
+@pytest.mark.parametrize(
+    ("kind", "change", "share"),
+    [
+        ("eagle", published.with_few_positions, 1.0),
+        ("eagle3", published.as_modelopt, 1.0),
+        ("eagle3", published.of_another_width, 1.0),
+        ("eagle3", published.with_shared_lm_head, 0.2),
+    ],
+)
+def test_heads_as_others_publish_them(engine, checkpoints, prompts, plain, heads, tmp_path, kind, change, share):
     """`share`: of what the trained head has accepted beside the bonus token."""
-    config = json.loads((checkpoints["trained-eagle3"] / "config.json").read_text())
-    tensors = load_file(checkpoints["trained-eagle3"] / "model.safetensors")
-    tensors["embed_tokens.weight"] = load_file(checkpoints["target"] / "model.safetensors")["model.embed_tokens.weight"]
-    tensors = change(config, tensors)
-    path = tmp_path / change.__name__
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    for number, names in enumerate((sorted(tensors)[:5], sorted(tensors)[5:]), start=1):
-        shard = {name: tensors[name].contiguous() for name in names}
-        torch.save(shard, path / f"pytorch_model-0000{number}-of-00002.bin")
+    path = published.rewrite(checkpoints[f"trained-{kind}"], tmp_path / change.__name__, change, checkpoints["target"])
     checkpoints[path.name] = path
     llm = engine(path.name, CHAIN)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
-    assert acceptance_length(llm) - 1 > 0.95 * share * (heads["eagle3"] - 1)
-    draft = runner_of(llm).drafter.model
-    assert draft.config.max_position_embeddings >= runner_of(llm).max_model_len
+    assert acceptance_length(llm) - 1 > 0.95 * share * (heads[kind] - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doubles import tiny
+from tests.doubles import published, tiny
 from tests.hosts.conftest import WHOLE, acceptance_length
 from tests.v2.conftest import ENGINE, answers, same
 from vllm_specplug.proposers.eagle3.train import Eagle3Options, Eagle3Task
@@ -38,3 +38,17 @@ def test_reduced_vocabulary(engine, prompts, plain):
     llm = engine("reduced", TREE, **ENGINE)
     assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
     assert acceptance_length(llm) > 1.2
+
+
+def test_eagle3_as_others_publish_it(engine, prompts, plain, eagle3, checkpoints, tmp_path):
+    """Another width than the target's, another name of the layer, and ids where this runner of vLLM does not look."""
+
+    def change(config, tensors):
+        return published.as_modelopt(config, published.of_another_width(config, tensors))
+
+    checkpoints["published"] = published.rewrite(
+        checkpoints[eagle3], tmp_path / "published", change, checkpoints["target"]
+    )
+    llm = engine("published", TREE, **ENGINE)
+    assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
+    assert acceptance_length(llm) > 1.8
