@@ -20,7 +20,9 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
     path = resolve_drafter(options.model, options.method)
     info = validate_checkpoint(path, target.hidden_size, target.vocab_size, num_layers=target.num_layers)
     if info.kind != "eagle3":
-        return DrafterConfig(options, vllm_method=info.kind, model=str(path), supports_int8=True)
+        # vLLM leaves out a bias that the config does not name.
+        entries = {"bias": info.has_bias}
+        return DrafterConfig(options, info.kind, str(path), supports_int8=True, config_entries=entries)
     why = "" if AUX_KEY in str(info.config) else ": vLLM's default, because its config names none"
     logger.info("%s reads the target's layers %s (of %d)%s", path, info.aux_layers, target.num_layers, why)
     entries = {
@@ -29,7 +31,7 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
         "num_aux_hidden_states": len(info.aux_layers),
         "target_hidden_size": target.hidden_size,
     }
-    return DrafterConfig(options, vllm_method=info.kind, model=str(path), config_entries=entries)
+    return DrafterConfig(options, info.kind, str(path), config_entries=entries)
 
 
 EAGLE = ModelDrafter(

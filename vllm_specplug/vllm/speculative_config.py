@@ -99,16 +99,13 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self):
         result = super().__post_init__()
         _register_model()
-        if self.method == "eagle":
-            self._set_entries({"architectures": [EAGLE_ARCHITECTURE]})
-        elif self.draft_entries:
-            self._set_entries(self.draft_entries)
-        return result
-
-    def _set_entries(self, entries: dict[str, Any]) -> None:
+        entries = {"architectures": [EAGLE_ARCHITECTURE]} if self.method == "eagle" else {}
+        entries |= self.draft_entries or {}
         for key, value in entries.items():
             setattr(self.draft_model_config.hf_config, key, value)
-        self.update_arch_()
+        if entries:
+            self.update_arch_()
+        return result
 
     def use_ngram(self) -> bool:
         """Return whether V2 must keep all tokens in device memory: model-free proposers read them there."""
