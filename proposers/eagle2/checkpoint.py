@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from vllm_specplug.utils.files import replacing
 
 from .kinds import SPECULATORS_KEY, CheckpointError, kind_of, name_of, refuse_others
-from .layout import aux_layers, check_fields, check_surplus, expected_shapes, missing_hint
+from .layout import aux_layers, check_fields, check_names, expected_shapes, missing_hint
 from .plain_layout import plain_config, plain_names
 
 CONFIG_NAME = "config.json"
@@ -116,6 +116,7 @@ def _check(
     if kind == "eagle3" and len(fused := shapes.get("fc.weight", ())) == 2:
         layers = aux_layers(path, config, fused[1], target_sizes[0], num_layers)
     expected = expected_shapes(config, kind, shapes, *target_sizes)
+    check_names(path, config, kind, shapes, expected)
     check_tensors(
         path,
         shapes,
@@ -123,7 +124,6 @@ def _check(
         missing_hint=missing_hint(config, sorted(expected.keys() - shapes.keys()), *target_sizes),
         shape_hint="config.json and the weights do not belong together, or the head was trained for another target.",
     )
-    check_surplus(path, config, kind, shapes, expected)
     return CheckpointInfo(
         path=path,
         kind=kind,

@@ -243,17 +243,33 @@ def _layer_shapes(config: Mapping, layer: str, inputs: int, eagle3: bool) -> dic
     return shapes | {f"{layer}.post_attention_layernorm.weight": (hidden,)}
 
 
-def check_surplus(path: Path, config: Mapping, kind: str, found: Mapping, expected: Mapping) -> None:
+def check_names(path: Path, config: Mapping, kind: str, found: Mapping, expected: Mapping) -> None:
     """Raise ``CheckpointError`` if the head has tensors that nothing would compute with."""
     surplus = sorted(name for name in found.keys() - expected.keys() if name != "t2d" and not name.endswith(_IGNORED))
+    missing = sorted(expected.keys() - found.keys())
+    layer = f"{layer_name(found)}."
+    if any(name.startswith(layer) for name in surplus) and any(name.startswith(layer) for name in missing):
+        raise CheckpointError(
+            f"{path} is {name_of(kind)} with another layer than Llama's: it has {_listed(surplus)}, and lacks "
+            f"{_listed(missing)}; {_why_other(config, kind)}."
+        )
     if config.get("quantization_config"):  # scales and zero points of the weights
         surplus = [name for name in surplus if f"{name.rpartition('.')[0]}.weight" not in expected]
-    if not surplus:
-        return
-    raise CheckpointError(
-        f"{path} is {name_of(kind)} with {len(surplus)} tensor(s) that are not computed here: "
-        f"{', '.join(surplus[:6])}{', ...' if len(surplus) > 6 else ''}; {_why(kind, surplus)}."
-    )
+    if surplus and not missing:
+        raise CheckpointError(
+            f"{path} is {name_of(kind)} with {len(surplus)} tensor(s) that are not computed here: {_listed(surplus)}; "
+            f"{_why(kind, surplus)}."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+
+
+def _why_other(config: Mapping, kind: str) -> str:
+    if config.get("quantization_config"):
+        return "its weights are quantised: use the head that is not"
+    return f"trees are drafted from heads with a Llama layer; vLLM's own method {kind!r} may draft chains from it"
 
 
 def _why(kind: str, surplus: list[str]) -> str:

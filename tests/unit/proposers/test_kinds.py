@@ -99,6 +99,10 @@ SERVED = {
         EAGLE3,
         eagle3_state() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(2)},
     ),
+    "quantised weights of the same shapes": (
+        EAGLE3 | {"quantization_config": {"quant_method": "compressed-tensors"}},
+        eagle3_state() | {"midlayer.mlp.up_proj.weight_scale": torch.ones(1)},
+    ),
     "biases": (
         EAGLE3 | {"attention_bias": True},
         eagle3_state()
@@ -136,6 +140,30 @@ REFUSED = {
         EAGLE3,
         eagle3_state() | norms_of_queries_and_keys("midlayer"),
         "with 2 tensor(s) that are not computed here: midlayer.self_attn.k_norm.weight, midlayer.self_attn.q_norm",
+    ),
+    "a layer with MLA": (
+        EAGLE3,
+        without(eagle3_state(), *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv"))
+        | {
+            "midlayer.self_attn.q_a_proj.weight": torch.zeros(4, 32),
+            "midlayer.self_attn.kv_b_proj.weight": torch.ones(4),
+        },
+        "an EAGLE-3 head with another layer than Llama's: it has midlayer.self_attn.kv_b_proj.weight, midlayer.self_attn."
+        "q_a_proj.weight, and lacks midlayer.self_attn.k_proj.weight",
+    ),
+    "a layer of experts": (
+        {},
+        {name: tensor for name, tensor in eagle_state().items() if ".mlp." not in name}
+        | {"layers.0.block_sparse_moe.gate.weight": torch.zeros(4, HIDDEN)},
+        "an EAGLE-1/2 or HASS head with another layer than Llama's: it has layers.0.block_sparse_moe.gate.weight",
+    ),
+    "quantised weights": (
+        {"quantization_config": {"quant_method": "compressed-tensors"}},
+        {
+            name.replace("proj.weight", "proj.weight_packed"): tensor
+            for name, tensor in (eagle_state() | {"layers.0.mlp.up_proj.weight_scale": torch.ones(1)}).items()
+        },
+        "its weights are quantised: use the head that is not",
     ),
     "two layers": (
         EAGLE3 | {"num_hidden_layers": 2},
