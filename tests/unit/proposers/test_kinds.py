@@ -148,8 +148,8 @@ REFUSED = {
             "midlayer.self_attn.q_a_proj.weight": torch.zeros(4, 32),
             "midlayer.self_attn.kv_b_proj.weight": torch.ones(4),
         },
-        "an EAGLE-3 head with another layer than Llama's: it has midlayer.self_attn.kv_b_proj.weight, midlayer.self_attn."
-        "q_a_proj.weight, and lacks midlayer.self_attn.k_proj.weight",
+        "an EAGLE-3 head with another layer than Llama's: it has midlayer.self_attn.kv_b_proj.weight, midlayer."
+        "self_attn.q_a_proj.weight, and lacks midlayer.self_attn.k_proj.weight",
     ),
     "a layer of experts": (
         {},
