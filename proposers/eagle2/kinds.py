@@ -35,7 +35,7 @@ _REFUSED = {
     "dspark": (f"a DSpark drafter, {_PARALLEL}", "vLLM's own method 'dspark' drafts chains from it"),
     "mtp": (
         "MTP layers, which belong to a target's own checkpoint",
-        "vLLM's own method 'mtp' drafts chains from them; it needs no 'model'",
+        "vLLM's own method 'mtp' drafts chains from them",
     ),
     "mlp_speculator": ("an MLP speculator", "use an EAGLE, HASS, EAGLE-3 or Medusa head for this target"),
     "medusa": ("a set of Medusa heads", "the method 'medusa' serves it"),
@@ -67,9 +67,10 @@ def kind_of(config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> str:
         return "mlp_speculator"
     if any(_MTP.search(name) for name in shapes):
         return "mtp"
-    if (eagle := _eagle_kind(config, shapes)) is None:
+    eagle, parallel = _eagle_kind(config, shapes), _parallel_kind(config, shapes)
+    if eagle is None and parallel in (None, "peagle"):  # some whole models draft in parallel too
         return "model" if num_layers(shapes) else "unknown"
-    return _parallel_kind(config, shapes) or eagle
+    return parallel or eagle
 
 
 def _parallel_kind(config: Mapping, shapes: Mapping) -> str | None:

@@ -29,10 +29,10 @@ def check_fields(path: Path, config: Mapping, kind: str, target_hidden_size: int
             f"{path / 'config.json'} lacks {', '.join(missing)} (integers from 1); use the config.json that "
             f"came with the head."
         )
-    if not architectures(config):
+    if not architectures(config) or not isinstance(config.get("model_type"), str):
         raise CheckpointError(
-            f"{path / 'config.json'} lacks architectures, which vLLM reads: use the config.json that came with the "
-            'head, or add "architectures": ["LlamaForCausalLM"] to it.'
+            f"{path / 'config.json'} lacks architectures or model_type, which vLLM reads: use the config.json that "
+            'came with the head, or add "architectures": ["LlamaForCausalLM"] and "model_type": "llama" to it.'
         )
     if (layers := config.get("num_hidden_layers") or 1) != 1:
         raise CheckpointError(

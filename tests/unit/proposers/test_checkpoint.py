@@ -19,6 +19,7 @@ from vllm_specplug.proposers.eagle2.checkpoint import (
 HIDDEN, VOCAB, DRAFT, INNER = 16, 60, 20, 24
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
     "num_attention_heads": 4,

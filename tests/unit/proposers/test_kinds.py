@@ -195,6 +195,11 @@ REFUSED = {
         ),
         "a DFlash drafter, which drafts all positions in one forward: vLLM's own method 'dflash'",
     ),
+    "DFlash of the last hidden state": (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"use_aux_hidden_state": False}},
+        without(eagle_state(), "fc.weight") | {"layers.0.input_layernorm.weight": torch.ones(HIDDEN)},
+        "a DFlash drafter",
+    ),
     "DFlash by its tensors": (
         {"num_hidden_layers": 5},
         several_layers(eagle_state() | {"hidden_norm.weight": torch.ones(HIDDEN)}, 5),
@@ -246,7 +251,8 @@ REFUSED = {
         "its draft vocabulary is the target's: export it without d2t",
     ),
     "another activation": (EAGLE3 | {"hidden_act": "gelu"}, eagle3_state(), "hidden_act 'gelu': only heads of a Llama"),
-    "no architectures": ({"architectures": None}, eagle_state(), "lacks architectures, which vLLM reads"),
+    "no architectures": ({"architectures": None}, eagle_state(), "lacks architectures or model_type, which vLLM reads"),
+    "no type of model": ({"model_type": None}, eagle_state(), "lacks architectures or model_type, which vLLM reads"),
 }
 
 
