@@ -31,7 +31,9 @@ class StepWatch(DraftWatch):
         """Judge the trees to whose first level the drafter added a node."""
         drafts = accepted = 0
         for place in np.flatnonzero(verified).tolist():
-            if (draft := step.drafts.get(step.req_ids[place])) is None:
+            tokens = step.tree.token_ids[place, 1 : int(step.tree.num_rows[place])].tolist()
+            draft = step.drafts.get(step.req_ids[place])
+            if draft is None or draft.token_ids[: len(tokens)] != tokens:  # a grammar has left out nodes
                 continue
             own = [self.method in names for names in draft.sources]
             if any(is_own and parent == 0 for is_own, parent in zip(own, draft.parents, strict=False)):
