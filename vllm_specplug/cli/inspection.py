@@ -63,14 +63,15 @@ def inspect(path: str) -> Inspection:
     if kind == "medusa":
         draft_vocab_size = vocab_size
     else:
-        draft_vocab_size = shapes["d2t"][0] if "d2t" in shapes else config.get("draft_vocab_size") or vocab_size
-    source = config.get("specplug") or {}
+        draft_vocab_size = shapes["d2t"][0] if shapes.get("d2t") else config.get("draft_vocab_size") or vocab_size
+    source = config["specplug"] if isinstance(config.get("specplug"), dict) else {}
+    width = config.get("target_hidden_size") or target_width(geometry, shapes)
     return Inspection(
         path=str(folder),
         layout=layout,
         kind=kind,
         target=source.get("target") or verifier_of(config) or config.get("base_model_name_or_path"),
-        hidden_size=config.get("target_hidden_size") or geometry.get("hidden_size"),
+        hidden_size=width,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         num_tensors=len(shapes),
@@ -79,7 +80,7 @@ def inspect(path: str) -> Inspection:
         alpha=source.get("dev_alpha"),
         tau=source.get("dev_chain_tau"),
         provenance=source,
-        problem=_problem(folder, kind, config, geometry, shapes),
+        problem=None if kind == "medusa" else _problem(folder, width, vocab_size),
     )
 
 
@@ -117,13 +118,10 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
     )
 
 
-def _problem(path: Path, kind: str, config: dict, geometry: dict, shapes: dict) -> str | None:
-    """Return why no target could be served with the checkpoint, or None."""
-    if kind == "medusa":
-        return None
-    width = config.get("target_hidden_size") or target_width(geometry, shapes)
+def _problem(path: Path, width: int | None, vocab_size: int | None) -> str | None:
+    """Return why no target could be served with a head, or None."""
     try:
-        validate_checkpoint(path, width or 0, geometry.get("vocab_size") or 0)
+        validate_checkpoint(path, width or 0, vocab_size or 0)
     except CheckpointError as error:
         return f"no: {error}"
     return None

@@ -119,7 +119,7 @@ def test_served(tmp_path, name):
     ids = changes.get(AUX) or changes.get("eagle_config", {}).get(AUX) or (2, 15, 27)
     assert (info.kind, info.aux_layers) == ("eagle3", tuple(ids))
     found = inspect(str(tmp_path))
-    assert (found.kind, found.problem) == ("eagle3", None)
+    assert (found.kind, found.problem, found.hidden_size) == ("eagle3", None, HIDDEN)
     assert "by the method eagle2" in render(found)
 
 
