@@ -84,7 +84,9 @@ CONFIGS = (
     Case({"method": "eagle2", "model": "DIR/empty"}, "has no config.json"),
     Case({"method": "eagle2", "model": "DIR/truncated"}, "truncated"),
     Case({"method": "eagle2", "model": "DIR/other"}, "hidden size 128, the target 64"),
-    Case({"method": "medusa", "model": "DIR/eagle"}, "DIR/eagle"),
+    Case({"method": "eagle2", "model": "DIR/eagle3"}, "[1, 15, 27]: the target has 2 layers"),
+    Case({"method": "eagle2", "model": "DIR/target"}, "is this the target's own folder?"),
+    Case({"method": "medusa", "model": "DIR/eagle"}, "the method 'eagle2' serves it"),
     Case({"method": "swift", "skip_ratio": 0}, "choose 0.01 to 0.8"),
     Case({"method": "lookup", "min_match": 9}, "'min_match' was removed"),
     Case({"method": "union", "sources": []}, "list of 1 to 4 sources"),
@@ -111,6 +113,9 @@ def write_files(folder: Path) -> None:
     shutil.copytree(folder / "eagle", folder / "other")
     config = json.loads((folder / "eagle" / "config.json").read_text())
     (folder / "other" / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    config = json.loads((tiny.write_eagle3_drafter(folder / "eagle3") / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 15, 27]
+    (folder / "eagle3" / "config.json").write_text(json.dumps(config))
     (folder / "empty").mkdir()
     (folder / "questions.jsonl").write_text('{"question": "1 + 1?"}\n')
     (folder / "text.txt").write_text("plain text\n")

@@ -121,6 +121,11 @@ class TreeOptions:
     on_failure: str = ON_FAILURE[0]
     reload: bool = False
 
+    @classmethod
+    def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that differ because of the options that are given."""
+        return {}
+
     def __post_init__(self) -> None:
         if self.reload is not type(self).reload:  # the default of ``auto`` is None
             require_bool("reload", self.reload)
@@ -216,6 +221,23 @@ class Eagle2Options(RecordOptions):
     min_level_value: float | None = None
     draft_int8: bool | None = None
 
+    @classmethod
+    def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fewer nodes if a tree of the given shape holds fewer; a wider or deeper tree if more nodes are given.
+
+        If no tree is large enough, the largest is returned, and refused.
+        """
+        nodes, depth, top_k = sizes = [given.get(key, getattr(cls, key)) for key in _TREE_SIZES]
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            return {}
+        if "num_speculative_tokens" not in given:
+            return {"num_speculative_tokens": min(nodes, max_nodes(depth, top_k), MAX_NUM_SPECULATIVE_TOKENS)}
+        while "draft_top_k" not in given and max_nodes(depth, top_k) < nodes and top_k < MAX_DRAFT_TOP_K:
+            top_k += 1
+        while "draft_depth" not in given and max_nodes(depth, top_k) < nodes and depth < MAX_DRAFT_DEPTH:
+            depth += 1
+        return {"draft_depth": depth, "draft_top_k": top_k}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_string("model", self.model)
@@ -227,10 +249,11 @@ class Eagle2Options(RecordOptions):
         if self.min_level_value is not None:
             require_number("min_level_value", self.min_level_value, 0.0, 1.0)
         if self.num_speculative_tokens > self.max_nodes:
+            is_deepest = self.draft_depth == MAX_DRAFT_DEPTH
             raise ConfigError(
                 f"num_speculative_tokens={self.num_speculative_tokens} is more than a tree of draft_depth="
-                f"{self.draft_depth} and draft_top_k={self.draft_top_k} can hold ({self.max_nodes} nodes): "
-                "raise draft_depth or draft_top_k, or lower num_speculative_tokens"
+                f"{self.draft_depth} and draft_top_k={self.draft_top_k} can hold ({self.max_nodes} nodes): raise "
+                f"{'' if is_deepest else 'draft_depth or '}draft_top_k, or lower num_speculative_tokens"
             )
 
     @property
@@ -246,7 +269,16 @@ class Eagle2Options(RecordOptions):
     @property
     def max_nodes(self) -> int:
         """Return the nodes drafted before reranking: k + (depth - 1) * k^2."""
-        return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
+        return max_nodes(self.draft_depth, self.draft_top_k)
+
+
+#: Options that the size of a tree follows from.
+_TREE_SIZES = ("num_speculative_tokens", "draft_depth", "draft_top_k")
+
+
+def max_nodes(draft_depth: int, draft_top_k: int) -> int:
+    """Return how many nodes are drafted before reranking, see ``Eagle2Options.max_nodes``."""
+    return draft_top_k + (draft_depth - 1) * draft_top_k**2
 
 
 def node_floor(given: float | None, budget: str, measured: float = 0.0) -> float:
@@ -324,7 +356,7 @@ def parse_options(config: Mapping[str, Any]) -> TreeOptions:
             names = ", ".join(shipped_drafters(method)) or "none shipped"
             hint = f": a drafter's directory, Hugging Face repository or short name ({names})"
         raise ConfigError(f"method {method!r} needs {', '.join(map(repr, missing))}{hint}")
-    return options(**given)
+    return options(**{**options.defaults_beside(given), **given})
 
 
 def _removed(method: str, keys: list[str]) -> str:
@@ -398,9 +430,11 @@ def _download(repository: str, shipped: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub has its own error classes beside HTTP errors
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
             f"drafter {repository!r} is neither a directory nor a shipped drafter ({shipped}), and could not be "
-            f"fetched from the Hugging Face hub: {error}"
+            f"fetched from the Hugging Face hub ({type(error).__name__}: {reason}): check its name, the network and "
+            f"HF_TOKEN, or download it elsewhere (hf download {repository} --local-dir DIR) and give DIR"
         ) from error
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
@@ -205,12 +205,14 @@ class DrafterConfig:
         vllm_method: the method under which vLLM loads and schedules the drafter; ``custom_class`` if it loads none.
         model: directory of the draft model that vLLM loads; None if it loads none.
         supports_int8: whether the adapters implement the option ``draft_int8``.
+        config_entries: entries of the draft model's config that vLLM reads in place of the file's.
     """
 
     options: Any
     vllm_method: str = "custom_class"
     model: str | None = None
     supports_int8: bool = False
+    config_entries: dict[str, Any] = field(default_factory=dict)
 
 
 class Heads(Protocol):

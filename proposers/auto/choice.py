@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm_specplug.config import ConfigError, TreeOptions, parse_options, resolve_drafter, shipped_drafters
 from vllm_specplug.proposer import Choice, TargetInfo, find_method
-from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config, read_shapes
+from vllm_specplug.proposers.eagle2.kinds import kind_of
 from vllm_specplug.utils.published import is_published, publish, read_current
 
 from .options import AutoOptions
@@ -111,8 +112,8 @@ def _copy(folder: Path, to: Path) -> None:
 
 def _method_of(drafter: str) -> str:
     """Return the method of a drafter that was given."""
-    config = read_config(resolve_drafter(drafter, AutoOptions.method))
-    return "medusa" if "medusa_num_heads" in config else "eagle2"
+    folder = resolve_drafter(drafter, AutoOptions.method)
+    return "medusa" if kind_of(read_config(folder), read_shapes(folder)) == "medusa" else "eagle2"
 
 
 def shipped_for(name: str, target: TargetInfo | None = None) -> Iterator[tuple[str, str]]:

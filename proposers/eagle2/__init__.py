@@ -1,17 +1,37 @@
 """EAGLE-2: a feature-level drafter whose draft tree follows its own confidence (EAGLE-2, section 4)."""
 
+import logging
+
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
+
+logger = logging.getLogger("vllm_specplug")
+
+#: vLLM's model of EAGLE-3 heads with a Llama layer, whatever their config calls it.
+EAGLE3_ARCHITECTURE = "Eagle3LlamaForCausalLM"
 
 
 def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
     """Check a drafter's checkpoint against the target; vLLM loads it as one of its own EAGLE models."""
     from vllm_specplug.config import resolve_drafter
     from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
+    from vllm_specplug.proposers.eagle2.layout import AUX_KEY
 
     path = resolve_drafter(options.model, options.method)
-    info = validate_checkpoint(path, target_hidden_size=target.hidden_size, target_vocab_size=target.vocab_size)
-    return DrafterConfig(options, vllm_method=info.kind, model=str(path), supports_int8=info.kind != "eagle3")
+    info = validate_checkpoint(path, target.hidden_size, target.vocab_size, num_layers=target.num_layers)
+    if info.kind != "eagle3":
+        # vLLM leaves out a bias that the config does not name.
+        entries = {"bias": info.has_bias}
+        return DrafterConfig(options, info.kind, str(path), supports_int8=True, config_entries=entries)
+    why = "" if AUX_KEY in str(info.config) else ": vLLM's default, because its config names none"
+    logger.info("%s reads the target's layers %s (of %d)%s", path, info.aux_layers, target.num_layers, why)
+    entries = {
+        "architectures": [EAGLE3_ARCHITECTURE],
+        AUX_KEY: list(info.aux_layers),
+        "num_aux_hidden_states": len(info.aux_layers),
+        "target_hidden_size": target.hidden_size,
+    }
+    return DrafterConfig(options, info.kind, str(path), config_entries=entries)
 
 
 EAGLE = ModelDrafter(

@@ -3,17 +3,19 @@
 Two layouts are supported (h = hidden size, V = target vocabulary, D = draft vocabulary):
 
 kind "eagle" (EAGLE-1, EAGLE-2, HASS)         kind "eagle3"
-  fc.weight            [h, 2h]  embed | hidden   fc.weight            [h, 3 * target h]
+  fc.weight            [h, 2h]  embed | hidden   fc.weight            [h, n * target h], n aux layers, mostly 3
   fc.bias              [h]      optional         midlayer.{hidden_norm,input_layernorm,
   embed_tokens.weight  [V, h]   optional             post_attention_layernorm}.weight [h]
   layers.0.self_attn.{q,k,v,o}_proj.weight       midlayer.self_attn.{q,k,v,o}_proj.weight (q, k, v read 2h)
   layers.0.mlp.{gate,up,down}_proj.weight        midlayer.mlp.{gate,up,down}_proj.weight
-  layers.0.post_attention_layernorm.weight [h]   norm.weight [h], lm_head.weight [D, h]
-  d2t                  [D]      optional         d2t [D], t2d [V] (optional when D = V)
+  layers.0.post_attention_layernorm.weight [h]   norm.weight [h], lm_head.weight [D, h] (optional when D = V)
+  d2t                  [D]      optional         d2t [D] (not when D = V), t2d [V] (optional)
 
-`d2t` has offsets: target id = draft id + d2t[draft id]. An "eagle" head with d2t scores only those D target ids, with
-their rows of the target's LM head. Weights are safetensors files or the official `pytorch_model.bin`.
-`validate_checkpoint` reads only headers and d2t, so it is fast enough to run before a server starts.
+Some exporters call the layer of an EAGLE-3 head `layers.0` too: its kind follows from what its tensors compute, see
+`kinds`. `layout` has the tensors that a config asks for. `d2t` has offsets: target id = draft id + d2t[draft id]. An
+"eagle" head with d2t scores only those D target ids, with their rows of the target's LM head. Weights are safetensors
+files or the official `pytorch_model.bin`, in one file or in shards. `validate_checkpoint` reads only headers and d2t,
+so it is fast enough to run before a server starts.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,20 +37,15 @@ from safetensors.torch import save_file
 
 from vllm_specplug.utils.files import replacing
 
+from .kinds import SPECULATORS_KEY, CheckpointError, kind_of, name_of, refuse_others
+from .layout import aux_layers, check_fields, check_names, expected_shapes, missing_hint
+from .plain_layout import plain_config, plain_names
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 #: Pickled weights, of which only plain tensors are read; the second is Medusa's.
 PICKLE_NAMES = ("pytorch_model.bin", "medusa_lm_head.pt")
-#: In configs of parallel heads (P-EAGLE), which are refused.
-MASK_TOKEN_KEY = "ptd_token_id"
-SPECULATORS_KEY = "speculators_model_type"  # only configs of the speculators format have this key
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-class CheckpointError(ValueError):
-    """A draft checkpoint cannot be used; the message has the cause and the remedy."""
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,7 @@ class CheckpointInfo:
     has_embed_tokens: bool
     has_lm_head: bool
     has_d2t: bool
+    aux_layers: tuple[int, ...] | None  # of the target, whose inputs an EAGLE-3 head reads; None: vLLM's default
     config: dict = field(repr=False)
 
 
@@ -71,44 +70,71 @@ def validate_checkpoint(
     target_hidden_size: int,
     target_vocab_size: int,
     expected_kind: str | None = None,
+    num_layers: int | None = None,
 ) -> CheckpointInfo:
-    """Check that the head at `path` is complete and belongs to the target.
+    """Check that the head at `path` is complete, belongs to the target, and is of a kind that is served.
+
+    Args:
+        path: folder of the checkpoint.
+        target_hidden_size, target_vocab_size: of the target.
+        expected_kind: refuse other kinds.
+        num_layers: of the target; None: not known, so that the layers that the head reads are not compared with it.
 
     Raises:
-        CheckpointError: it is incomplete or another target's; one line with the cause and the remedy.
+        CheckpointError: one line with the cause and the remedy.
     """
     path = Path(path)
-    config = read_config(path)
-    if SPECULATORS_KEY in config:
+    config, shapes = read_config(path), read_shapes(path)
+    is_plain = SPECULATORS_KEY not in config
+    if not is_plain:
+        config, shapes = plain_config(config, path), plain_names(shapes)
+    info = _check(path, config, shapes, (target_hidden_size, target_vocab_size), expected_kind, num_layers)
+    if not is_plain:
         raise CheckpointError(
             f"{path} is in the speculators format: `specplug convert {path} --out DIR` makes a plain checkpoint of it."
         )
-    shapes = read_shapes(path)
-    kind = "eagle3" if any(name.startswith("midlayer.") for name in shapes) else "eagle"
+    return info
+
+
+def _check(
+    path: Path,
+    config: dict,
+    shapes: dict[str, tuple[int, ...]],
+    target_sizes: tuple[int, int],
+    expected_kind: str | None,
+    num_layers: int | None,
+) -> CheckpointInfo:
+    kind = kind_of(config, shapes)
+    refuse_others(path, kind, config, shapes)
     if expected_kind is not None and kind != expected_kind:
         raise CheckpointError(
-            f"{path} is an {kind!r} checkpoint, but {expected_kind!r} is needed here; give a head of that kind, "
+            f"{path} is {name_of(kind)} ({kind!r}), but {expected_kind!r} is needed here; give a head of that kind, "
             f"or choose the method that reads {kind!r} heads."
         )
-    _check_model_fields(path, config, kind, target_hidden_size, target_vocab_size)
+    check_fields(path, config, kind, *target_sizes)
+    layers: tuple[int, ...] | None = ()
+    if kind == "eagle3" and len(fused := shapes.get("fc.weight", ())) == 2:
+        layers = aux_layers(path, config, fused[1], target_sizes[0], num_layers)
+    expected = expected_shapes(config, kind, shapes, *target_sizes)
+    check_names(path, config, kind, shapes, expected)
     check_tensors(
         path,
         shapes,
-        _expected_shapes(config, kind, shapes, target_hidden_size, target_vocab_size),
-        missing_hint="it is not a complete EAGLE head: export or download it again.",
+        expected,
+        missing_hint=missing_hint(config, sorted(expected.keys() - shapes.keys()), *target_sizes),
         shape_hint="config.json and the weights do not belong together, or the head was trained for another target.",
     )
-    draft_vocab_size = check_draft_vocabulary(path, shapes, target_vocab_size)
     return CheckpointInfo(
         path=path,
         kind=kind,
         hidden_size=config["hidden_size"],
-        vocab_size=target_vocab_size,
-        draft_vocab_size=draft_vocab_size,
+        vocab_size=target_sizes[1],
+        draft_vocab_size=check_draft_vocabulary(path, shapes, target_sizes[1]),
         has_bias="fc.bias" in shapes,
         has_embed_tokens="embed_tokens.weight" in shapes,
         has_lm_head="lm_head.weight" in shapes,
         has_d2t="d2t" in shapes,
+        aux_layers=layers,
         config=config,
     )
 
@@ -196,11 +222,20 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS_NAME).is_file():
         return [path / WEIGHTS_NAME]
     files = sorted(path.glob("*.safetensors")) or [path / name for name in PICKLE_NAMES if (path / name).is_file()]
+    files = files or sorted(path.glob("pytorch_model-*-of-*.bin"))
     if not files:
         raise CheckpointError(
             f"{path} has no weights: neither {WEIGHTS_NAME} nor {PICKLE_NAMES[0]}; download the whole checkpoint."
         )
+    _check_shards(path, files)
     return files
+
+
+def _check_shards(path: Path, files: list[Path]) -> None:
+    """Raise `CheckpointError` if one of the shards `NAME-1-of-3` to `NAME-3-of-3` is missing."""
+    shards = [match for file in files if (match := _SHARD.search(file.name))]
+    if shards and len(shards) < (count := max(int(match[2]) for match in shards)):
+        raise CheckpointError(f"{path} has {len(shards)} of {count} shards of its weights; download the others too.")
 
 
 def _read_safetensors_header(file: Path) -> dict[str, dict]:
@@ -271,74 +306,6 @@ def _read_tensor(path: Path, name: str) -> torch.Tensor:
 
 
 # ---- checks
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _check_model_fields(path: Path, config: dict, kind: str, target_hidden_size: int, target_vocab_size: int) -> None:
-    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    optional = [key for key in ("head_dim", "num_key_value_heads", "draft_vocab_size") if config.get(key) is not None]
-    missing = [key for key in (*needed, *optional) if not _is_count(config.get(key))]
-    if missing:
-        raise CheckpointError(
-            f"{path / CONFIG_NAME} lacks {', '.join(missing)} (integers from 1); use the config.json that "
-            f"came with the head."
-        )
-    if config["hidden_size"] != target_hidden_size and kind == "eagle":
-        raise CheckpointError(
-            f"The head at {path} has hidden size {config['hidden_size']}, the target {target_hidden_size}: it was "
-            f"trained for another model; use a head trained for this target."
-        )
-    if config["vocab_size"] != target_vocab_size:
-        raise CheckpointError(
-            f"The head at {path} has a vocabulary of {config['vocab_size']}, the target {target_vocab_size}: it was "
-            f"trained for another tokenizer; use a head trained for this target."
-        )
-    if MASK_TOKEN_KEY in config:
-        raise CheckpointError(
-            f"{path} is a parallel head, which is not supported: train an EAGLE head with `specplug train hass`."
-        )
-    if config.get("num_hidden_layers", 1) != 1:
-        raise CheckpointError(
-            f"{path / CONFIG_NAME} says num_hidden_layers {config['num_hidden_layers']}; a draft head has exactly 1: "
-            f"is this the target's own folder?"
-        )
-
-
-def _expected_shapes(
-    config: dict, kind: str, found: dict, target_hidden_size: int, target_vocab_size: int
-) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor of the layout; optional tensors only if `found` has them."""
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
-    eagle3 = kind == "eagle3"
-    layer, layer_input = ("midlayer", 2 * hidden) if eagle3 else ("layers.0", hidden)
-    out_sizes = dict(zip(_ATTENTION, (q_size, kv_size, kv_size, hidden), strict=True))
-    shapes = {
-        f"{layer}.self_attn.{name}.weight": (out_sizes[name], q_size if name == "o_proj" else layer_input)
-        for name in _ATTENTION
-    }
-    shapes |= {
-        f"{layer}.mlp.{name}.weight": (hidden, inner) if name == "down_proj" else (inner, hidden) for name in _MLP
-    }
-    shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-    shapes["fc.weight"] = (hidden, 3 * target_hidden_size if eagle3 else 2 * hidden)
-    if "fc.bias" in found or config.get("bias") is True and not eagle3:
-        shapes["fc.bias"] = (hidden,)
-    if "embed_tokens.weight" in found:
-        shapes["embed_tokens.weight"] = (target_vocab_size, hidden)
-    draft_vocab = config.get("draft_vocab_size") or target_vocab_size
-    if eagle3:
-        shapes |= {f"midlayer.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")}
-        shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab, hidden)}
-    if draft_vocab != target_vocab_size or "d2t" in found:
-        shapes["d2t"] = (draft_vocab,)
-    if "t2d" in found:
-        shapes["t2d"] = (target_vocab_size,)
-    return shapes
 
 
 def check_tensors(path: Path, found: dict, expected: dict, missing_hint: str, shape_hint: str) -> None:

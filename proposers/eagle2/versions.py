@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .checkpoint import CheckpointError, load_head, read_config, read_shapes
+from .layout import AUX_KEY
 
 #: Entries of a config that the running drafter computes by; others are names and provenance, or follow from tensors.
 _FIXED_ENTRIES = (
@@ -26,7 +27,11 @@ _FIXED_ENTRIES = (
     "vocab_size",
     "medusa_num_heads",
     "medusa_num_layers",
+    AUX_KEY,
+    "eagle_config",
 )
+#: Entries that are false if they are left out.
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 #: Tensors whose size follows from the draft vocabulary.
 _VOCABULARY = ("d2t", "t2d")
 
@@ -58,8 +63,9 @@ class VersionCheck:
         return state
 
     def _compare(self, folder: Path, config: dict, shapes: dict[str, tuple[int, ...]]) -> None:
-        for key in _FIXED_ENTRIES:
-            given, needed = config.get(key), self._config.get(key)
+        for key in (*_FIXED_ENTRIES, *_FLAGS):
+            default = False if key in _FLAGS else None
+            given, needed = config.get(key, default), self._config.get(key, default)
             if None not in (given, needed) and not _equal(given, needed):
                 raise CheckpointError(
                     f"{folder / 'config.json'} says {key} {given!r}, the drafter in use {needed!r}: restart "
@@ -89,4 +95,5 @@ def _equal(given: Any, needed: Any) -> bool:
 
 def _target_of(config: dict) -> str | None:
     entry = config.get("specplug")
-    return entry.get("target") if isinstance(entry, dict) else None
+    target = entry.get("target") if isinstance(entry, dict) else None
+    return Path(target).name if isinstance(target, str) else None  # a repository or a folder

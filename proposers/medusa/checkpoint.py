@@ -29,6 +29,7 @@ from ..eagle2.checkpoint import (
     read_config,
     read_shapes,
 )
+from ..eagle2.kinds import kind_of, name_of
 
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _LAYER = re.compile(r"^(\d{1,4})\.(\d{1,4})\.linear\.weight$", re.ASCII)
@@ -60,10 +61,9 @@ def validate_medusa(path: str | os.PathLike, target_hidden_size: int, target_voc
     shapes = {_PREFIX.sub("", name): shape for name, shape in read_shapes(path).items()}
     layers = [tuple(map(int, match.groups())) for name in shapes if (match := _LAYER.match(name))]
     if not layers:
-        raise CheckpointError(
-            f"{path} has no tensor 0.0.linear.weight: it is not a Medusa checkpoint; give a folder of Medusa heads, or "
-            f"choose the method that reads this one."
-        )
+        kind = kind_of(config, shapes)
+        served = "the method 'eagle2' serves it" if kind in ("eagle", "eagle3") else "give a folder of Medusa heads"
+        raise CheckpointError(f"{path} is not a Medusa checkpoint but {name_of(kind)}: {served}.")
     # A name with a large number must not make the loops below very long.
     if max(max(head, layer) for head, layer in layers) >= len(layers) or len(shapes.get("0.0.linear.weight", ())) != 2:
         raise CheckpointError(

@@ -66,7 +66,12 @@ def check_target(options: SwiftOptions, num_layers: int) -> None:
     Raises:
         ConfigError: the target has no sub-layer to skip, or ``swift_state`` is a file of another target.
     """
-    if num_layers < 3 or not LayerSet.uniform(num_layers, options.skip_ratio).num_skipped:
+    if num_layers < 3:
+        raise ConfigError(
+            f"the target has {num_layers} layer(s), and the first and the last always run: swift cannot skip one; use "
+            "another method, such as lookup"
+        )
+    if not LayerSet.uniform(num_layers, options.skip_ratio).num_skipped:
         raise ConfigError(
             f"skip_ratio={options.skip_ratio} skips no sub-layer of a target of {num_layers} layers, whose first and "
             "last always run: raise skip_ratio, or serve a target of more layers"

@@ -153,6 +153,53 @@ def test_wrong_shape(args, checkpoints, tmp_path):
     refused(args, our_config(checkpoints, model=path), "wrong shape.*fc.weight")
 
 
+def draft_config(args, speculative):
+    return args(speculative).create_engine_config().speculative_config.draft_model_config.hf_config
+
+
+def test_a_bias_that_only_the_weights_have(args, checkpoints, tmp_path):
+    """vLLM leaves out biases that it does not expect, without a word."""
+
+    def change(tensors):
+        tensors["fc.bias"] = torch.ones(tiny.HIDDEN)
+
+    path = changed_checkpoint(checkpoints, tmp_path, change)
+    assert not json.loads((tmp_path / "changed" / "config.json").read_text())["bias"]
+    assert draft_config(args, our_config(checkpoints, model=path)).bias is True
+    assert draft_config(args, our_config(checkpoints)).bias is False
+
+
+def test_aux_layers_are_checked_and_reported(args, checkpoints, tmp_path, caplog):
+    path = tmp_path / "eagle3"
+    shutil.copytree(checkpoints["eagle3"], path)
+    given = json.loads((path / "config.json").read_text())
+
+    def configure(ids):
+        (path / "config.json").write_text(json.dumps(given | {"eagle_aux_hidden_state_layer_ids": ids}))
+        return draft_config(args, our_config(checkpoints, model=str(path)))
+
+    with pytest.raises(ValueError, match=r"layer_ids \[0, 1, 3\]: the target has 2 layers; correct it to the 3 layers"):
+        configure([0, 1, 3])
+    with pytest.raises(ValueError, match=r"no eagle_aux_hidden_state_layer_ids, and vLLM's default is \[2, 1, -1\]"):
+        configure(None)
+    with caplog.at_level("INFO", logger="vllm_specplug"):
+        assert configure([0, 1, 2]).architectures == ["Eagle3LlamaForCausalLM"]
+    assert any(f"{path} reads the target's layers (0, 1, 2) (of 2)" in message for message in caplog.messages)
+
+
+def test_default_aux_layers_are_named(args, checkpoints, tmp_path, caplog):
+    path = tmp_path / "eagle3"
+    shutil.copytree(checkpoints["eagle3"], path)
+    given = json.loads((path / "config.json").read_text())
+    del given["eagle_aux_hidden_state_layer_ids"]
+    (path / "config.json").write_text(json.dumps(given))
+    with caplog.at_level("INFO", logger="vllm_specplug"):
+        speculative = our_config(checkpoints, model=str(path))
+        args(speculative, model=str(checkpoints["deep"])).create_engine_config()
+    (line,) = (message for message in caplog.messages if "reads the target's layers" in message)
+    assert line.endswith("reads the target's layers (2, 4, 5) (of 8): vLLM's default, because its config names none")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [("hidden_size", 128, "hidden size 128, the target 64"), ("vocab_size", 300, "vocabulary of 300, the target 160")],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.doubles import tiny
+from tests.doubles import published, tiny
 from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
@@ -60,10 +60,38 @@ def trained(kind, checkpoints, files, out) -> float:
     return chain_acceptance(head, data, embedding.float(), lm_head.float(), ids, depth=4).tau
 
 
+@pytest.fixture(scope="module")
+def heads(checkpoints, data, tmp_path_factory):
+    """By kind: the offline tau of the head `trained-KIND`."""
+    root = tmp_path_factory.mktemp("heads")
+    return {kind: trained(kind, checkpoints, data, root / f"trained-{kind}") for kind in ("eagle", "eagle3")}
+
+
 @pytest.mark.parametrize(("kind", "method"), [("eagle", "hass"), ("eagle3", "eagle2")])
-def test_served_tau_is_the_offline_tau(engine, checkpoints, prompts, plain, data, tmp_path, kind, method):
-    offline = trained(kind, checkpoints, data, tmp_path / f"trained-{kind}")
+def test_served_tau_is_the_offline_tau(engine, prompts, plain, heads, kind, method):
+    offline = heads[kind]
     assert offline > 2.0  # else nothing was learnt, and nothing is compared
     llm = engine(f"trained-{kind}", {**CHAIN, "method": method})
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) == pytest.approx(offline, rel=0.05)
+
+
+# ---- the same EAGLE-3 head as others publish theirs
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "share"),
+    [
+        ("eagle", published.with_few_positions, 1.0),
+        ("eagle3", published.as_modelopt, 1.0),
+        ("eagle3", published.of_another_width, 1.0),
+        ("eagle3", published.with_shared_lm_head, 0.2),
+    ],
+)
+def test_heads_as_others_publish_them(engine, checkpoints, prompts, plain, heads, tmp_path, kind, change, share):
+    """`share`: of what the trained head has accepted beside the bonus token."""
+    path = published.rewrite(checkpoints[f"trained-{kind}"], tmp_path / change.__name__, change, checkpoints["target"])
+    checkpoints[path.name] = path
+    llm = engine(path.name, CHAIN)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) - 1 > 0.95 * share * (heads[kind] - 1)

@@ -99,6 +99,63 @@ def test_max_nodes_counts_the_pool():
     assert Eagle2Options(model="m", draft_depth=3, draft_top_k=4).max_nodes == 4 + 2 * 16
 
 
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, (8, 6, 3)),
+        ({"draft_depth": 1, "draft_top_k": 4}, (4, 1, 4)),
+        ({"draft_depth": 1}, (3, 1, 3)),
+        ({"draft_top_k": 1}, (6, 6, 1)),
+        ({"draft_depth": 2}, (8, 2, 3)),
+        ({"num_speculative_tokens": 60}, (60, 6, 4)),
+        ({"num_speculative_tokens": 255}, (255, 6, 8)),
+        ({"num_speculative_tokens": 60, "draft_depth": 2}, (60, 2, 8)),
+        ({"num_speculative_tokens": 10, "draft_top_k": 1}, (10, 10, 1)),
+        ({"num_speculative_tokens": 4}, (4, 6, 3)),
+    ],
+)
+@pytest.mark.parametrize("method", ["eagle2", "hass", "union"])
+def test_sizes_that_are_not_given_fit_those_that_are(given, sizes, method):
+    """A refusal would name a number that nobody gave."""
+    source = {"method": "eagle2" if method == "union" else method, "model": "m", **given}
+    options = parse_options({"method": "union", "sources": [source]} if method == "union" else source)
+    options = options.sources[0] if method == "union" else options
+    assert (options.num_speculative_tokens, options.draft_depth, options.draft_top_k) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_speculative_tokens": 65, "draft_depth": 1},
+            r"draft_top_k=64 can hold \(64 nodes\): raise draft_depth or",
+        ),
+        (
+            {"num_speculative_tokens": 40, "draft_top_k": 1},
+            r"draft_top_k=1 can hold \(32 nodes\): raise draft_top_k, or",
+        ),
+        ({"draft_depth": 0, "draft_top_k": 4}, "draft_depth=0 is out of range"),
+        ({"draft_depth": True}, "draft_depth must be an integer"),
+        ({"draft_top_k": "4", "num_speculative_tokens": 100}, "draft_top_k must be an integer"),
+    ],
+)
+def test_sizes_that_no_tree_has(given, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**given)
+
+
+def test_an_unreachable_hub_names_the_repository_and_the_fix(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("[Errno -3] Temporary failure in name resolution\nTraceback ...\nmore lines")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ConfigError) as caught:
+        resolve_drafter("owner/some-head")
+    message = str(caught.value)
+    assert "\n" not in message and "Temporary failure in name resolution" in message
+    assert "drafter 'owner/some-head'" in message and "hf download owner/some-head --local-dir DIR" in message
+
+
 def test_floors_follow_the_budget_unless_they_are_given():
     fixed, measured = parse(), parse(budget="measured")
     assert (fixed.node_floor, fixed.level_floor) == (0.06, 0.5)

@@ -62,9 +62,11 @@ def check_configuration(config):
 
 CONFIG_KEYS = (
     "hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "head_dim", "num_hidden_layers",
-    "architectures", "model_type", "torch_dtype", "bias",
+    "architectures", "model_type", "torch_dtype", "bias", "hidden_act", "target_hidden_size", "eagle_config",
+    "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "speculators_model_type", "quantization_config",
 )  # fmt: skip
 TENSORS = ("fc.weight", "../../x", "layers.0.mlp.up_proj.weight", "d2t", "__metadata__",
+           "layers.0.hidden_norm.weight", "layers.1.mlp.up_proj.weight", "midlayer.self_attn.q_proj.weight",
            "9999.0.linear.weight", "1.0.linear.weight", "0.0.linear.weight")  # fmt: skip
 
 
@@ -138,7 +140,7 @@ def test_headers_that_are_json_and_no_header(drafter, header):
     text = json.dumps(header).encode()
     path = damaged(drafter, "model.safetensors", struct.pack("<Q", len(text)) + text + b"\0" * 4)
     for validate in (validate_checkpoint, validate_medusa):
-        with pytest.raises(CheckpointError, match="truncated or not a safetensors|lacks|from 0|not a Medusa"):
+        with pytest.raises(CheckpointError, match="truncated or not a safetensors|lacks|from 0|a Medusa|Medusa heads"):
             validate(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
 
 

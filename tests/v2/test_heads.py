@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doubles import tiny
-from tests.hosts.conftest import WHOLE, acceptance_length
+from tests.doubles import published, tiny
+from tests.hosts.conftest import WHOLE, acceptance_length, counters
 from tests.v2.conftest import ENGINE, answers, same
 from vllm_specplug.proposers.eagle3.train import Eagle3Options, Eagle3Task
 from vllm_specplug.proposers.training.features import load_features
 from vllm_specplug.proposers.training.trainer import RunSettings, train
+from vllm_specplug.utils.metrics import Counters
 
 TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
 
@@ -38,3 +39,22 @@ def test_reduced_vocabulary(engine, prompts, plain):
     llm = engine("reduced", TREE, **ENGINE)
     assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
     assert acceptance_length(llm) > 1.2
+    watch = llm.llm_engine.engine_core.engine_core.scheduler.draft_watch
+    assert watch.all.drafts == watch.judged.drafts == counters(llm)["drafts"] > 0
+    assert 0 < watch.all.helpful < watch.all.drafts
+    metrics_file = llm.llm_engine.vllm_config.speculative_config.metrics_file
+    assert Counters(metrics_file).recent() == (watch.all.drafts, watch.all.helpful)
+
+
+def test_eagle3_as_others_publish_it(engine, prompts, plain, eagle3, checkpoints, tmp_path):
+    """Another width than the target's, another name of the layer, and ids where this runner of vLLM does not look."""
+
+    def change(config, tensors):
+        return published.as_modelopt(config, published.of_another_width(config, tensors))
+
+    checkpoints["published"] = published.rewrite(
+        checkpoints[eagle3], tmp_path / "published", change, checkpoints["target"]
+    )
+    llm = engine("published", TREE, **ENGINE)
+    assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
+    assert acceptance_length(llm) > 1.8

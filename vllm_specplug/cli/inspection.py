@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.proposers.eagle2.checkpoint import (
-    SPECULATORS_KEY,
-    CheckpointError,
-    read_config,
-    read_shapes,
-    validate_checkpoint,
-)
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config, read_shapes, validate_checkpoint
+from vllm_specplug.proposers.eagle2.kinds import SPECULATORS_KEY, kind_of, name_of
+from vllm_specplug.proposers.eagle2.layout import target_width
+from vllm_specplug.proposers.eagle2.plain_layout import verifier_of
+from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
-_MEDUSA_TENSOR = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
+_EAGLE = ("eagle", "eagle3")
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,8 @@ class Inspection:
 
     Attributes:
         layout: the format of the files.
-        kind: ``eagle``, ``eagle3``, ``speculators`` or ``medusa``.
+        kind: see ``kind_of``; ``speculators`` for EAGLE-3 heads in that format.
+        problem: why it cannot be served as it is, whatever the target; None: it can.
         trained_as: the training method.
         draft_vocab_size: number of target ids that the head can propose.
         alpha: acceptance rate at draft levels 0, 1, ..., each if all levels before were accepted.
@@ -47,6 +45,7 @@ class Inspection:
     alpha: list[float] | None
     tau: float | None
     provenance: dict
+    problem: str | None
 
 
 def inspect(path: str) -> Inspection:
@@ -58,20 +57,21 @@ def inspect(path: str) -> Inspection:
     folder = Path(path)
     config, shapes = read_config(folder), read_shapes(folder)
     kind, layout = _kind(folder, config, shapes)
-    geometry = config.get("transformer_layer_config", config) if kind == "speculators" else config
+    geometry = config.get("transformer_layer_config") if SPECULATORS_KEY in config else config
+    geometry = geometry if isinstance(geometry, dict) else {}
     vocab_size = geometry.get("vocab_size")
     if kind == "medusa":
         draft_vocab_size = vocab_size
     else:
-        draft_vocab_size = shapes["d2t"][0] if "d2t" in shapes else config.get("draft_vocab_size") or vocab_size
-    source = config.get("specplug") or {}
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+        draft_vocab_size = shapes["d2t"][0] if shapes.get("d2t") else config.get("draft_vocab_size") or vocab_size
+    source = config["specplug"] if isinstance(config.get("specplug"), dict) else {}
+    width = config.get("target_hidden_size") or target_width(geometry, shapes)
     return Inspection(
         path=str(folder),
         layout=layout,
         kind=kind,
-        target=source.get("target") or verifier.get("name_or_path") or config.get("base_model_name_or_path"),
-        hidden_size=config.get("target_hidden_size") or geometry.get("hidden_size"),
+        target=source.get("target") or verifier_of(config) or config.get("base_model_name_or_path"),
+        hidden_size=width,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         num_tensors=len(shapes),
@@ -80,6 +80,7 @@ def inspect(path: str) -> Inspection:
         alpha=source.get("dev_alpha"),
         tau=source.get("dev_chain_tau"),
         provenance=source,
+        problem=None if kind == "medusa" else _problem(folder, width, vocab_size),
     )
 
 
@@ -89,6 +90,7 @@ def render(found: Inspection) -> str:
     vocab = found.vocab_size or "not recorded"
     lines = {
         "layout": found.layout,
+        "served": found.problem or ("by the method medusa" if found.kind == "medusa" else "by the method eagle2"),
         "trained as": found.trained_as or "not recorded",
         "target": f"{found.target or 'not recorded'} (hidden size {hidden}, vocabulary {vocab})",
         "drafts": _drafts(found),
@@ -102,22 +104,27 @@ def render(found: Inspection) -> str:
 
 
 def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
-    if SPECULATORS_KEY in config:
-        return (
-            "speculators",
-            f"speculators format, {config[SPECULATORS_KEY]!r} (`specplug convert` writes the plain layout)",
-        )
-    if any(name.startswith("midlayer.") for name in shapes):
-        return "eagle3", "EAGLE-3"
-    if "fc.weight" in shapes and any(name.startswith("layers.0.") for name in shapes):
-        return "eagle", "EAGLE-1/2 (HASS's too)"
-    if "medusa_num_heads" in config or shapes and all(_MEDUSA_TENSOR.match(name) for name in shapes):
+    kind = kind_of(config, shapes)
+    if kind in _EAGLE and SPECULATORS_KEY in config:
+        return "speculators", f"speculators format, {config[SPECULATORS_KEY]!r}"
+    if kind == "medusa":
         heads = config.get("medusa_num_heads", "some")
-        return "medusa", f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
+        return kind, f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
+    if kind not in ("model", "unknown"):
+        return kind, {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2 (HASS's too)"}.get(kind) or name_of(kind)
     raise CheckpointError(
         f"{path} is not a draft checkpoint of a known layout (EAGLE-1/2, HASS, EAGLE-3, speculators, Medusa): its "
         f"tensors are {', '.join(sorted(shapes)[:3])}, ...; is this the folder of the target model?"
     )
+
+
+def _problem(path: Path, width: int | None, vocab_size: int | None) -> str | None:
+    """Return why no target could be served with a head, or None."""
+    try:
+        validate_checkpoint(path, width or 0, vocab_size or 0)
+    except CheckpointError as error:
+        return f"no: {error}"
+    return None
 
 
 def _trained_as(kind: str, options: dict) -> str | None:
@@ -177,10 +184,13 @@ def run(args: argparse.Namespace) -> None:
         from vllm_specplug.proposers.training.features import read_target_config
 
         config = read_target_config(args.target)
-        if found.kind not in ("eagle", "eagle3"):
-            raise CheckpointError(
-                f"only checkpoints in the EAGLE layouts can be checked against a target, not {found.layout}"
-            )
-        validate_checkpoint(found.path, config["hidden_size"], config["vocab_size"])
+        config = config.get("text_config", config)
+        if missing := [key for key in ("hidden_size", "vocab_size") if key not in config]:
+            raise CheckpointError(f"{args.target}/config.json lacks {', '.join(missing)}: give a target's folder")
+        sizes = config["hidden_size"], config["vocab_size"]
+        if found.kind == "medusa":
+            validate_medusa(found.path, *sizes)
+        else:
+            validate_checkpoint(found.path, *sizes, num_layers=config.get("num_hidden_layers"))
         if not args.json:
             print(f"{'fits':<12}{args.target}")

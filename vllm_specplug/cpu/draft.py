@@ -24,6 +24,7 @@ from vllm_specplug.cpu.drafters.model_free import make_drafting
 from vllm_specplug.cpu.recording import Recorder, make_recorder
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import TreeSchedulerOutput
+from vllm_specplug.cpu.step_watch import StepWatch
 from vllm_specplug.types import Draft, TokenTree, Walk
 from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds
@@ -77,6 +78,11 @@ class DraftPhase:
         self.served = ServedStep()
         #: Each takes the record of a step when it has ended.
         self.observers: list[Callable[[ServedStep], None]] = [self._count_step, self._show_walk, self._record_rows]
+        #: None: another rank watches.
+        self.draft_watch: StepWatch | None = None
+        if leads():
+            self.draft_watch = StepWatch(options, self.speculative_config.draft_entries, self._counters)
+            self.observers.append(self.draft_watch)
 
     def start_recording(self) -> None:
         """Record requests from here on, if the options say so; called at the end of the start, after the proof."""

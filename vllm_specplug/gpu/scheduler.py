@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.gpu.budget import BudgetedRounds
+from vllm_specplug.gpu.draft_watch import WatchedDrafts
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
 
 #: Rows that get a mask in one step, over all requests: their masks must be ready when the forward ends.
@@ -106,11 +107,11 @@ class TreeRequests:
         return (token_ids[:count] + [-1] * placeholders, parents[:count] + [0] * placeholders), count
 
 
-class SyncTreeScheduler(TreeRequests, BudgetedRounds, Scheduler):
+class SyncTreeScheduler(TreeRequests, WatchedDrafts, BudgetedRounds, Scheduler):
     pass
 
 
-class AsyncTreeScheduler(TreeRequests, BudgetedRounds, AsyncScheduler):
+class AsyncTreeScheduler(TreeRequests, WatchedDrafts, BudgetedRounds, AsyncScheduler):
     pass
 
 

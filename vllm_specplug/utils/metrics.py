@@ -55,7 +55,9 @@ _INDEX = {counter.reason or counter.name.removeprefix("specplug:"): index for in
 _VERSIONS = 4
 #: After the counters: the version in use, then version, verified trees and accepted tokens of each counted version.
 _VERSIONS_START = 8 * len(COUNTERS)
-_SIZE = _VERSIONS_START + 8 * (1 + 3 * _VERSIONS)
+#: Behind the versions: recent drafts, and those of them that helped.
+_RECENT_START = _VERSIONS_START + 8 * (1 + 3 * _VERSIONS)
+_SIZE = _RECENT_START + 8 * 2
 
 
 class Counters:
@@ -93,6 +95,16 @@ class Counters:
         if known != version:
             all_trees = all_accepted = 0.0
         struct.pack_into("3d", self._map, offset, version, all_trees + trees, all_accepted + accepted)
+
+    def set_recent(self, drafts: float, helpful: float) -> None:
+        """Note the number of recent drafts, and in how many of them the first token was accepted."""
+        if self._map is not None:
+            struct.pack_into("2d", self._map, self._start + _RECENT_START, drafts, helpful)
+
+    def recent(self) -> tuple[float, float]:
+        """Return what ``set_recent`` noted, summed over the replicas."""
+        found = [struct.unpack_from("2d", self._map, start + _RECENT_START) for start in self._replicas()]
+        return sum(drafts for drafts, _ in found), sum(helpful for _, helpful in found)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -147,6 +159,10 @@ class CountersCollector(Collector):
             family = families.setdefault(counter.name, CounterMetricFamily(counter.name, counter.help, labels=labels))
             family.add_metric([] if counter.reason is None else [counter.reason], value)
         yield from families.values()
+        drafts, helpful = self._counters.recent()
+        if drafts:
+            text = "Share of recent drafts (the last 500 to 1000 of a replica) whose first token was accepted."
+            yield GaugeMetricFamily("specplug:first_token_acceptance", text, helpful / drafts)
         current, versions = self._counters.versions()
         if current:
             yield GaugeMetricFamily("specplug:drafter_version", "Version of the drafter in use.", current)

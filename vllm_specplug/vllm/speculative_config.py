@@ -75,6 +75,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     has_users_graph_sizes: bool = False
     """Whether the user chose vLLM's CUDA graph capture sizes; they are kept then."""
 
+    draft_entries: Any = None
+    """Entries of the draft model's config, see ``DrafterConfig.config_entries``."""
+
     metrics_file: str | None = None
     """File in which the worker counts for ``/metrics``, see ``metrics.publish``."""
 
@@ -100,8 +103,11 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self):
         result = super().__post_init__()
         _register_model()
-        if self.method == "eagle":
-            self.draft_model_config.hf_config.architectures = [EAGLE_ARCHITECTURE]
+        entries = {"architectures": [EAGLE_ARCHITECTURE]} if self.method == "eagle" else {}
+        entries |= self.draft_entries or {}
+        for key, value in entries.items():
+            setattr(self.draft_model_config.hf_config, key, value)
+        if entries:
             self.update_arch_()
         return result
 
@@ -173,6 +179,7 @@ def build(
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         specplug=options,
+        draft_entries=drafter.config_entries if drafter is not None else None,
         v2_runner=v2,
         has_users_graph_sizes=_chooses_graph_sizes(engine_args),
         metrics_file=publish(target_parallel_config.data_parallel_size),

@@ -19,6 +19,7 @@ from vllm_specplug.proposers.eagle2.checkpoint import (
 HIDDEN, VOCAB, DRAFT, INNER = 16, 60, 20, 24
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
     "num_attention_heads": 4,
@@ -126,9 +127,9 @@ def test_config_lacks_fields(tmp_path):
     assert "lacks intermediate_size, num_attention_heads, vocab_size" in refusal(tmp_path)
 
 
-def test_target_folder_given_as_head(tmp_path):
+def test_the_config_of_another_model(tmp_path):
     write(tmp_path, {"num_hidden_layers": 30})
-    assert "is this the target's own folder?" in refusal(tmp_path)
+    assert "says num_hidden_layers 30, the weights have 1 layer" in refusal(tmp_path)
 
 
 def test_no_weights(tmp_path):
@@ -149,10 +150,6 @@ def test_tensors_that_the_config_names_must_be_there(tmp_path):
     assert "lacks 2 tensor(s): d2t, fc.bias" in refusal(tmp_path)
 
 
-def test_a_parallel_head_is_refused(tmp_path):
-    assert "a parallel head, which is not supported: train" in refusal(write(tmp_path, {"ptd_token_id": 3}))
-
-
 def test_wrong_shape_says_expected_and_found(tmp_path):
     message = refusal(write(tmp_path, state=eagle_state() | {"fc.weight": torch.zeros(HIDDEN, HIDDEN)}))
     assert "fc.weight expected [16, 32], found [16, 16]" in message
@@ -164,7 +161,9 @@ def test_other_hidden_size(tmp_path):
 
 def test_eagle3_for_another_target_width(tmp_path):
     write(tmp_path, {"draft_vocab_size": DRAFT}, eagle3_state())
-    assert "fc.weight expected [16, 96], found [16, 48]" in refusal(tmp_path, hidden=32)
+    assert "reads a target of hidden size 16, this target has 32: it was trained for another model" in refusal(
+        tmp_path, hidden=32
+    )
 
 
 def test_other_vocabulary(tmp_path):
@@ -241,6 +240,18 @@ def test_sharded_files_are_joined(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     names = sorted(state)
     save_file({name: state[name] for name in names[:4]}, tmp_path / "model-1-of-2.safetensors")
+    assert "has 1 of 2 shards of its weights; download the others" in refusal(tmp_path)
     save_file({name: state[name] for name in names[4:]}, tmp_path / "model-2-of-2.safetensors")
     assert validate_checkpoint(tmp_path, HIDDEN, VOCAB).kind == "eagle"
     assert load_head(tmp_path)[1].keys() == state.keys()
+
+
+def test_sharded_pickles_are_joined(tmp_path):
+    state = eagle_state()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for number, names in enumerate((sorted(state)[:4], sorted(state)[4:]), start=1):
+        torch.save({name: state[name] for name in names}, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+    assert validate_checkpoint(tmp_path, HIDDEN, VOCAB).kind == "eagle"
+    assert load_head(tmp_path)[1].keys() == state.keys()
+    (tmp_path / "pytorch_model-00001-of-00002.bin").unlink()
+    assert "has 1 of 2 shards of its weights; download the others" in refusal(tmp_path)

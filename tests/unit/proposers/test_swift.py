@@ -48,9 +48,12 @@ def test_the_limits_are_allowed():
 
 def test_targets_without_sub_layers_to_skip():
     options = parse_options({"method": "swift", "skip_ratio": 0.2})
-    for layers in (1, 2, 3):
-        with pytest.raises(ConfigError, match="raise skip_ratio"):
+    for layers in (1, 2):
+        with pytest.raises(ConfigError, match="the first and the last always run: swift cannot skip one"):
             check_target(options, layers)
+    with pytest.raises(ConfigError, match="raise skip_ratio"):
+        check_target(options, 3)
+    check_target(parse_options({"method": "swift"}), 3)
     check_target(options, 8)
 
 

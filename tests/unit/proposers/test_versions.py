@@ -33,6 +33,8 @@ def test_other_weights_and_another_draft_vocabulary_are_taken(tmp_path):
     ("old", "new", "served", "taken"),
     [
         ("this", "this", "", True),
+        ("owner/this", "this", "", True),
+        ("this", "owner/this", "", True),
         ("this", "that", "", False),
         ("this", "that", "models/that", True),
         (None, "that", "", True),
@@ -49,11 +51,25 @@ def test_the_target_that_it_was_trained_for(tmp_path, old, new, served, taken):
             check.read(folders[1])
 
 
-@pytest.mark.parametrize("change", [{"num_attention_heads": 2}, {"rope_theta": 5e5}, {"hidden_act": "gelu"}])
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 2}, {"rope_theta": 5e5}, {"hidden_act": "gelu"}, {"norm_output": True}]
+)
 def test_another_computation_is_refused(tmp_path, change):
     check = VersionCheck(write(tmp_path / "old"))
     with pytest.raises(CheckpointError, match=f"says {next(iter(change))} .* restart the server"):
         check.read(write(tmp_path / "new", **change))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_layers_of_the_target_are_refused(tmp_path, nested):
+    def head(name, ids):
+        entry = {"eagle_aux_hidden_state_layer_ids": ids}
+        return write(tmp_path / name, **({"eagle_config": entry} if nested else entry))
+
+    check = VersionCheck(head("old", [0, 1, 2]))
+    with pytest.raises(CheckpointError, match="the drafter in use .*restart the server"):
+        check.read(head("new", [0, 1, 3]))
+    assert check.read(head("same", [0, 1, 2]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -72,7 +72,7 @@ def test_eagle3_and_speculators(tmp_path):
     save_head(tmp_path / "b", SPECULATORS, speculators_state())
     found = inspect(str(tmp_path / "b"))
     assert (found.kind, found.target, found.hidden_size) == ("speculators", "org/Target-1B", HIDDEN)
-    assert found.draft_vocab_size == DRAFT and "specplug convert" in found.layout
+    assert found.draft_vocab_size == DRAFT and "specplug convert" in found.problem
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
@@ -150,7 +150,7 @@ def test_serving_a_speculators_checkpoint_names_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "no EAGLE-3 head in the speculators format .*'dflash'"),
+        ({"speculators_model_type": "dflash"}, "a DFlash drafter.*vLLM's own method 'dflash'"),
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, "1 'qwen3' layer"),
         ({"transformer_layer_config": {"hidden_size": 4}}, "lacks intermediate_size"),

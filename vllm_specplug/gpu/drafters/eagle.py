@@ -45,9 +45,9 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
     # ---- loading
 
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
-        parts = TargetParts(target_model, target_info(self.vllm_config.model_config))
-        model = super().load_draft_model(parts, target_attn_layer_names)
-        self._scorer = EagleScorer(model, TargetHead(target_model, self.hidden_size, self.dtype), in_int8=False)
+        target = target_info(self.vllm_config.model_config)
+        model = super().load_draft_model(TargetParts(target_model, target), target_attn_layer_names)
+        self._scorer = EagleScorer(model, TargetHead(target_model, target.hidden_size, self.dtype), in_int8=False)
         ids = self._scorer.draft_ids
         self._at_once = self._most_at_once(self.vocab_size if ids is None else len(ids))
         for growth in self._growths.values():

@@ -22,8 +22,6 @@ from vllm_specplug.cpu.scheduler import TreeSchedulerOutput
 from vllm_specplug.gpu.drafters.base import TreeSpeculator
 from vllm_specplug.gpu.timing import StepTimer
 from vllm_specplug.types import PADDING
-from vllm_specplug.utils.metrics import Counters
-from vllm_specplug.vllm.trace import TreeTrace
 
 #: Most nodes of a tree where its size may be chosen: four levels of two.
 MOST_NODES = 8
@@ -227,8 +225,7 @@ class DriverV1(Driver):
     def _enter(self, stack: ExitStack) -> None:
         nothing = attributes(
             self.runner,
-            _counters=Counters(None),
-            _trace=TreeTrace(None),
+            observers=[],
             serving_budget=None,
             greedy_head=None,  # all logits are read
             propose_draft_token_ids=no_drafts_v1(self.runner),
