@@ -143,9 +143,9 @@ def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkey
     proposer, stored = runner_of(remembers).speculator._proposer, []
     honest = proposer.finish
 
-    def finish(token_ids, num_tokens, slot, prompt_len):
+    def finish(token_ids, num_tokens, namespaces, slot, prompt_len):
         stored.append((token_ids[slot, : num_tokens[slot]].clone(), prompt_len))
-        honest(token_ids, num_tokens, slot, prompt_len)
+        honest(token_ids, num_tokens, namespaces, slot, prompt_len)
 
     monkeypatch.setattr(proposer, "finish", finish)
     rounds = watch_rounds(remembers, monkeypatch)
@@ -165,7 +165,7 @@ def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkey
         known = next(p for p in prompts if p["prompt_token_ids"] == tokens[:prompt_len].tolist())
         answer = plain[0][prompts.index(known)][0]
         assert tokens[prompt_len:][: len(answer)].tolist() == answer
-        ring.add(tokens[max(prompt_len - proposer._options.max_match, 0) :].numpy(force=True))
+        ring.add(tokens[prompt_len:].numpy(force=True))
     assert proposer._buffers.traffic.tolist() == ring.tokens.tolist()
 
 
