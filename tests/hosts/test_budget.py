@@ -17,6 +17,7 @@ from vllm_specplug.budget.cost import StepCost
 from vllm_specplug.budget.planner import PLAIN
 from vllm_specplug.cpu.drafters.catch_up import MissedRows
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.utils.metrics import _INDEX
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -124,6 +125,17 @@ def test_identity_while_drafting_goes_on_and_off(start, checkpoints, prompts, pl
     ran = toggled(budget_of(llm))
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert len(set(ran)) == 2 and accepted(verified) > (5 if drafter == "eagle3" else 100)
+
+
+def test_requests_without_drafts_are_counted(start, checkpoints, prompts, monkeypatch):
+    llm = start(eagle(checkpoints))
+    budget, counts = budget_of(llm), runner_of(llm)._counters
+    off = SamplingParams(max_tokens=8, ignore_eos=True, extra_args={"speculation": False})
+    for arm in (PLAIN, budget.arms[-1]):
+        monkeypatch.setattr(budget, "plan", lambda *_, arm=arm: Plan(arm))
+        before = counts.values()[_INDEX["turned off by the request"]]
+        llm.generate(prompts[:2], off, use_tqdm=False)
+        assert counts.values()[_INDEX["turned off by the request"]] == before + 2 * 8
 
 
 def test_identity_of_a_union_whose_drafter_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified):
