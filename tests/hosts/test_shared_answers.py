@@ -12,6 +12,7 @@ from tests.hosts.conftest import counters, make_prompts, token_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+ONE = SamplingParams(temperature=0, max_tokens=1)
 #: Texts in each measurement.  Of known ones some 40 tokens each are accepted, of unknown ones some 10.
 COUNT = 8
 MOST_UNKNOWN, LEAST_KNOWN = 20 * COUNT, 30 * COUNT
@@ -51,16 +52,19 @@ def client(request, engine, checkpoints):
 
 
 def test_answers_are_shared_and_inputs_are_not(client):
-    """The inputs are a prompt, and the second one of a session, which waits for its turn or comes after it."""
+    """The inputs are a prompt, prompts that grow by what was answered, as beams do, and the second input of a session,
+    which waits for its turn or comes after it."""
     assert client.accepted(client.texts()[0]) < MOST_UNKNOWN
     beginnings, _ = client.texts()
     client.accepted(beginnings)
     assert client.accepted(beginnings) > LEAST_KNOWN
-    for way in ("prompt", "waiting", "late"):
+    for way in ("prompt", "beams", "waiting", "late"):
         beginnings, secrets = client.texts()
         whole = [begin + secret for begin, secret in zip(beginnings, secrets, strict=True)]
         if way == "prompt":
             client.accepted(whole, SHORT)
+        elif way == "beams":
+            client.accepted([text[:count] for text in whole for count in range(20, 68, 3)], ONE)
         else:
             run_sessions(client.llm, [[[5] * 9, text, [6] * 9] for text in whole], SHORT, way == "waiting")
         assert client.accepted(beginnings) < MOST_UNKNOWN, way
