@@ -174,6 +174,16 @@ def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkey
     assert proposer._buffers.traffic.tolist() == ring.tokens.tolist()
 
 
+def test_salts(remembers, prompts, plain, monkeypatch):
+    """Answers are drafted for requests of the same salt only."""
+    rounds, steps = watch_rounds(remembers, monkeypatch), []
+    for salt in ("a", "b", "a"):
+        rounds.clear()
+        assert same(answers(remembers, [{**prompt, "cache_salt": salt} for prompt in prompts]), plain)
+        steps.append(len(rounds))
+    assert steps[2] < 0.6 * steps[1] and steps[1] > 0.9 * steps[0]
+
+
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
