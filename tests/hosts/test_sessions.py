@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.doubles import tiny
 from tests.doubles.sessions import run_sessions
@@ -52,6 +53,21 @@ CASES = [(method, params, True) for method in ALL for params in PARAMS]
 CASES += [(method, params, False) for method in ("eagle", "lookup") for params in PARAMS]
 
 
+@pytest.fixture
+def inputs_seen(monkeypatch):
+    """When an input joins its session, all tokens of the turn but the last one are computed, and nothing is drafted."""
+    honest, seen = Scheduler._update_request_as_session, []
+
+    def watched(self, session, update):
+        seen.append((session.num_tokens - session.num_computed_tokens, session.spec_token_ids))
+        honest(self, session, update)
+
+    monkeypatch.setattr(Scheduler, "_update_request_as_session", watched)
+    yield
+    assert seen and all(one == (1, []) for one in seen)
+
+
+@pytest.mark.usefixtures("inputs_seen")
 @pytest.mark.parametrize(("method", "params", "at_once"), CASES)
 def test_turns(start, sessions, method, params, at_once, emitted):
     """Inputs wait for the turns before them, or are sent when these have ended."""
