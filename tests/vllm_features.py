@@ -63,6 +63,12 @@ WORKS = (
     ),
     Support("reasoning parsers", "tests/hosts/test_structured.py::test_reasoning_is_free_and_what_follows_is_not"),
     Support("streaming", "tests/e2e/test_api.py::test_whole_and_streamed"),
+    Support(
+        "sessions with streamed input",
+        "tests/hosts/test_sessions.py::test_turns",
+        "the next input follows as in plain vLLM",
+        v2="tests/v2/test_lookup.py::test_sessions",
+    ),
     Support("tool calls", "tests/e2e/test_api.py::test_tool_call", "arguments follow the schema as in plain vLLM"),
     Support(
         "tensor parallelism",

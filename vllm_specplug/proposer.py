@@ -56,6 +56,10 @@ class DraftContext:
         token_ids: int32 ``[num_reqs, max_model_len]``; prompt and output of each request, the root included.  The
             memory is vLLM's and valid during the call only.
         num_tokens: int64 ``[num_reqs]``; valid entries of ``token_ids``.
+        prompt_lens: int64 ``[num_reqs]``; tokens before the answer.  The model has generated those after them.  In a
+            session with streamed input the answer is that of the last turn.
+        namespaces: int64 ``[num_reqs]``; only requests of equal namespaces (equal ``cache_salt`` and LoRA adapter) may
+            get drafts from each other's answers.  Prompts must never reach another request.
         request_ids: id of each request.  It does not change during the request's life; its batch index may.
         wanted: bool ``[num_reqs]``; false for requests whose draft is not used (in the middle of a chunked prefill): a
             root alone is enough.
@@ -68,6 +72,8 @@ class DraftContext:
     root_token_ids: torch.Tensor
     token_ids: torch.Tensor
     num_tokens: torch.Tensor
+    prompt_lens: torch.Tensor
+    namespaces: torch.Tensor
     request_ids: tuple[str, ...]
     wanted: torch.Tensor
     vocab_size: int
@@ -100,6 +106,7 @@ class DeviceDraftContext:
         slots: int ``[num_reqs]``; place of each request in ``token_ids`` and ``num_tokens``.
         token_ids: int32 ``[max_num_reqs, max_model_len]``; prompt and output of each request.
         num_tokens: int32 ``[max_num_reqs]``; valid entries of ``token_ids``.
+        namespaces: int64 ``[max_num_reqs]``; as of ``DraftContext``, by slot.
         draft_by_model: runs the method's drafter with weights.
     """
 
@@ -107,6 +114,7 @@ class DeviceDraftContext:
     slots: torch.Tensor
     token_ids: torch.Tensor
     num_tokens: torch.Tensor
+    namespaces: torch.Tensor
     draft_by_model: Callable[[], Draft]
 
 
@@ -167,13 +175,15 @@ class DeviceLearner(Protocol):
 class DeviceRemembering(Protocol):
     """A device proposer that keeps tokens of ended requests."""
 
-    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+    def finish(
+        self, token_ids: torch.Tensor, num_tokens: torch.Tensor, namespaces: torch.Tensor, slot: int, prompt_len: int
+    ) -> None:
         """Keep what it needs of a request that has ended, on the device and without waiting.
 
         Args:
-            token_ids, num_tokens: as of ``DeviceDraftContext``.
-            slot: place of the request in both.
-            prompt_len: number of tokens of its prompt.
+            token_ids, num_tokens, namespaces: as of ``DeviceDraftContext``.
+            slot: place of the request in them.
+            prompt_len: number of tokens before its answer, as of ``DraftContext``.
         """
         ...
 

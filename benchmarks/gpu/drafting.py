@@ -174,7 +174,7 @@ class DraftPhase:
         slots, token_ids, lens = known["slots"], known["token_ids"], known["lens"]
         if self.reference:
             return draft_matches(token_ids, slots, lens, roots, self.lookup, match_keys_reference)
-        context = DeviceDraftContext(roots, slots, token_ids, lens, lambda: None)
+        context = DeviceDraftContext(roots, slots, token_ids, lens, torch.zeros_like(slots), lambda: None)
         return self._searching.propose(context)
 
     def _grow(self) -> Draft:

@@ -92,7 +92,8 @@ class Phases:
         if not kernels:
             return draft_matches(**self.known, root_token_ids=self.roots, options=LOOKUP, find=match_keys)
         known = self.known
-        context = DeviceDraftContext(self.roots, known["slots"], known["token_ids"], known["lens"], lambda: None)
+        slots, namespaces = known["slots"], torch.zeros_like(known["slots"])
+        context = DeviceDraftContext(self.roots, slots, known["token_ids"], known["lens"], namespaces, lambda: None)
         return self.on_device.propose(context)
 
     def union(self, kernels: bool) -> Draft:

@@ -40,6 +40,7 @@ class LookupOnDevice:
             context.token_ids,
             context.slots,
             context.num_tokens,
+            context.namespaces,
             min_match=options.min_match,
             max_match=options.max_match,
             max_candidates=options.max_candidates,
@@ -54,14 +55,16 @@ class LookupOnDevice:
         """Shortest match in traffic: one of few tokens is everywhere there."""
         return max(self._options.min_match, LONG_ANCHOR)
 
-    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+    def finish(
+        self, token_ids: torch.Tensor, num_tokens: torch.Tensor, namespaces: torch.Tensor, slot: int, prompt_len: int
+    ) -> None:
         if self._buffers is not None:
             keep_answer(
                 token_ids,
                 num_tokens,
+                namespaces,
                 slot,
                 prompt_len,
-                max_match=self._options.max_match,
                 longer_than=LONG_ANCHOR,
                 buffers=self._buffers,
             )
@@ -73,6 +76,7 @@ class LookupOnDevice:
             torch.zeros(num_reqs, self._options.draft_depth * count, dtype=torch.int64, device=device),
             torch.zeros(num_reqs, 3, count, dtype=torch.int32, device=device),
             torch.full((self._options.kept_tokens + 1,), BREAK, dtype=torch.int32, device=device),
+            torch.zeros(self._options.kept_tokens + 1, dtype=torch.int64, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
         )
         return self._buffers

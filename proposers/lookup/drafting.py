@@ -47,8 +47,9 @@ class LookupProposer(MatchLearner):
         self._index: RequestIndex | None = None  # its slots are as long as vLLM's rows: known at the first call
         self._traffic = TrafficIndex(options.kept_tokens, LONG_ANCHOR) if options.kept_tokens else None
         self._last_draft: _LastDraft | None = None
-        #: By request: tokens before its answer; accepted and expected nodes, with decay.
-        self._prompt_lens: OrderedDict[str, int] = OrderedDict()
+        #: By request: tokens before its answer, and its namespace.
+        self._answers: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        #: By request: accepted and expected nodes, with decay.
         self._records: dict[str, tuple[float, float]] = {}
 
     def propose(self, context: DraftContext) -> Draft:
@@ -56,9 +57,11 @@ class LookupProposer(MatchLearner):
         wanted = np.flatnonzero(context.wanted.numpy())
         request_ids = tuple(context.request_ids[request] for request in wanted)
         num_tokens, token_ids = context.num_tokens.numpy()[wanted], context.token_ids.numpy()
+        prompt_lens, namespaces = context.prompt_lens.numpy()[wanted], context.namespaces.numpy()[wanted]
+        self._note_answers(request_ids, prompt_lens, namespaces)
         index, slots = self._store(request_ids, num_tokens, token_ids, wanted)
-        self._learn(request_ids, num_tokens, token_ids, wanted)
-        matches = find_matches(index, self._traffic, slots, self.options)
+        self._learn(request_ids, num_tokens, prompt_lens, token_ids, wanted)
+        matches = find_matches(index, self._traffic, slots, namespaces, self.options)
         valued = self.value(matches, self._request_features(request_ids), wanted, len(context.request_ids))
         self._last_draft = _LastDraft(request_ids, num_tokens, valued)
         options = self.options
@@ -67,19 +70,32 @@ class LookupProposer(MatchLearner):
     def finish(self, request_ids: Collection[str]) -> None:
         """Keep the answers of ended requests for later ones."""
         for request_id in request_ids:
-            prompt_len = self._prompt_lens.pop(request_id, None)
+            self._keep_answer(request_id)
             self._records.pop(request_id, None)
-            if self._index is None:
-                continue
-            tokens = self._index.stored(request_id)
-            if tokens is not None and prompt_len is not None and self._traffic is not None:
-                # A lookup at the start of an answer needs the last prompt tokens to match.
-                self._traffic.add(tokens[max(prompt_len - self.options.max_match, 0) :])
-            self._index.drop(request_id)
+            if self._index is not None:
+                self._index.drop(request_id)
 
     def used_bytes(self) -> int:
         """Return the memory of the indices, in bytes."""
         return sum(index.used_bytes() for index in (self._index, self._traffic) if index is not None)
+
+    def _note_answers(self, request_ids: tuple[str, ...], prompt_lens: np.ndarray, namespaces: np.ndarray) -> None:
+        """Note where the answers begin; where that has changed, keep the answer of a session's last turn."""
+        for request_id, *answer in zip(request_ids, prompt_lens.tolist(), namespaces.tolist(), strict=True):
+            if self._answers.get(request_id) != tuple(answer):
+                self._keep_answer(request_id)
+                self._answers[request_id] = tuple(answer)
+            if len(self._answers) > RequestIndex.MAX_SLOTS:  # the caller never reports ended requests
+                forgotten, _ = self._answers.popitem(last=False)
+                self._records.pop(forgotten, None)
+
+    def _keep_answer(self, request_id: str) -> None:
+        """Keep a request's stored answer for later requests of its namespace.  No token of its prompt is kept."""
+        answer = self._answers.pop(request_id, None)
+        tokens = None if self._index is None else self._index.stored(request_id)
+        if answer is not None and tokens is not None and self._traffic is not None:
+            prompt_len, namespace = answer
+            self._traffic.add(tokens[prompt_len:], namespace)
 
     def _store(
         self, request_ids: tuple[str, ...], num_tokens: np.ndarray, token_ids: np.ndarray, rows: np.ndarray
@@ -93,12 +109,6 @@ class LookupProposer(MatchLearner):
                 (self._traffic.used_bytes() if self._traffic is not None else 0) / 2**20,
                 self._index.slot_bytes() / 2**20,
             )
-        for request_id, count in zip(request_ids, num_tokens.tolist(), strict=True):
-            if request_id not in self._prompt_lens:
-                self._prompt_lens[request_id] = count - 1
-                if len(self._prompt_lens) > RequestIndex.MAX_SLOTS:  # the caller never reports ended requests
-                    forgotten, _ = self._prompt_lens.popitem(last=False)
-                    self._records.pop(forgotten, None)
         slots = self._index.slots_of(request_ids)
         self._index.extend(slots, token_ids, num_tokens, rows)
         return self._index, slots
@@ -109,13 +119,25 @@ class LookupProposer(MatchLearner):
         return np.array([log_ratio(accepted, expected) for accepted, expected in records])
 
     def _learn(
-        self, request_ids: tuple[str, ...], num_tokens: np.ndarray, token_ids: np.ndarray, rows: np.ndarray
+        self,
+        request_ids: tuple[str, ...],
+        num_tokens: np.ndarray,
+        prompt_lens: np.ndarray,
+        token_ids: np.ndarray,
+        rows: np.ndarray,
     ) -> None:
-        """Compare the last draft with the tokens that the target has chosen since; arguments as in ``_store``."""
+        """Compare the last draft with the tokens that the target has chosen since.
+
+        Args:
+            request_ids, num_tokens, token_ids, rows: as in ``_store``.
+            prompt_lens: int64 ``[num_reqs]``; tokens before each answer.
+        """
         last = self._last_draft
         if last is None:
             return
         now, then = common_requests(request_ids, last.request_ids)
+        same_answer = last.num_tokens[then] > prompt_lens[now]  # else an input follows the draft
+        now, then = now[same_answer], then[same_answer]
         if not len(now):
             return
         nodes, owners, accepted = self.learn(

@@ -190,16 +190,18 @@ class TrafficIndex:
 
     Attributes:
         tokens: int32 ``[capacity + 1]``; position 0 is unused.
+        namespaces: int64 ``[capacity + 1]``; of the request that each token is from.
         cursor: last written position.
     """
 
     def __init__(self, capacity: int, anchor: int):
         self.capacity = capacity
         self.tokens = np.full(capacity + 1, BREAK, dtype=np.int32)
+        self.namespaces = np.zeros(capacity + 1, dtype=np.int64)
         self.chain = Chain(anchor, capacity, max(capacity // 2, 256))
         self.cursor = 0
 
-    def add(self, token_ids: np.ndarray) -> None:
+    def add(self, token_ids: np.ndarray, namespace: int = 0) -> None:
         """Store a sequence (at most its last ``capacity // 4`` tokens) in place of the oldest ones."""
         token_ids = token_ids[-(self.capacity // 4) :]
         if len(token_ids) <= self.chain.n:
@@ -210,13 +212,14 @@ class TrafficIndex:
         first = self.cursor + 1
         stop = first + len(token_ids)
         self.tokens[first:stop] = token_ids
+        self.namespaces[first:stop] = namespace
         self.tokens[stop] = BREAK
         self.cursor = stop
         self.chain.link(self.tokens, np.array([[0, first, 0, len(token_ids) - 1]]))
 
     def used_bytes(self) -> int:
         """Return the memory in use, in bytes."""
-        return self.tokens.nbytes + self.chain.heads.nbytes + self.chain.previous.nbytes
+        return self.tokens.nbytes + self.namespaces.nbytes + self.chain.heads.nbytes + self.chain.previous.nbytes
 
 
 def _enlarged(values: np.ndarray, size: int, kept: list[slice]) -> np.ndarray:

@@ -34,7 +34,11 @@ class Matches:
 
 
 def find_matches(
-    index: RequestIndex, traffic: TrafficIndex | None, slots: np.ndarray, options: LookupOptions
+    index: RequestIndex,
+    traffic: TrafficIndex | None,
+    slots: np.ndarray,
+    namespaces: np.ndarray,
+    options: LookupOptions,
 ) -> Matches:
     """Find the best matches of each request.
 
@@ -42,6 +46,7 @@ def find_matches(
         index: the requests' own tokens.
         traffic: tokens of ended requests; None where none are kept.
         slots: int64 ``[num_reqs]``; of the requests in ``index``.
+        namespaces: int64 ``[num_reqs]``; matches in traffic of other namespaces are left out.
         options: of lookup.
     """
     suffixes = index.suffixes(slots, max(options.max_match, LONG_ANCHOR))
@@ -49,6 +54,9 @@ def find_matches(
     if traffic is not None:
         sources.append((traffic.tokens, traffic.chain, np.zeros_like(slots)))
     found = [chain.follow(tokens, suffixes, slots, options.max_candidates) for tokens, chain, slots in sources]
+    if traffic is not None:
+        positions, lengths = found[-1]
+        lengths[traffic.namespaces[positions] != namespaces[:, None]] = 0
     positions, lengths = (np.concatenate(part, axis=1) for part in zip(*found, strict=True))
     return Matches(
         *call(

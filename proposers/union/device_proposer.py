@@ -67,10 +67,12 @@ class UnionOnDevice:
             self._merging = Merging.make(self.learner.calibration.weights, drafts, len(context.token_ids))
         return merge_drafts(drafts, self._num_nodes, self._merging)
 
-    def finish(self, token_ids: torch.Tensor, num_tokens: torch.Tensor, slot: int, prompt_len: int) -> None:
+    def finish(
+        self, token_ids: torch.Tensor, num_tokens: torch.Tensor, namespaces: torch.Tensor, slot: int, prompt_len: int
+    ) -> None:
         for source in self._sources:
             if isinstance(source, DeviceRemembering):
-                source.finish(token_ids, num_tokens, slot, prompt_len)
+                source.finish(token_ids, num_tokens, namespaces, slot, prompt_len)
 
     # ---- learning
 

@@ -134,6 +134,8 @@ class UnionProposer(MergeLearner):
 
     def _compare(self, last: _LastDraft, context: DraftContext) -> None:
         then, now = common_requests(last.request_ids, context.request_ids)
+        same_answer = last.num_tokens[then] > context.prompt_lens.numpy()[now]  # else an input follows the draft
+        then, now = then[same_answer], now[same_answer]
         nodes, accepted = self.learn(
             last.valued,
             then,

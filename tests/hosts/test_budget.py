@@ -17,6 +17,7 @@ from vllm_specplug.budget.cost import StepCost
 from vllm_specplug.budget.planner import PLAIN
 from vllm_specplug.cpu.drafters.catch_up import MissedRows
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.utils.metrics import _INDEX
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -252,6 +253,17 @@ def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts
     assert serving.budget.cost.plain(1) == pytest.approx(budget.cost.plain(1)) != before
     assert serving.budget.to_json().keys() == budget.to_json().keys()
     serving.budget = budget
+
+
+def test_requests_without_drafts_are_counted(start, checkpoints, prompts, monkeypatch):
+    llm = start(eagle(checkpoints))
+    budget, counts = budget_of(llm), runner_of(llm)._counters
+    off = SamplingParams(max_tokens=8, ignore_eos=True, extra_args={"speculation": False})
+    for arm in (PLAIN, budget.arms[-1]):
+        monkeypatch.setattr(budget, "plan", lambda *_, arm=arm: Plan(arm))
+        before = counts.values()[_INDEX["turned off by the request"]]
+        llm.generate(prompts[:2], off, use_tqdm=False)
+        assert counts.values()[_INDEX["turned off by the request"]] == before + 2 * 8
 
 
 def test_missed_rows():

@@ -83,6 +83,11 @@ def test_block_size_32_and_chunked_prefill(engine, prompts, plain):
 
 def test_prefix_cache_hits_on_blocks_written_by_trees(engine, prompts):
     check_prefix_cache_hits(engine(block_size=32), engine("eagle", block_size=32), prompts[:8])
+    twice = [{"prompt_token_ids": list(range(3, 103)) * 2}]
+    for llm, expected in ((engine(block_size=32), 192), (engine("eagle", block_size=32), 160), (engine("eagle"), 0)):
+        llm.generate(twice, GREEDY, use_tqdm=False)
+        (output,) = llm.generate(twice, GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == expected
 
 
 def test_forced_preemption(engine, prompts, plain):

@@ -146,14 +146,15 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     tokens = torch.zeros(num_reqs, 4096, dtype=torch.int32)
     buffers = LookupBuffers(
         torch.zeros(20, dtype=torch.float64), torch.zeros(num_reqs, 128, dtype=torch.int64),
-        *(torch.zeros(shape, dtype=torch.int32) for shape in ((num_reqs, 3, 8), (1 << 17) + 1, 2)),
+        torch.zeros(num_reqs, 3, 8, dtype=torch.int32), torch.zeros((1 << 17) + 1, dtype=torch.int32),
+        torch.zeros((1 << 17) + 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32),
     )  # fmt: skip
-    keep_answer(tokens, ints, 1, 10, max_match=16, longer_than=3, buffers=buffers)
+    keep_answer(tokens, ints, slots, 1, 10, longer_than=3, buffers=buffers)
     for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
         match_keys(tokens, given, ints, 1, 16)
         continuations(
-            tokens, given, ints, min_match=1, max_match=16, max_candidates=8, draft_depth=16, min_traffic_match=3,
-            buffers=buffers,
+            tokens, given, ints, slots, min_match=1, max_match=16, max_candidates=8, draft_depth=16,
+            min_traffic_match=3, buffers=buffers,
         )  # fmt: skip
         start_levels(given, slots, 5, 10, 4095)
 

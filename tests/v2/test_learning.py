@@ -234,12 +234,12 @@ def test_which_answers_are_kept():
     kept = []
 
     class Remembers:
-        def finish(self, token_ids, num_tokens, slot, prompt_len):
-            kept.append((token_ids, num_tokens, slot, prompt_len))
+        def finish(self, token_ids, num_tokens, namespaces, slot, prompt_len):
+            kept.append((token_ids, num_tokens, namespaces, slot, prompt_len))
 
     speculator = TreeSpeculator.__new__(TreeSpeculator)
     speculator._proposer, speculator.guard, speculator.learning = Remembers(), Guard("lookup"), None
-    speculator.slot_params = SimpleNamespace(speculates=np.array([True, False, True]))
+    speculator.slot_params = SimpleNamespace(speculates=np.array([True, False, True]), namespaces="names")
     speculator._req_states = SimpleNamespace(
         req_id_to_index={"b": 0, "silent": 1, "a": 2},
         all_token_ids=SimpleNamespace(gpu="tokens"),
@@ -251,7 +251,7 @@ def test_which_answers_are_kept():
     assert not kept
     speculator.start_serving()
     speculator.finish(ended)
-    assert kept == [("tokens", "lens", 2, 7), ("tokens", "lens", 0, 5)]
+    assert kept == [("tokens", "lens", "names", 2, 7), ("tokens", "lens", "names", 0, 5)]
     speculator._proposer = object()  # keeps nothing
     speculator.finish(ended)
     assert len(kept) == 2 and not speculator.guard.failures

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.doubles.constants import constants_of
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
+from tests.doubles.sessions import run_sessions
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
+    PLAIN,
     SAMPLED,
     SCARCE,
     answers,
@@ -28,7 +31,7 @@ from vllm_specplug.core.tree import from_flat
 from vllm_specplug.gpu.drafters.model_free import ModelFreeSpeculator
 from vllm_specplug.gpu.scheduler import AsyncTreeScheduler
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
-from vllm_specplug.proposers.lookup.index import TrafficIndex
+from vllm_specplug.proposers.lookup.index import BREAK, TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR
 from vllm_specplug.proposers.lookup.options import LookupOptions
 
@@ -117,10 +120,12 @@ def test_forced_preemption_and_chunked_prefill(engine, repeating, expected):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the default")
-def test_asynchronous_scheduling(engine, repeating, expected, asynchronous):
+def test_asynchronous_scheduling(engine, repeating, expected, sessions, asynchronous):
+    turns = run_sessions(engine(**PLAIN), sessions, SHORT)
     llm = engine(speculative_config={**LOOKUP, "num_speculative_tokens": 6}, **OWN)
     assert isinstance(llm.llm_engine.engine_core.engine_core.scheduler, AsyncTreeScheduler)
     assert same(answers(llm, repeating), expected)
+    assert run_sessions(llm, sessions, SHORT) == turns
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -143,9 +148,9 @@ def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkey
     proposer, stored = runner_of(remembers).speculator._proposer, []
     honest = proposer.finish
 
-    def finish(token_ids, num_tokens, slot, prompt_len):
+    def finish(token_ids, num_tokens, namespaces, slot, prompt_len):
         stored.append((token_ids[slot, : num_tokens[slot]].clone(), prompt_len))
-        honest(token_ids, num_tokens, slot, prompt_len)
+        honest(token_ids, num_tokens, namespaces, slot, prompt_len)
 
     monkeypatch.setattr(proposer, "finish", finish)
     rounds = watch_rounds(remembers, monkeypatch)
@@ -165,8 +170,45 @@ def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkey
         known = next(p for p in prompts if p["prompt_token_ids"] == tokens[:prompt_len].tolist())
         answer = plain[0][prompts.index(known)][0]
         assert tokens[prompt_len:][: len(answer)].tolist() == answer
-        ring.add(tokens[max(prompt_len - proposer._options.max_match, 0) :].numpy(force=True))
+        ring.add(tokens[prompt_len:].numpy(force=True))
     assert proposer._buffers.traffic.tolist() == ring.tokens.tolist()
+
+
+def test_salts(remembers, prompts, plain, monkeypatch):
+    """Answers are drafted for requests of the same salt only."""
+    rounds, steps = watch_rounds(remembers, monkeypatch), []
+    for salt in ("a", "b", "a"):
+        rounds.clear()
+        assert same(answers(remembers, [{**prompt, "cache_salt": salt} for prompt in prompts]), plain)
+        steps.append(len(rounds))
+    assert steps[2] < 0.6 * steps[1] and steps[1] > 0.9 * steps[0]
+
+
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def sessions(repeating):
+    """Turns that end inside accepted paths."""
+    inputs = [one["prompt_token_ids"] for one in repeating]
+    return [[inputs[n], inputs[n][:9], inputs[n - 1][:9]] for n in range(3)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_sessions(remembers, engine, sessions, at_once):
+    """The text of plain decoding in each turn; the ring gets their answers, and no input."""
+    expected = run_sessions(engine(**PLAIN), sessions, SHORT, at_once)
+    (first,), _ = answers(remembers, [{"prompt_token_ids": [3, 4]}], SHORT)  # makes the buffers
+    buffers = runner_of(remembers).speculator._proposer._buffers
+    with torch.inference_mode():
+        buffers.traffic.fill_(BREAK)
+    assert run_sessions(remembers, sessions, SHORT, at_once) == expected
+    answers(remembers, [{"prompt_token_ids": [3, 4]}], SHORT)  # ended requests are reported with the next step
+    kept = "".join(f" {token}" for token in buffers.traffic.tolist()).split(f" {BREAK}")
+    known = [*first, *(turn for turns in expected for turn in turns)]
+    # A last step may emit more than was asked for.
+    assert len([text for text in kept if text]) >= len(known)
+    assert all(any(text.startswith("".join(f" {token}" for token in turn)) for turn in known) for text in kept if text)
 
 
 def test_control_without_traffic(llm, prompts, plain, monkeypatch):

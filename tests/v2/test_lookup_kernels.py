@@ -23,8 +23,10 @@ from vllm_specplug.types import Draft, TokenTree
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def context_of(token_ids, slots, lens, roots):
-    return DeviceDraftContext(roots.to(DEVICE), slots.to(DEVICE), token_ids.to(DEVICE), lens.to(DEVICE), lambda: None)
+def context_of(token_ids, slots, lens, roots, namespaces=None):
+    namespaces = torch.zeros(len(token_ids), dtype=torch.int64) if namespaces is None else namespaces
+    tensors = (values.to(DEVICE) for values in (roots, slots, token_ids, lens, namespaces))
+    return DeviceDraftContext(*tensors, lambda: None)
 
 
 def check_lookup(inputs, options, taught=0.0):
@@ -71,12 +73,16 @@ def test_a_request_without_a_slot_drafts_nothing():
     assert (match_keys(**inputs, min_match=1, max_match=4)[0] > 0).any()
 
 
+#: Of requests with the same salt, and without one.
+NAMESPACES = (0, -(2**62) - 5)
+
+
 class Traffic:
     """Lookup of both runners over the same ended requests; ``min_match`` 3: V1's hash buckets add shorter ones."""
 
     def __init__(self, seed, most):
         self.random, self.vocab = random.Random(seed), 12 if most > 10 else 6
-        self.last = self.tokens(12)  # of the request that ended last
+        self.last, self.namespace = self.tokens(12), 0  # of the request that ended last
         options = LookupOptions(traffic_tokens=1024, draft_depth=5, num_speculative_tokens=14, min_node_value=0.0)
         with_constants(options, max_candidates=32, min_match=3, max_match=5)
         self.v1, self.v2 = LookupProposer(options), LookupOnDevice(options)
@@ -92,21 +98,26 @@ class Traffic:
 
     def end(self, tokens, name):
         self.last, prompt_len = tokens, self.random.randint(1, len(tokens) - 1)
+        namespace = self.namespace = self.random.choice(NAMESPACES)
+        given = {"prompt_lens": [prompt_len], "namespaces": [namespace]}
         for known in (tokens[: prompt_len + 1], tokens):  # behind the prompt, and at the end
-            self.v1.propose(context([known], ids=[name], max_len=200))
+            self.v1.propose(context([known], ids=[name], max_len=200, **given))
         self.v1.finish([name])
-        self.v2.finish(*on_device([[], tokens, []]), 1, prompt_len)
-        buffers = self.v2._buffers
-        assert buffers.traffic.tolist() == self.v1._traffic.tokens.tolist()
-        assert int(buffers.state[0]) == self.v1._traffic.cursor
+        self.v2.finish(*on_device([[], tokens, []]), torch.tensor([7, namespace, 7], device=DEVICE), 1, prompt_len)
+        buffers, ring = self.v2._buffers, self.v1._traffic
+        assert buffers.traffic.tolist() == ring.tokens.tolist()
+        assert buffers.owners.tolist() == ring.namespaces.tolist()
+        assert int(buffers.state[0]) == ring.cursor
 
     def draft(self, texts):
         """The drafts of both."""
         names = [f"{self.random.random()}" for _ in texts]
-        on_v1 = self.v1.propose(context(texts, ids=names, max_len=200))
+        namespaces = [self.random.choice((*NAMESPACES, self.namespace)) for _ in texts]
+        on_v1 = self.v1.propose(context(texts, ids=names, max_len=200, namespaces=namespaces))
         token_ids, lens = on_device(texts)
         roots = torch.tensor([text[-1] for text in texts])
-        found = self.v2.propose(context_of(token_ids, torch.arange(len(texts)), lens, roots))
+        slots = torch.arange(len(texts))
+        found = self.v2.propose(context_of(token_ids, slots, lens, roots, torch.tensor(namespaces)))
         return on_v1, found
 
 

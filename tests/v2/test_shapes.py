@@ -42,7 +42,10 @@ def speculator(known):
         patch.setattr(base_v2, "leads", lambda: True)
         made = ModelFreeSpeculator(config, torch.device("cpu"), known)
     made.slot_params = SimpleNamespace(
-        speculates=np.ones(4, dtype=bool), samples=np.zeros(4, dtype=bool), rejects=False
+        speculates=np.ones(4, dtype=bool),
+        samples=np.zeros(4, dtype=bool),
+        rejects=False,
+        namespaces=torch.zeros(4, dtype=torch.int64),
     )
     return made
 
@@ -53,6 +56,10 @@ def batch():
     return SimpleNamespace(
         req_ids=["a", "b", "c"], num_reqs=NUM_REQS, idx_mapping=mapping, idx_mapping_np=mapping.numpy()
     )
+
+
+def tokens_of(known):
+    return known.all_token_ids.gpu, known.total_len.gpu, torch.zeros(4, dtype=torch.int64)
 
 
 def propose(speculator, known, batch, nodes):
@@ -70,7 +77,7 @@ def test_a_round_drafts_the_best_nodes(speculator, known, batch, nodes):
     assert speculator.depths == {7: 5, 15: 5}
     speculator.trees.parents.fill_(-7)
     token_ids, roots = propose(speculator, known, batch, nodes)
-    context = DeviceDraftContext(roots, batch.idx_mapping, known.all_token_ids.gpu, known.total_len.gpu, None)
+    context = DeviceDraftContext(roots, batch.idx_mapping, *tokens_of(known), None)
     smaller = LookupOnDevice(replace(OPTIONS, num_speculative_tokens=nodes)).propose(context).tree
     assert token_ids.shape == (NUM_REQS, 15)
     stored = speculator.trees.parents[batch.idx_mapping]
@@ -98,7 +105,7 @@ def test_without_a_number_the_configured_tree_is_drafted(speculator, known, batc
 def test_best_nodes_are_a_tree_of_the_largest_values(known):
     roots = torch.arange(NUM_REQS)
     slots = torch.tensor([0, 1, 2])
-    context = DeviceDraftContext(roots, slots, known.all_token_ids.gpu, known.total_len.gpu, None)
+    context = DeviceDraftContext(roots, slots, *tokens_of(known), None)
     draft = LookupOnDevice(OPTIONS).propose(context)
     kept = best_nodes(draft, 6)
     assert torch.equal(kept.tree.token_ids[:, 0], roots) and kept.tree.token_ids.shape == (NUM_REQS, 7)

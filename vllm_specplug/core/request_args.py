@@ -19,7 +19,7 @@ REQUEST_ARGS = ("speculation", "record", *TYPICAL_ARGS)
 
 
 def wants_speculation(extra_args: Mapping[str, Any] | None) -> bool:
-    """Return false if the request has ``{"speculation": false}`` (over HTTP, vLLM may pass it as 0).
+    """Return false if the request has ``{"speculation": false}``; over HTTP vLLM passes 0 for false.
 
     Raises:
         ConfigError: the value is neither true nor false.
@@ -38,7 +38,7 @@ def wants_record(extra_args: Mapping[str, Any] | None) -> bool:
 
 def _is_wanted(extra_args: Mapping[str, Any] | None, name: str) -> bool:
     value = (extra_args or {}).get(name, True)
-    if not isinstance(value, bool | int | float) or value not in (0, 1):
+    if not isinstance(value, bool | int) or value not in (0, 1):
         raise ConfigError(f"{name} must be true or false, not {value!r}")
     return bool(value)
 

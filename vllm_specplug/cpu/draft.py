@@ -232,15 +232,15 @@ class DraftPhase:
     def _keep(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and return the flat tokens for the scheduler."""
         req_ids = self.input_batch.req_ids
+        speculates = [self._speculates(req_id) for req_id in req_ids]
+        self.served.counts["turned off by the request"] = speculates.count(False)
         if draft is None:
             for req_id in req_ids:
                 self._drafts.pop(req_id, None)
             return [[] for _ in req_ids]
         flat = flatten(draft, self.draft_noise.rejected(len(req_ids)))
         for index, req_id in enumerate(req_ids):
-            if not self._speculates(req_id):
-                off = self.served.counts.get("turned off by the request", 0)
-                self.served.counts["turned off by the request"] = off + 1
+            if not speculates[index]:
                 flat[index] = FlatDraft([], [], [])
             self._drafts[req_id] = flat[index]
         return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place

@@ -36,6 +36,22 @@ class _Kept:
     stop: int
     parts: list[torch.Tensor] = field(default_factory=list)
 
+    def cut(self, position: int) -> int:
+        """Keep the rows before ``position``, from which on the request is computed; return how many are forgotten.
+
+        It is computed again after a preemption, and in a session after a turn that ended inside an accepted path.  None
+        are kept if the rows next to ``position`` are missing: another request has computed them.
+        """
+        held = self.stop - self.start
+        if not self.start <= position <= self.stop:
+            self.start, self.stop, self.parts = position, position, []
+            return held
+        forgotten = self.stop - position
+        if forgotten:
+            self.parts = [torch.cat(self.parts)[: position - self.start]]
+            self.stop = position
+        return forgotten
+
 
 class Recorder:
     """Records the answers of a V1 runner.
@@ -78,25 +94,20 @@ class Recorder:
 
     def _takes(self, req_id: str, start: int, count: int) -> bool:
         """Decide whether rows of a request are kept."""
-        if req_id not in self._kept:
-            self._kept[req_id] = _Kept(start, start) if self._records(req_id) else None
-        kept = self._kept[req_id]
-        if kept is None or start >= MAX_LENGTH or start + count <= kept.stop:
+        kept = self._kept.setdefault(req_id, _Kept(start, start))
+        if kept is None or start >= MAX_LENGTH:
             return False
-        if start > kept.stop:  # preempted, and resumed behind rows that another request has computed
-            self._room += kept.stop - kept.start
-            kept = self._kept[req_id] = _Kept(start, start)
-        if count > self._room:
+        self._room += kept.cut(start)
+        if count > self._room or not self._records(req_id):  # each turn of a session may turn it off
             self._room += kept.stop - kept.start
             self._kept[req_id] = None
             return False
-        self._room -= start + count - kept.stop
+        self._room -= count
         return True
 
     @staticmethod
     def _keep(kept: _Kept, gathered: torch.Tensor, first: int, start: int, count: int) -> None:
-        known = kept.stop - start  # rows that were computed again after a preemption
-        kept.parts.append(gathered[first + known : first + count])
+        kept.parts.append(gathered[first : first + count])
         kept.stop = start + count
 
     def _records(self, req_id: str) -> bool:

@@ -26,6 +26,7 @@ from vllm_specplug.cpu.processors import custom_processors_hidden, restore_proce
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import attach_drafts
 from vllm_specplug.cpu.step import Step, commit, plain_plan, stage, verify, walk
+from vllm_specplug.cpu.turns import DrawnStates
 from vllm_specplug.cpu.walk import SampledWalk, is_argmax
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters
@@ -53,6 +54,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         self._verify_start = 0.0
         self._trace = TreeTrace(options.trace_trees if reports else None)
         self._step: Step | None = None
+        self._drawn_states = DrawnStates()
         self._flat_rows = torch.arange(self.max_num_tokens)
         self.reloading: Reloading | None = None
         self.trainer: ChildProgram | None = None
@@ -102,6 +104,11 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self._finish_requests(scheduler_output.finished_req_ids)
+        self._drawn_states.finish(scheduler_output.finished_req_ids)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._drafting.add(new.req_id, getattr(new, "namespace", 0))  # the proof's requests have none
+            if new.req_id in self.requests and new.req_id not in scheduler_output.finished_req_ids:
+                self._drawn_states.begin_turn(self.requests[new.req_id], new.num_computed_tokens)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
@@ -171,7 +178,10 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
     def _walk(self, step: Step, logits: torch.Tensor) -> Any:
         batch = self.input_batch
         active = ~self.discard_request_mask.np[: batch.num_reqs]
-        walked, output = walk(step, logits, self._walker(step, batch.num_reqs), active)
+        walker = self._walker(step, batch.num_reqs)
+        walked, output = walk(step, logits, walker, active)
+        if type(walker) is SampledWalk:  # others do not draw once per token
+            self._drawn_states.walked(batch.req_ids, walker.drawn)
         self._follow(commit(step, walked, self.alike_layers, batch.block_table))
         self._walked(step.tree, walked, active)
         self._step = None

@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds, constrained_requests, tree_masks, walk_grammar
 from vllm_specplug.vllm.patches import Patch, apply_all
+from vllm_specplug.vllm.requests import TreeRequestRules, takes_drafts
 
 _DRAFTS = "tree_draft_token_ids"
 
@@ -56,7 +57,7 @@ def attach_drafts(output: Any, drafts: TreeDraftTokenIds | None) -> Any:
     return output
 
 
-class TreeScheduler(Scheduler):
+class TreeScheduler(TreeRequestRules, Scheduler):
     """Takes drafts from the worker's output, and prunes and masks the trees of requests with structured output."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -83,15 +84,12 @@ class TreeScheduler(Scheduler):
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_token_ids.parents, strict=True
         ):
             request = self.requests.get(req_id)
-            if (
-                request is None
-                or request.is_finished()
-                or request.is_prefill_chunk
-                or not request.use_structured_output
-            ):
+            if request is None or not takes_drafts(request):
+                continue
+            if request.is_prefill_chunk or not request.use_structured_output:
                 unconstrained.req_ids.append(req_id)
                 unconstrained.draft_token_ids.append(token_ids)
-                if self._sends_trees and request is not None:
+                if self._sends_trees:
                     self._trees[req_id] = (list(token_ids), parents)
                 continue
             rows: list[int] = []

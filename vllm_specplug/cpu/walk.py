@@ -52,12 +52,16 @@ class SampledWalk:
         sampler: vLLM's.
         sampling_metadata: vLLM's, of the batch.
         histories: by request, its output tokens; changed during the walk and restored after it.  None: not needed.
+
+    Attributes:
+        drawn: by batch index, the state of the request's generator behind each token of its path.
     """
 
     def __init__(self, sampler: Any, sampling_metadata: SamplingMetadata, histories: list[list[int] | None]):
         self.sampler = sampler
         self.sampling_metadata = sampling_metadata
         self.histories = histories
+        self.drawn: dict[int, list[torch.Tensor]] = {}
 
     def __call__(
         self, tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor
@@ -110,10 +114,13 @@ class SampledWalk:
         """Sample one token per request; only running requests draw from their generators."""
         metadata = self.sampling_metadata
         generators = {i: generator for i, generator in metadata.generators.items() if running[i]}
-        return self.sampler(
+        output = self.sampler(
             logits=logits,
             sampling_metadata=replace(metadata, generators=generators, spec_token_ids=None),
         )
+        for i, generator in generators.items():
+            self.drawn.setdefault(i, []).append(generator.get_state())
+        return output
 
     def _remember(self, token_ids: list[int]) -> None:
         """Append one token per request to the histories, and update the logits processors."""

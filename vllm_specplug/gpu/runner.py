@@ -167,10 +167,13 @@ class TreeRunner:
                 raise ConfigError(f"tree speculation does not support {what} on the V2 model runner: {fix}")
 
     def add_requests(self, scheduler_output: Any) -> None:
+        added = scheduler_output.scheduled_new_reqs
+        self.speculator.finish([new.req_id for new in added])  # known ones are sessions, whose last turn has ended
         super().add_requests(scheduler_output)
-        if scheduler_output.scheduled_new_reqs:
-            for new in scheduler_output.scheduled_new_reqs:
-                self._slot_params.add(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+        if added:
+            for new in added:
+                slot = self.req_states.req_id_to_index[new.req_id]
+                self._slot_params.add(slot, new.sampling_params, getattr(new, "namespace", 0))  # the proof's have none
             self._slot_params.upload()
 
     def finish_requests(self, scheduler_output: Any) -> None:

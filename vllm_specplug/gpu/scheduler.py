@@ -20,6 +20,7 @@ from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.gpu.budget import BudgetedRounds
 from vllm_specplug.gpu.draft_watch import WatchedDrafts
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
+from vllm_specplug.vllm.requests import TreeRequestRules, takes_drafts
 
 #: Rows that get a mask in one step, over all requests: their masks must be ready when the forward ends.
 MASKED_ROWS = 512
@@ -31,7 +32,7 @@ def decodes_plainly(request: Any) -> bool:
     return params is not None and not wants_speculation(params.extra_args)
 
 
-class TreeRequests:
+class TreeRequests(TreeRequestRules):
     """Mixed into a scheduler of vLLM."""
 
     #: The last drafts that were copied to the CPU: tokens and parents of the nodes, by request.
@@ -53,9 +54,9 @@ class TreeRequests:
         others = DraftTokenIds([], [])
         for req_id, token_ids in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(req_id)
-            if request is None or decodes_plainly(request):
+            if request is None or decodes_plainly(request) or not takes_drafts(request):
                 continue
-            if request.use_structured_output and not request.is_finished() and not request.is_prefill_chunk:
+            if request.use_structured_output and not request.is_prefill_chunk:
                 request.spec_token_ids = list(token_ids)  # vLLM would cut them to a chain that the grammar allows
             else:
                 others.req_ids.append(req_id)

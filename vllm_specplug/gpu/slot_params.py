@@ -1,4 +1,4 @@
-"""Sampling parameters by request slot, on the device at fixed addresses, so that recorded graphs can read them."""
+"""Parameters of requests by slot, on the device at fixed addresses, so that recorded graphs can read them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class SlotParams:
         samples: bool ``[max_num_reqs]``, in CPU memory; whether the request's drafts are sampled.
         settles: bool ``[max_num_reqs]``, in CPU memory; whether tokens are chosen before the exact walk, by typical
             acceptance or rejection.
+        namespaces: int64 ``[max_num_reqs]``; as of ``DeviceDraftContext``.
     """
 
     def __init__(self, options: TreeOptions, sampler: Any, device: torch.device):
@@ -46,6 +47,8 @@ class SlotParams:
         self.use_fp64 = sampler.use_fp64_gumbel
         size = self._states.max_num_reqs
         self.samples, self.settles, self.speculates = np.zeros((3, size), dtype=bool)
+        self._namespaces = np.zeros(size, dtype=np.int64)
+        self.namespaces = torch.zeros(size, dtype=torch.int64, device=device)
         self._floats, self._ints = np.zeros((size, 4), dtype=np.float32), np.zeros((size, 3), dtype=np.int64)
         self._device_floats = torch.zeros(size, 4, device=device)
         self._device_ints = torch.zeros(size, 3, dtype=torch.int64, device=device)
@@ -65,8 +68,9 @@ class SlotParams:
         """Return whether drafts of any request may be sampled."""
         return self._couples or self.rejects
 
-    def add(self, slot: int, params: Any) -> None:
-        """Write the parameters of the request in a slot: vLLM's ``SamplingParams``."""
+    def add(self, slot: int, params: Any, namespace: int = 0) -> None:
+        """Write the parameters of the request in a slot: vLLM's ``SamplingParams``, and its namespace."""
+        self._namespaces[slot] = namespace
         self.speculates[slot] = wants_speculation(params.extra_args)
         if not self.is_read:
             return
@@ -84,6 +88,7 @@ class SlotParams:
 
     def upload(self) -> None:
         """Copy to the device what is read there, without waiting for it."""
+        async_tensor_h2d(self._namespaces, out=self.namespaces)
         if not self.is_read:
             return
         async_tensor_h2d(self._floats, out=self._device_floats)

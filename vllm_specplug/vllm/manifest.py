@@ -138,6 +138,8 @@ _V1 = (
     ),
     VllmSymbol(f"{_RUNNER}.take_draft_token_ids", ("self",)),
     VllmSymbol(f"{_SCHEDULER}.schedule", ("self",)),
+    VllmSymbol(f"{_SCHEDULER}._handle_stopped_request", ("self", "request")),
+    VllmSymbol("vllm.v1.core.sched.output:NewRequestData"),
     VllmSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
     VllmSymbol(f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")),
     VllmSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),
@@ -241,6 +243,9 @@ MANIFEST_V2 = (
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule", ("self", "scheduler_output")
     ),
     VllmSymbol(f"{_SCHEDULER}._update_after_schedule", ("self", "scheduler_output")),
+    VllmSymbol(f"{_SCHEDULER}.schedule", ("self",)),
+    VllmSymbol(f"{_SCHEDULER}._handle_stopped_request", ("self", "request")),
+    VllmSymbol("vllm.v1.core.sched.output:NewRequestData"),
     VllmSymbol(f"{_SCHEDULER}.update_draft_token_ids", ("self", "draft_token_ids")),
     VllmSymbol(f"{_SCHEDULER}.update_draft_token_ids_in_output", ("self", "draft_token_ids", "scheduler_output")),
     VllmSymbol(f"{_SCHEDULER}.get_grammar_bitmask", ("self", "scheduler_output")),

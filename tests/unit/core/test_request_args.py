@@ -23,7 +23,7 @@ def test_speculation(extra_args, wants):
     assert wants_speculation(extra_args) is wants
 
 
-@pytest.mark.parametrize("value", ["false", 2, None, []])
+@pytest.mark.parametrize("value", ["false", 2, 0.0, 1.0, None, []])
 @pytest.mark.parametrize("name", ["speculation", "record"])
 def test_not_a_truth_value(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be true or false"):

@@ -110,6 +110,29 @@ def test_a_request_that_is_computed_again_is_recorded_once(runner):
     assert positions(answer) == [0, 1, 2, 3, 4] and answer.first_position == 0
 
 
+def test_a_turn_that_ends_inside_an_accepted_path(runner):
+    """Of tokens 20, 21, 22 the turn keeps 20; the next input follows.  The rows of the others are replaced."""
+    runner.add("a", [10, 11, 12], [20, 21, 22])
+    runner.step(("a", 0, 3, 0, False))
+    runner.step(("a", 3, 3, 1, False))
+    runner.add("a", [10, 11, 12, 20, 30, 31], [40, 41])
+    runner.step(("a", 4, 2, 0, False))
+    runner.step(("a", 6, 1, 0, False))
+    (answer,) = runner.end("a")
+    assert answer.ids == [10, 11, 12, 20, 30, 31, 40, 41] and answer.prompt_length == 6
+    assert positions(answer) == list(range(7)) and torch.cat(answer.features)[:, 0].tolist() == [0] * 4 + [1] * 3
+    assert runner.recorder._room == recording.HELD_BYTES // 4
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_session_with_a_turn_that_is_not_recorded(runner, silent):
+    for turn, prompt in enumerate(([10, 11, 12], [10, 11, 12, 20, 30])):
+        runner.add("a", prompt, [20, 21], params={"extra_args": {"record": turn != silent}})
+        runner.step(("a", 4 * turn, 3 - 2 * turn, 0, False))
+        runner.step(("a", 3 + 2 * turn, 1, 0, False))
+    assert runner.end("a") == [] and runner.recorder._room == recording.HELD_BYTES // 4
+
+
 def test_a_gap_starts_anew(runner):
     runner.add("a", [10, 11, 12, 13], [20, 21, 22, 23])
     runner.step(("a", 0, 2, 0, False))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
 
 from tests.unit.hosts.test_grammars import Grammar, Manager032, Manager033
 from vllm_specplug.gpu import scheduler as v2_scheduler
@@ -44,7 +45,7 @@ def make_request(name, structured, speculation=True):
         structured_output_request=SimpleNamespace(grammar=Grammar(), reasoning_ended=True),
         all_token_ids=(5,),
         is_prefill_chunk=False,
-        is_finished=lambda: False,
+        status=RequestStatus.RUNNING,
         sampling_params=SimpleNamespace(extra_args={"speculation": speculation}),
         spec_token_ids=[],
     )
@@ -83,6 +84,13 @@ def test_synchronous(scheduler):
     drafts = {name: one.spec_token_ids for name, one in scheduler.requests.items()}
     assert drafts == {"r": TOKEN_IDS, "b": [7] * 4, "c": []}  # nodes that the grammar forbids stay in the tree
     assert masks_of(scheduler, output(r=drafts["r"], b=drafts["b"])) == (WANTED, [4])
+
+
+def test_a_session_that_waits_for_input_keeps_no_drafts(scheduler):
+    scheduler.requests["r"].status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    scheduler.requests["b"].status = RequestStatus.WAITING  # its next input has come
+    scheduler.update_draft_token_ids(copied())
+    assert not any(one.spec_token_ids for one in scheduler.requests.values())
 
 
 def test_asynchronous(scheduler):

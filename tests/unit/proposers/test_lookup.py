@@ -189,12 +189,12 @@ def test_memory_is_bounded():
     before = ring.used_bytes()
     for _ in range(50):
         ring.add(np.arange(900, dtype=np.int32))
-    assert ring.used_bytes() == before < 4096 * 12
+    assert ring.used_bytes() == before < 4096 * 20
     proposer = make(traffic_tokens=4096)
     for number in range(30):
         proposer.propose(context([[1, 2, 3, 1, 2]], ids=[f"r{number}"]))
         proposer.finish([f"r{number}"])
-    assert len(proposer._prompt_lens) == len(proposer._records) == 0
+    assert len(proposer._answers) == len(proposer._records) == 0
     assert len(proposer._index.lens) == 8  # slots are reused
 
 
@@ -348,6 +348,47 @@ def test_traffic_of_ended_requests_is_found_and_can_be_switched_off():
         proposer.finish(["0", "never seen"])
         (rows,) = propose(proposer, [50, 11, 12, 13], ids=["new"])
         assert [token for token, _ in rows[1:]] == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_only_answers_are_kept(seed):
+    """Sessions, pauses and requests that end early; inputs have tokens below 50, answers those from 50 on."""
+    rng = random.Random(seed)
+    proposer, kept, live = make(traffic_tokens=1024, min_node_value=0.0), [], {}
+    add = proposer._traffic.add
+
+    def listen(tokens, namespace):
+        kept.append((tokens.tolist(), namespace))
+        add(tokens, namespace)
+
+    proposer._traffic.add = listen
+    for number in range(300):
+        if len(live) < 4:
+            live[f"r{number}"] = {"tokens": [], "prompt_len": 0, "salt": rng.choice([0, 5, -(2**63)])}
+        name = rng.choice(list(live))
+        request = live[name]
+        if not request["tokens"] or rng.random() < 0.15:  # an input; the last tokens of the turn before are dropped
+            request["tokens"] = request["tokens"][: -rng.randint(1, 3)] + [rng.randrange(50) for _ in range(9)]
+            request["prompt_len"] = len(request["tokens"])
+            continue
+        request["tokens"] += [rng.randrange(50, 99) for _ in range(rng.randint(1, 4))]
+        if rng.random() < 0.8:  # else it was drafted for without this proposer
+            given = {"prompt_lens": [request["prompt_len"]], "namespaces": [request["salt"]]}
+            proposer.propose(context([request["tokens"]], ids=[name], max_len=2048, **given))
+        if rng.random() < 0.1:
+            proposer.finish([name])
+            del live[name]
+    assert len(kept) > 20 and all(token >= 50 for tokens, _ in kept for token in tokens)
+    assert {namespace for _, namespace in kept} == {0, 5, -(2**63)}
+
+
+def test_answers_are_found_by_requests_of_their_namespace_only():
+    proposer = make(traffic_tokens=1024, draft_depth=3, num_speculative_tokens=3, min_node_value=0.0)
+    proposer.propose(context([[1, 2, 3, 11, 12, 13, 21, 22, 23]], ids=["old"], prompt_lens=[3], namespaces=[-7]))
+    proposer.finish(["old"])
+    asks = {"prompt_lens": [1, 1, 1], "namespaces": [0, -7, 7], "ids": ["a", "b", "c"]}
+    found = propose(proposer, *[[50, 11, 12, 13]] * 3, **asks)
+    assert [[token for token, _ in rows[1:]] for rows in found] == [[], [21, 22, 23], []]
 
 
 def test_min_match():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +30,25 @@ def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftCont
         root_token_ids=token_ids[:, count - 1].long(),
         token_ids=token_ids,
         num_tokens=torch.full((num_reqs,), count),
+        prompt_lens=torch.full((num_reqs,), count - 1),
+        namespaces=torch.zeros(num_reqs, dtype=torch.int64),
         request_ids=tuple(f"synthetic-{request}" for request in range(num_reqs)),
         wanted=torch.ones(num_reqs, dtype=torch.bool),
         vocab_size=vocab_size,
     )
 
 
-def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftContext:
-    """Make the context from vLLM's batch; ``wanted`` bool ``[num_reqs]``, see ``DraftContext``."""
+def context_of(
+    input_batch: Any, wanted: np.ndarray, vocab_size: int, namespaces: Mapping[str, int] | None = None
+) -> DraftContext:
+    """Make the context from vLLM's batch.
+
+    Args:
+        input_batch: vLLM's.
+        wanted: bool ``[num_reqs]``, see ``DraftContext``.
+        vocab_size: the target's.
+        namespaces: by request; None where nothing is shared.
+    """
     num_reqs = input_batch.num_reqs
     token_ids = input_batch.token_ids_cpu[:num_reqs]
     num_tokens = input_batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
@@ -46,6 +57,8 @@ def context_of(input_batch: Any, wanted: np.ndarray, vocab_size: int) -> DraftCo
         root_token_ids=torch.from_numpy(roots),
         token_ids=torch.from_numpy(token_ids),
         num_tokens=torch.from_numpy(num_tokens),
+        prompt_lens=torch.from_numpy(input_batch.num_prompt_tokens[:num_reqs].astype(np.int64)),
+        namespaces=torch.tensor([namespaces[req_id] if namespaces else 0 for req_id in input_batch.req_ids]),
         request_ids=tuple(input_batch.req_ids),
         wanted=torch.from_numpy(wanted),
         vocab_size=vocab_size,
@@ -63,6 +76,9 @@ class ModelOnlyDrafting:
         context = context_of(input_batch, wanted, self._vocab_size)
         return self._guard.check(lambda: draft_by_model(None), context)
 
+    def add(self, request_id: str, namespace: int) -> None:
+        """Nothing is kept for a request."""
+
     def finish(self, request_ids: Collection[str]) -> None:
         """Nothing is kept for a request."""
 
@@ -74,6 +90,7 @@ class ModelFreeDrafting:
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._num_nodes = options.num_speculative_tokens
+        self._namespaces: dict[str, int] = {}
         self._guard = Guard(options.method)
         self._model_guard = Guard(f"{options.method}: the drafter with weights")
 
@@ -88,7 +105,7 @@ class ModelFreeDrafting:
         Returns:
             The draft, or None if the proposer failed.
         """
-        alone = context_of(input_batch, wanted, self._vocab_size)
+        alone = context_of(input_batch, wanted, self._vocab_size, self._namespaces)
 
         def guarded(expected: torch.Tensor) -> Draft | None:
             return self._model_guard.check(lambda: draft_by_model(expected), alone)
@@ -96,11 +113,17 @@ class ModelFreeDrafting:
         context = replace(alone, draft_by_model=guarded)
         return self._guard(lambda: self._proposer.propose(context), context, self._num_nodes)
 
+    def add(self, request_id: str, namespace: int) -> None:
+        """Take notice of a new request, or of a session's next turn."""
+        self._namespaces[request_id] = namespace
+
     def finish(self, request_ids: Collection[str]) -> None:
         """Tell the proposer which requests have ended."""
         proposer = self._proposer
         if request_ids and isinstance(proposer, Remembering):
             self._guard.run(lambda: proposer.finish(request_ids))
+        for request_id in request_ids:
+            self._namespaces.pop(request_id, None)
 
 
 def make_drafting(options: TreeOptions, vocab_size: int) -> ModelOnlyDrafting | ModelFreeDrafting:

@@ -130,15 +130,15 @@ class TreeSpeculator:
             self.learning.start()
 
     def finish(self, req_ids: Collection[str]) -> None:
-        """Let the proposer keep the tokens of ended requests that did not turn speculation off."""
+        """Let the proposer keep the answers of requests, or of turns, that have ended with speculation on."""
         if not (self._serves and isinstance(self._proposer, DeviceRemembering)):
             return
         known = self._req_states
         for req_id in sorted(req_ids):
             slot = known.req_id_to_index.get(req_id)
             if slot is not None and self.slot_params.speculates[slot]:
-                tokens, prompt_len = (known.all_token_ids.gpu, known.total_len.gpu), int(known.prompt_len.np[slot])
-                self.guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
+                tokens = known.all_token_ids.gpu, known.total_len.gpu, self.slot_params.namespaces
+                self.guard.run(partial(self._proposer.finish, *tokens, slot, int(known.prompt_len.np[slot])))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""
@@ -203,9 +203,8 @@ class TreeSpeculator:
             if samples and self.slot_params.rejects:
                 self.proposals.keep(draft.proposal, slots)
         else:
-            context = DeviceDraftContext(
-                root_token_ids, slots, known.all_token_ids.gpu, known.total_len.gpu, draft_by_model
-            )
+            tokens = known.all_token_ids.gpu, known.total_len.gpu, self.slot_params.namespaces
+            context = DeviceDraftContext(root_token_ids, slots, *tokens, draft_by_model)
             draft = self._proposer.propose(context)
         tree = draft.tree if draft.tree.token_ids.shape[1] <= nodes + 1 else best_nodes(draft, nodes).tree
         missing = self.trees.width - tree.token_ids.shape[1]

@@ -70,7 +70,8 @@ def match_keys(
 
 @triton.jit
 def _best_matches_kernel(
-    tokens_ptr, slots_ptr, lens_ptr, best_ptr, max_len, span, traffic_ptr, state_ptr, capacity, num_own,
+    tokens_ptr, slots_ptr, lens_ptr, namespaces_ptr, best_ptr, max_len, span, traffic_ptr, state_ptr, capacity,
+    owners_ptr, num_own,
     MIN_MATCH: tl.constexpr, MAX_MATCH: tl.constexpr, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr,
     MIN_TRAFFIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -96,6 +97,8 @@ def _best_matches_kernel(
         found = lengths >= MIN_TRAFFIC
         # The last token of an answer has no successor.
         found = found & (tl.load(traffic_ptr + positions + 1, mask=found, other=-1) >= 0)
+        mine = tl.load(namespaces_ptr + tl.maximum(slot, 0))
+        found = found & (tl.load(owners_ptr + positions, mask=found, other=0) == mine)
         age = (tl.load(state_ptr) - positions + capacity) % capacity
         keys = tl.where(found, lengths * 2 * span + capacity - age, 0)
     found = 0
@@ -223,6 +226,7 @@ class LookupBuffers:
             their ends.
         matches: int32 ``[max_num_reqs, 3, max_candidates]``; of its matches: lengths, ages, 1 if in the request itself.
         traffic: int32 ``[capacity + 1]``; answers of ended requests, as in ``proposers.lookup.index.TrafficIndex``.
+        owners: int64, like ``traffic``; the namespaces of these requests.
         state: int32 ``[2]``; last written position of ``traffic``, and the last one that was ever written.
     """
 
@@ -230,6 +234,7 @@ class LookupBuffers:
     token_ids: torch.Tensor
     matches: torch.Tensor
     traffic: torch.Tensor
+    owners: torch.Tensor
     state: torch.Tensor
 
     @property
@@ -241,6 +246,7 @@ def continuations(
     token_ids: torch.Tensor,
     slots: torch.Tensor,
     lens: torch.Tensor,
+    namespaces: torch.Tensor,
     *,
     min_match: int,
     max_match: int,
@@ -256,6 +262,7 @@ def continuations(
 
     Args:
         token_ids, slots, lens, min_match, max_match: as of ``match_keys``; a request with slot -1 has no matches.
+        namespaces: int64, like ``lens``; matches in traffic of other namespaces are left out.
         max_candidates: matches per request.
         draft_depth: tokens of a continuation.
         min_traffic_match: shorter matches in traffic are ignored.
@@ -268,8 +275,9 @@ def continuations(
     count_padded = triton.next_power_of_2(max_candidates)
     traffic = buffers.traffic, buffers.state, max(capacity, 1)
     _best_matches_kernel[(num_reqs, num_blocks)](
-        token_ids, slots, lens, best, max_len, span, *traffic, num_own, MIN_MATCH=min_match, MAX_MATCH=max_match,
-        COUNT=max_candidates, COUNT_PADDED=count_padded, MIN_TRAFFIC=min_traffic_match, BLOCK=_BLOCK,
+        token_ids, slots, lens, namespaces, best, max_len, span, *traffic, buffers.owners, num_own,
+        MIN_MATCH=min_match, MAX_MATCH=max_match, COUNT=max_candidates, COUNT_PADDED=count_padded,
+        MIN_TRAFFIC=min_traffic_match, BLOCK=_BLOCK,
     )  # fmt: skip
     shape = (num_reqs, draft_depth * max_candidates)
     parents, depths = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
@@ -285,15 +293,15 @@ def continuations(
 
 @triton.jit(do_not_specialize=("slot", "prompt_len"))
 def _keep_answer_kernel(
-    tokens_ptr, lens_ptr, slot, prompt_len, max_len, traffic_ptr, state_ptr, capacity,
-    MAX_MATCH: tl.constexpr, LONGER_THAN: tl.constexpr, BLOCK: tl.constexpr,
+    tokens_ptr, lens_ptr, namespaces_ptr, slot, prompt_len, max_len, traffic_ptr, owners_ptr, state_ptr, capacity,
+    LONGER_THAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     end = tl.load(lens_ptr + slot)
     own = tokens_ptr + slot.to(tl.int64) * max_len
-    # A lookup at the start of an answer needs the last prompt tokens to match.
-    count = tl.minimum(end - tl.maximum(prompt_len - MAX_MATCH, 0), capacity // 4)
+    count = tl.minimum(end - prompt_len, capacity // 4)
     lane = tl.arange(0, BLOCK)
-    if (end > prompt_len) & (count > LONGER_THAN):
+    if count > LONGER_THAN:
+        namespace = tl.load(namespaces_ptr + slot)
         cursor = tl.load(state_ptr)
         written = tl.load(state_ptr + 1)
         if cursor + count + 1 > capacity:  # answers do not wrap around
@@ -305,6 +313,7 @@ def _keep_answer_kernel(
             inside = begin + lane < count
             tokens = tl.load(own + end - count + begin + lane, mask=inside, other=-1)
             tl.store(traffic_ptr + cursor + 1 + begin + lane, tokens, mask=inside)
+            tl.store(owners_ptr + cursor + 1 + begin + lane, namespace, mask=inside)
         cursor += count + 1
         tl.store(traffic_ptr + cursor, -1)
         tl.store(state_ptr, cursor)
@@ -314,10 +323,10 @@ def _keep_answer_kernel(
 def keep_answer(
     token_ids: torch.Tensor,
     lens: torch.Tensor,
+    namespaces: torch.Tensor,
     slot: int,
     prompt_len: int,
     *,
-    max_match: int,
     longer_than: int,
     buffers: LookupBuffers,
 ) -> None:
@@ -325,13 +334,13 @@ def keep_answer(
 
     Args:
         token_ids, lens: as of ``match_keys``.
+        namespaces: int64, like ``lens``.
         slot, prompt_len: of the request.
-        max_match: tokens of the prompt that are stored too.
-        longer_than: shorter ones, with these, are left out.
+        longer_than: shorter ones are left out.
         buffers: their ``traffic`` is written.
     """
     if buffers.capacity:
         _keep_answer_kernel[(1,)](
-            token_ids, lens, slot, prompt_len, token_ids.shape[1], buffers.traffic, buffers.state, buffers.capacity,
-            MAX_MATCH=max_match, LONGER_THAN=longer_than, BLOCK=_BLOCK,
+            token_ids, lens, namespaces, slot, prompt_len, token_ids.shape[1], buffers.traffic, buffers.owners,
+            buffers.state, buffers.capacity, LONGER_THAN=longer_than, BLOCK=_BLOCK,
         )  # fmt: skip

@@ -1,0 +1,58 @@
+"""What the schedulers of both runners do for single requests: ends of turns, and namespaces of shared texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.request import RequestStatus
+
+
+@dataclass
+class NamedRequestData(NewRequestData):
+    """vLLM's data of a new request, and the namespace in which it shares texts."""
+
+    namespace: int = 0
+
+
+def namespace_of(request: Any) -> int:
+    """Return an int64 that is equal for requests which vLLM lets share prefix caches.
+
+    It is a hash of ``cache_salt`` and the LoRA adapter; 0 without both.
+    """
+    lora = request.lora_request
+    adapter = None if lora is None else (lora.lora_name, lora.lora_path)
+    if not request.cache_salt and adapter is None:
+        return 0
+    digest = blake2b(repr((request.cache_salt or None, adapter)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def takes_drafts(request: Any) -> bool:
+    """Return whether drafts for a request will be verified: not if its turn has just ended."""
+    return request.status == RequestStatus.RUNNING
+
+
+class TreeRequestRules:
+    """Mixed into a scheduler of vLLM."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        for place, new in enumerate(output.scheduled_new_reqs):
+            given = {field.name: getattr(new, field.name) for field in fields(new)}
+            namespace = namespace_of(self.requests[new.req_id])
+            output.scheduled_new_reqs[place] = NamedRequestData(**given, namespace=namespace)
+        return output
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        """End a request, or a turn of a session with streamed input.
+
+        A turn may end inside an accepted path.  As in plain decoding, the next input follows the turn's last token but
+        one: the tokens after it do not count as computed.
+        """
+        if request.resumable:
+            most = request.num_tokens - 1 + request.num_output_placeholders
+            request.num_computed_tokens = min(request.num_computed_tokens, most)
+        return super()._handle_stopped_request(request)
