@@ -29,6 +29,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "gemm_bf16_amx.h"
 #include "operators.h"
 #include "vectors.h"
 
@@ -37,9 +38,11 @@ namespace {
 // Vectors of the register tile in a row of kRows: 24 accumulators of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kTileVecs = kLanes == 16 ? 4 : 2;
 constexpr int kRows = 6;         // rows of the register tile
+constexpr int kMostRows = 16;    // of a tile of AMX
 constexpr int kGroup = 16;       // keys (values) of a group of the amx layout
 constexpr int kAlignment = 64;   // of a thread's buffers, in bytes
 constexpr int kChunk = 128;      // keys per step of the online softmax
+constexpr int kSkipped = 32;     // keys that are skipped at once
 constexpr int kMaxTileRows = 96; // most rows per unit
 constexpr int kInPlaceRows = 12; // units with more rows read values of 16 bits from a float32 copy
 
@@ -195,7 +198,8 @@ struct Scratch {
   std::vector<float> storage, tree_storage;
   int head_size = 0, tree_stride = 0;
   float *query, *accumulator, *scores, *key, *value; // query and key hold KeyElement
-  float *tree_key, *tree_scores;                     // [head_size or words][tree_stride], [kRows][tree_stride]
+  float* tail_sums; // [kMostRows][head_size]
+  float *tree_key, *tree_scores;                     // [head_size or words][tree_stride], [kMostRows][tree_stride]
   float maxima[kMaxTileRows];
   Vec totals[kMaxTileRows];
   // By query token of the unit: the end of its positions, and those of the chunk that it sees.
@@ -207,16 +211,17 @@ struct Scratch {
     if (head_size != size) {
       head_size = size;
       tree_stride = 0;
-      float* p = aligned(storage, (2 * kMaxTileRows + 2 * kChunk) * size + kRows * kChunk);
+      float* p = aligned(storage, (2 * kMaxTileRows + 2 * kChunk + 3 * kMostRows) * size + kMostRows * kChunk);
       query = p;
-      accumulator = query + kMaxTileRows * size;
-      key = accumulator + kMaxTileRows * size;
+      accumulator = query + (kMaxTileRows + kMostRows) * size; // tiles of AMX take whole ones
+      key = accumulator + (kMaxTileRows + kMostRows) * size;
       value = key + kChunk * size;
-      scores = value + kChunk * size;
+      tail_sums = value + kChunk * size;
+      scores = tail_sums + kMostRows * size;
     }
     if (const int stride = round_up(tree_len, kLanes) + kLanes; stride > tree_stride) { // vectors may begin at any key
       tree_stride = stride;
-      tree_key = aligned(tree_storage, (size + kRows) * stride);
+      tree_key = aligned(tree_storage, (size + kMostRows) * stride);
       tree_scores = tree_key + size * stride;
       visible.resize(kMaxTileRows * stride);
     }
@@ -275,9 +280,9 @@ void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const
   }
 }
 
-// Fills in the segments of the cached keys at `position` up to `until`, at most kChunk; returns the number of segments.
+// Fills in the segments of the cached keys at `position` up to `until`, at most kChunk.
 template <typename T>
-int context_chunk(const Problem<T>& p, const Unit& unit, int position, int until, Scratch& scratch, Segment<T>* segments) {
+void context_chunk(const Problem<T>& p, const Unit& unit, int position, int until, Scratch& scratch, Segment<T>* segments) {
   const bool value_in_place = p.layout == Layout::columns && unit.num_rows <= kInPlaceRows;
   int filled = 0, num_segments = 0;
   while (position < until) {
@@ -303,7 +308,6 @@ int context_chunk(const Problem<T>& p, const Unit& unit, int position, int until
     filled += columns;
     position += columns;
   }
-  return num_segments;
 }
 
 inline int num_queries(const Unit& unit, int group) {
@@ -386,30 +390,27 @@ inline float softmax_row(float* scores, int columns, Visible visible, float scal
   return rescale[0];
 }
 
-// The keys of one chunk: positions from `first`, of which `skipped`, a multiple of kLanes, are seen by no query; then
+// The keys of one chunk: positions from `first`, of which `skipped`, a multiple of kSkipped, are seen by no query; then
 // cached keys up to `cached`, then tree keys.
-template <typename T>
-struct Chunk {
+struct Positions {
   int first, skipped, cached;
-  Segment<T> segments[kChunk / kGroup + 1];
-  int num_segments;
 };
 
-// Up to kRows rows of a unit, from `row` on.
+// Rows of a unit, from `row` on.
 struct RowTile {
   int row, rows;
-  int query[kRows]; // query token of the unit, by row
+  int query[kMostRows]; // query token of the unit, by row
 };
 
 // The tree keys that a chunk's positions belong to, over all rows of a tile; by row: the first place in its list of visible
 // tree keys, and the number of places.
 struct TreeColumns {
   int from, until;
-  int place[kRows], count[kRows];
+  int place[kMostRows], count[kMostRows];
 };
 
-template <typename T>
-TreeColumns tree_columns(const Chunk<T>& chunk, const RowTile& tile, int context, int tree_len, const Scratch& scratch) {
+inline TreeColumns tree_columns(const Positions& chunk, const RowTile& tile, int context, int tree_len,
+                                const Scratch& scratch) {
   TreeColumns found{tree_len, 0, {}, {}};
   for (int r = 0; r < tile.rows; ++r) {
     const int i = tile.query[r];
@@ -424,21 +425,43 @@ TreeColumns tree_columns(const Chunk<T>& chunk, const RowTile& tile, int context
   return found;
 }
 
-// Attends from a tile of rows to a chunk: scores, online softmax, weighted values.
+// Turns a tile's scores, of cached keys by position in scratch.scores and of tree keys in scratch.tree_scores, into weights
+// by position; fills in the factors of the rows' earlier sums.
 template <typename T>
-void attend_tile(const Problem<T>& p, const Unit& unit, const Chunk<T>& chunk, const RowTile& tile, int context, int tree_len,
-                 Scratch& scratch) {
+void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, const RowTile& tile, const TreeColumns& tree,
+                int columns, int tree_len, Scratch& scratch, float* row_scale) {
+  for (int r = 0; r < tile.rows; ++r) {
+    const int i = tile.query[r];
+    const auto [hidden, shown] = scratch.chunk[i];
+    float* const row = scratch.scores + r * kChunk;
+    const int32_t* visible = scratch.visible.data() + i * tree_len + tree.place[r];
+    const float* of_tree = scratch.tree_scores + r * scratch.tree_stride - tree.from;
+    for (int j = 0; j < tree.count[r]; ++j) row[std::max(hidden, chunk.cached) + j] = of_tree[visible[j]];
+    float* const used = row + chunk.skipped;
+    const int count = columns - chunk.skipped;
+    if (p.soft_cap || p.slopes) {
+      const float slope = p.slopes ? p.slopes[p.query_head(unit.kv_head, unit.first_row + tile.row + r)] : 0.0f;
+      adjust_scores(used, count, p.scale, p.soft_cap, slope, scratch.end[i] - 1 - chunk.first - chunk.skipped);
+    }
+    row_scale[r] = softmax_row(used, count, {hidden - chunk.skipped, shown - chunk.skipped}, p.softmax_scale(),
+                               scratch.maxima[tile.row + r], scratch.totals[tile.row + r]);
+  }
+}
+
+// Computes with vectors. `segments`: the chunk's cached keys.
+template <typename T>
+void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, const Segment<T>* segments,
+                 const RowTile& tile, int context, int tree_len, Scratch& scratch) {
   const int head_size = p.head_size, words = head_size / kPerWord<T>, rows = tile.rows;
   int columns = 0; // up to the last one that a row sees
   for (int r = 0; r < rows; ++r) columns = std::max(columns, scratch.chunk[tile.query[r]].shown);
   if (columns <= chunk.skipped) return;
-  float* const scores = scratch.scores;
   const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + tile.row * words;
   const int cached = std::min(columns, chunk.cached);
-  for (int s = 0, column = chunk.skipped; column < cached; column += chunk.segments[s++].columns) {
-    const Segment<T>& segment = chunk.segments[s];
-    const int width = round_up(std::min(segment.columns, cached - column), kLanes);
-    multiply(rows, query, words, segment.key, segment.key_stride, words, width, scores + column, kChunk, nullptr);
+  for (int s = 0, column = chunk.skipped; column < cached; column += segments[s++].columns) {
+    const int width = round_up(std::min(segments[s].columns, cached - column), kLanes);
+    multiply(rows, query, words, segments[s].key, segments[s].key_stride, words, width, scratch.scores + column, kChunk,
+             nullptr);
   }
   TreeColumns tree{};
   if (columns > chunk.cached) {
@@ -448,68 +471,299 @@ void attend_tile(const Problem<T>& p, const Unit& unit, const Chunk<T>& chunk, c
              scratch.tree_scores, scratch.tree_stride, nullptr);
   }
   float row_scale[kRows];
-  for (int r = 0; r < rows; ++r) {
-    const int i = tile.query[r];
-    const int32_t* visible = scratch.visible.data() + i * tree_len + tree.place[r];
-    float* const row = scores + r * kChunk;
-    float* const of_tree = scratch.tree_scores + r * scratch.tree_stride - tree.from;
-    float* const own = row + std::max(scratch.chunk[i].hidden, chunk.cached);
-    for (int j = 0; j < tree.count[r]; ++j) own[j] = of_tree[visible[j]];
-    float* const used = row + chunk.skipped;
-    const Visible seen{scratch.chunk[i].hidden - chunk.skipped, scratch.chunk[i].shown - chunk.skipped};
-    if (p.soft_cap || p.slopes) {
-      const float slope = p.slopes ? p.slopes[p.query_head(unit.kv_head, unit.first_row + tile.row + r)] : 0.0f;
-      adjust_scores(used, columns - chunk.skipped, p.scale, p.soft_cap, slope,
-                    scratch.end[i] - 1 - chunk.first - chunk.skipped);
-    }
-    row_scale[r] = softmax_row(used, columns - chunk.skipped, seen, p.softmax_scale(), scratch.maxima[tile.row + r],
-                               scratch.totals[tile.row + r]);
-    if (tree.until > tree.from) {
-      std::fill(of_tree + tree.from, of_tree + tree.until, 0.0f);
-      for (int j = 0; j < tree.count[r]; ++j) of_tree[visible[j]] = own[j];
-    }
-  }
+  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale);
   float* const accumulator = scratch.accumulator + tile.row * head_size;
   const auto add = [&](const float* weights, int stride, const auto* value, int64_t value_stride, int depth) {
     multiply(rows, weights, stride, value, value_stride, depth, head_size, accumulator, head_size, row_scale);
     std::fill_n(row_scale, rows, 1.0f);
   };
-  for (int s = 0, column = chunk.skipped; column < cached; column += chunk.segments[s++].columns) {
-    const Segment<T>& segment = chunk.segments[s];
-    const int depth = std::min(segment.columns, cached - column);
-    if (segment.wide_value)
-      add(scores + column, kChunk, segment.wide_value, segment.value_stride, depth);
+  for (int s = 0, column = chunk.skipped; column < cached; column += segments[s++].columns) {
+    const int depth = std::min(segments[s].columns, cached - column);
+    if (segments[s].wide_value)
+      add(scratch.scores + column, kChunk, segments[s].wide_value, segments[s].value_stride, depth);
     else
-      add(scores + column, kChunk, segment.value, segment.value_stride, depth);
+      add(scratch.scores + column, kChunk, segments[s].value, segments[s].value_stride, depth);
   }
-  if (tree.until > tree.from) {
-    const T* value = p.tree_value + (p.tree_start[unit.request] + tree.from) * p.value_stride + unit.kv_head * p.value_head_stride;
-    add(scratch.tree_scores, scratch.tree_stride, value, p.value_stride, tree.until - tree.from);
+  if (tree.until <= tree.from) return;
+  for (int r = 0; r < rows; ++r) { // weights by tree key
+    const int32_t* visible = scratch.visible.data() + tile.query[r] * tree_len + tree.place[r];
+    const float* row = scratch.scores + r * kChunk + std::max(scratch.chunk[tile.query[r]].hidden, chunk.cached);
+    float* const of_tree = scratch.tree_scores + r * scratch.tree_stride - tree.from;
+    std::fill(of_tree + tree.from, of_tree + tree.until, 0.0f);
+    for (int j = 0; j < tree.count[r]; ++j) of_tree[visible[j]] = row[j];
+  }
+  const T* value = p.tree_value + (p.tree_start[unit.request] + tree.from) * p.value_stride + unit.kv_head * p.value_head_stride;
+  add(scratch.tree_scores, scratch.tree_stride, value, p.value_stride, tree.until - tree.from);
+}
+
+#ifdef SPECPLUG_TILES
+
+// ---- the same in tiles of AMX: scores are products of 32 numbers of the head at once, weighted values of 32 positions.
+// Weights are split into two bfloat16, whose sum has 16 bits.
+
+constexpr int kTilePositions = 32, kTileWidth = 16, kTileElements = kTilePositions * kTileWidth;
+
+// A chunk's cached keys in place, by 16 and by 32 positions; and the values of its last positions as tiles
+// [positions / 32][head_size / 16][16][16][2]: those cached from `tail` on, 0 elsewhere, and a query's tree values.
+struct TiledChunk {
+  const uint16_t* key[kChunk / kTileWidth];
+  const uint16_t* value[kChunk / kTilePositions];
+  int tail;
+  uint16_t* tail_values;
+};
+
+inline TiledChunk tiled_chunk(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, int last, uint16_t* tail_values) {
+  TiledChunk tiled{{}, {}, chunk.cached / kTilePositions * kTilePositions, tail_values};
+  const auto page_at = [&](int position) {
+    const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
+    return p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
+  };
+  for (int column = chunk.skipped; column < chunk.cached; column += kTilePositions) {
+    const uint16_t* page = page_at(chunk.first + column);
+    const int offset = (chunk.first + column) % p.block_size;
+    tiled.key[column / kTileWidth] = page + (int64_t)offset * p.head_size;
+    tiled.key[column / kTileWidth + 1] = page + (int64_t)(offset + kTileWidth) * p.head_size;
+    tiled.value[column / kTilePositions] = page + (int64_t)p.block_size * p.head_size + offset * kTileWidth;
+  }
+  if (last > tiled.tail) {
+    const int groups = (last - tiled.tail + kTilePositions - 1) / kTilePositions, parts = p.head_size / kTileWidth;
+    std::memset(tail_values, 0, (size_t)groups * parts * kTileElements * sizeof(uint16_t));
+    const int count = chunk.cached - std::max(tiled.tail, chunk.skipped);
+    for (int part = 0; count > 0 && part < parts; ++part) {
+      const uint16_t* from = tiled.value[tiled.tail / kTilePositions] + (int64_t)part * kTileWidth * p.block_size;
+      uint16_t* const to = tail_values + part * kTileElements;
+      std::memcpy(to, from, count / 2 * 2 * kTileWidth * sizeof(uint16_t));
+      if (count % 2)
+        for (int d = 0; d < kTileWidth; ++d) to[count / 2 * 2 * kTileWidth + 2 * d] = from[count / 2 * 2 * kTileWidth + 2 * d];
+    }
+  }
+  return tiled;
+}
+
+// Writes the values of a query's tree keys to their positions in tail_values.
+inline void place_tree_values(const Problem<uint16_t>& p, const Unit& unit, const TiledChunk& tiled, const int32_t* visible,
+                              int position, int count, uint16_t* tail_values) {
+  const int parts = p.head_size / kTileWidth;
+  for (int j = 0; j < count; ++j, ++position) {
+    const uint16_t* value = p.tree_value + (p.tree_start[unit.request] + visible[j]) * p.value_stride +
+                            unit.kv_head * p.value_head_stride;
+    const int place = position - tiled.tail;
+    uint16_t* to = tail_values + place / kTilePositions * parts * kTileElements +
+                   place % kTilePositions / 2 * 2 * kTileWidth;
+    const __mmask32 side = place % 2 ? 0xaaaaaaaau : 0x55555555u;
+    for (int part = 0; part < parts; ++part, to += kTileElements, value += kTileWidth) {
+      const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value)));
+      _mm512_mask_storeu_epi16(to, side, place % 2 ? _mm512_slli_epi32(words, 16) : words);
+    }
   }
 }
 
+// scores[rows][16 * GROUPS] = query[rows][head_size] @ key, where group g of 16 keys is key[g], [head_size / 2][16][2].
+template <int GROUPS>
+inline void score_groups(const uint16_t* query, int head_size, const uint16_t* const* key, int64_t key_stride, float* scores,
+                         int64_t stride) {
+  _tile_zero(0);
+  if constexpr (GROUPS > 1) _tile_zero(1);
+  if constexpr (GROUPS > 2) _tile_zero(2);
+  if constexpr (GROUPS > 3) _tile_zero(3);
+  for (int d = 0; d < head_size; d += 32) {
+    const int64_t at = d / 2 * key_stride;
+    _tile_loadd(4, query + d, head_size * sizeof(uint16_t));
+    _tile_loadd(6, key[0] + at, key_stride * sizeof(uint16_t));
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (GROUPS > 1) {
+      _tile_loadd(7, key[1] + at, key_stride * sizeof(uint16_t));
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (GROUPS > 2) {
+      _tile_loadd(6, key[2] + at, key_stride * sizeof(uint16_t));
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (GROUPS > 3) {
+      _tile_loadd(7, key[3] + at, key_stride * sizeof(uint16_t));
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  const int64_t bytes = stride * sizeof(float);
+  _tile_stored(0, scores, bytes);
+  if constexpr (GROUPS > 1) _tile_stored(1, scores + kTileWidth, bytes);
+  if constexpr (GROUPS > 2) _tile_stored(2, scores + 2 * kTileWidth, bytes);
+  if constexpr (GROUPS > 3) _tile_stored(3, scores + 3 * kTileWidth, bytes);
+}
+
+inline void score(const uint16_t* query, int head_size, const uint16_t* const* key, int groups, int64_t key_stride,
+                  float* scores, int64_t stride) {
+  for (; groups >= 4; groups -= 4, key += 4, scores += 4 * kTileWidth)
+    score_groups<4>(query, head_size, key, key_stride, scores, stride);
+  if (groups == 3) score_groups<3>(query, head_size, key, key_stride, scores, stride);
+  if (groups == 2) score_groups<2>(query, head_size, key, key_stride, scores, stride);
+  if (groups == 1) score_groups<1>(query, head_size, key, key_stride, scores, stride);
+}
+
+// Adds weights[planes][rows][positions] @ value[positions / 32][PARTS][16][16][2] to PARTS parts of 16 of sums[rows][head_size].
+template <int PARTS>
+inline void add_parts(const uint16_t* weights, int64_t plane, const uint16_t* const* value, int64_t part_stride, int groups,
+                      float* sums, int head_size) {
+  const int64_t bytes = head_size * sizeof(float);
+  _tile_loadd(0, sums, bytes);
+  if constexpr (PARTS > 1) _tile_loadd(1, sums + kTileWidth, bytes);
+  if constexpr (PARTS > 2) _tile_loadd(2, sums + 2 * kTileWidth, bytes);
+  if constexpr (PARTS > 3) _tile_loadd(3, sums + 3 * kTileWidth, bytes);
+  for (int g = 0; g < groups; ++g) {
+    _tile_loadd(4, weights + g * kTilePositions, kChunk * sizeof(uint16_t));
+    _tile_loadd(5, weights + plane + g * kTilePositions, kChunk * sizeof(uint16_t));
+    _tile_loadd(6, value[g], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(0, 5, 6);
+    if constexpr (PARTS > 1) {
+      _tile_loadd(7, value[g] + part_stride, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(1, 5, 7);
+    }
+    if constexpr (PARTS > 2) {
+      _tile_loadd(6, value[g] + 2 * part_stride, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (PARTS > 3) {
+      _tile_loadd(7, value[g] + 3 * part_stride, 64);
+      _tile_dpbf16ps(3, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, bytes);
+  if constexpr (PARTS > 1) _tile_stored(1, sums + kTileWidth, bytes);
+  if constexpr (PARTS > 2) _tile_stored(2, sums + 2 * kTileWidth, bytes);
+  if constexpr (PARTS > 3) _tile_stored(3, sums + 3 * kTileWidth, bytes);
+}
+
+inline void add_values(const uint16_t* weights, int64_t plane, const uint16_t* const* value, int64_t part_stride, int groups,
+                       float* sums, int head_size) {
+  const uint16_t* from[kChunk / kTilePositions];
+  std::copy_n(value, groups, from);
+  for (int d = 0; d < head_size; d += 4 * kTileWidth, sums += 4 * kTileWidth) {
+    const int parts = std::min((head_size - d) / kTileWidth, 4);
+    if (parts == 4)
+      add_parts<4>(weights, plane, from, part_stride, groups, sums, head_size);
+    else
+      add_parts<2>(weights, plane, from, part_stride, groups, sums, head_size);
+    for (int g = 0; g < groups; ++g) from[g] += 4 * part_stride;
+  }
+}
+
+// Splits the weights of positions [from, until) of a row; `until` is rounded up to 32.
+inline void split_weights(const float* weights, int from, int until, int64_t plane, uint16_t* to) {
+  for (int j = from; j < until; j += 16) {
+    const __m512 w = _mm512_loadu_ps(weights + j);
+    const __m256i upper = (__m256i)_mm512_cvtneps_pbh(w);
+    const __m512 rest = _mm512_sub_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), upper);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + plane + j), (__m256i)_mm512_cvtneps_pbh(rest));
+  }
+}
+
+inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, const TiledChunk& tiled,
+                        const RowTile& tile, int context, int tree_len, Scratch& scratch) {
+  const int head_size = p.head_size, rows = tile.rows;
+  int columns = 0; // up to the last one that a row sees
+  for (int r = 0; r < rows; ++r) columns = std::max(columns, scratch.chunk[tile.query[r]].shown);
+  if (columns <= chunk.skipped) return;
+  const auto* query = reinterpret_cast<const uint16_t*>(scratch.query) + tile.row * head_size;
+  const int cached = std::min(columns, chunk.cached);
+  if (cached > chunk.skipped)
+    score(query, head_size, tiled.key + chunk.skipped / kTileWidth, (cached - chunk.skipped + kTileWidth - 1) / kTileWidth,
+          2 * kTileWidth, scratch.scores + chunk.skipped, kChunk);
+  TreeColumns tree{};
+  if (columns > chunk.cached) {
+    tree = tree_columns(chunk, tile, context, tree_len, scratch);
+    const auto* key = reinterpret_cast<const uint16_t*>(scratch.tree_key) + 2 * tree.from;
+    for (int column = tree.from; column < tree.until; column += kTileWidth, key += 2 * kTileWidth)
+      score_groups<1>(query, head_size, &key, 2 * scratch.tree_stride, scratch.tree_scores + column - tree.from,
+                      scratch.tree_stride);
+  }
+  float row_scale[kMostRows];
+  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale);
+  float* const sums = scratch.accumulator + tile.row * head_size;
+  constexpr int64_t kPlane = kMostRows * kChunk;
+  alignas(64) uint16_t weights[2 * kPlane];
+  const int until = round_up(columns, kTilePositions);
+  for (int r = 0; r < rows; ++r) {
+    float* const row = scratch.scores + r * kChunk;
+    std::fill(row + round_up(columns, kLanes), row + until, 0.0f);
+    split_weights(row, chunk.skipped, until, kPlane, weights + r * kChunk);
+    if (row_scale[r] != 1.0f)
+      for (int d = 0; d < head_size; d += kLanes) store(sums + r * head_size + d, load<Vec>(sums + r * head_size + d) * row_scale[r]);
+  }
+  const int whole = std::min(tiled.tail, until), first = chunk.skipped / kTilePositions;
+  if (whole > chunk.skipped)
+    add_values(weights + chunk.skipped, kPlane, tiled.value + first, kTileWidth * p.block_size, whole / kTilePositions - first,
+               sums, head_size);
+  const int from = std::max(whole, chunk.skipped);
+  if (from >= until) return;
+  const int parts = head_size / kTileWidth;
+  const uint16_t* tail[kChunk / kTilePositions];
+  for (int column = from; column < until; column += kTilePositions)
+    tail[(column - from) / kTilePositions] = tiled.tail_values + (column - tiled.tail) / kTilePositions * parts * kTileElements;
+  const auto add_tail = [&](int row, float* to) {
+    add_values(weights + row * kChunk + from, kPlane, tail, kTileElements, (until - from) / kTilePositions, to, head_size);
+  };
+  if (tree.until <= tree.from) return add_tail(0, sums);
+  // Each query has its own path at these positions.
+  for (int row = 0, next; row < rows; row = next) {
+    for (next = row + 1; next < rows && tile.query[next] == tile.query[row];) ++next;
+    const int i = tile.query[row];
+    place_tree_values(p, unit, tiled, scratch.visible.data() + i * tree_len + tree.place[row],
+                      std::max(scratch.chunk[i].hidden, chunk.cached), tree.count[row], tiled.tail_values);
+    std::memcpy(scratch.tail_sums, sums + row * head_size, (next - row) * head_size * sizeof(float));
+    add_tail(row, scratch.tail_sums);
+    std::memcpy(sums + row * head_size, scratch.tail_sums, (next - row) * head_size * sizeof(float));
+  }
+}
+
+// Whether tiles of AMX compute this layer's attention.
+template <typename T>
+bool in_tiles(const Problem<T>& p) {
+  return std::is_same_v<T, uint16_t> && p.layout == Layout::amx && p.head_size % 32 == 0 &&
+         p.block_size % kTilePositions == 0 && has_tiles();
+}
+
+#else
+
+template <typename T>
+bool in_tiles(const Problem<T>&) { return false; }
+
+#endif
+
 // Attends from all rows of the unit to one chunk, whose cached keys end at `context`.
 template <typename T>
-void attend_chunk(const Problem<T>& p, const Unit& unit, int first, int context, int tree_len, Scratch& scratch) {
-  const int queries = num_queries(unit, p.group);
-  Chunk<T> chunk{first, kChunk, 0, {}, 0};
+void attend_chunk(const Problem<T>& p, const Unit& unit, int first, int context, int tree_len, bool tiles, Scratch& scratch) {
+  Positions chunk{first, kChunk, 0};
   int last = 0;
-  for (int i = 0; i < queries; ++i) {
+  for (int i = 0, queries = num_queries(unit, p.group); i < queries; ++i) {
     const int end = scratch.end[i] - first;
     const int shown = std::clamp(end, 0, kChunk), hidden = p.window ? std::clamp(end - p.window, 0, shown) : 0;
     scratch.chunk[i] = {hidden, shown};
-    if (hidden < shown) chunk.skipped = std::min(chunk.skipped, hidden / kGroup * kGroup);
+    if (hidden < shown) chunk.skipped = std::min(chunk.skipped, hidden / kSkipped * kSkipped);
     last = std::max(last, shown);
   }
   if (last <= chunk.skipped) return;
   chunk.cached = std::clamp(context - first, chunk.skipped, last);
-  chunk.num_segments = context_chunk(p, unit, first + chunk.skipped, first + chunk.cached, scratch, chunk.segments);
-  for (RowTile tile{0, 0, {}}; tile.row < unit.num_rows; tile.row += tile.rows) {
-    tile.rows = std::min(kRows, unit.num_rows - tile.row);
-    for (int r = 0; r < tile.rows; ++r)
-      tile.query[r] = (unit.first_row + tile.row + r) / p.group - unit.first_row / p.group;
-    attend_tile(p, unit, chunk, tile, context, tree_len, scratch);
-  }
+  const auto for_tiles = [&](int most, const auto& keys) {
+    for (RowTile tile{0, 0, {}}; tile.row < unit.num_rows; tile.row += tile.rows) {
+      tile.rows = std::min(most, unit.num_rows - tile.row);
+      for (int r = 0; r < tile.rows; ++r)
+        tile.query[r] = (unit.first_row + tile.row + r) / p.group - unit.first_row / p.group;
+      attend_tile(p, unit, chunk, keys, tile, context, tree_len, scratch);
+    }
+  };
+#ifdef SPECPLUG_TILES
+  if constexpr (std::is_same_v<T, uint16_t>)
+    if (tiles) return for_tiles(kMostRows, tiled_chunk(p, unit, chunk, last, reinterpret_cast<uint16_t*>(scratch.value)));
+#endif
+  Segment<T> segments[kChunk / kGroup + 1];
+  context_chunk(p, unit, first + chunk.skipped, first + chunk.cached, scratch, segments);
+  const Segment<T>* keys = segments;
+  for_tiles(kRows, keys);
 }
 
 inline void store_output(float* out, const float* in, float factor, int n) {
@@ -542,10 +796,15 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
 
   find_visible(p, unit, context, tree_len, scratch);
   transpose_tree(p, unit, tree_len, scratch);
+  const bool tiles = in_tiles(p);
+#ifdef SPECPLUG_TILES
+  std::optional<TilesInUse> in_use;
+  if (const int height = std::min(unit.num_rows, kMostRows); tiles) in_use.emplace(height, height);
+#endif
   const auto [least, most] = std::minmax_element(scratch.end, scratch.end + num_queries(unit, p.group));
   const int first = p.window ? std::max(*least - p.window, 0) : 0, until = *most;
   for (int position = first / kChunk * kChunk; position < until; position += kChunk)
-    attend_chunk(p, unit, position, std::min(context, until), tree_len, scratch);
+    attend_chunk(p, unit, position, std::min(context, until), tree_len, tiles, scratch);
 
   for (int row = 0; row < unit.num_rows; ++row) {
     float total = sum_lanes(scratch.totals[row])[0];
