@@ -28,6 +28,7 @@ from vllm_specplug.cpu.kernels.tree_attention import causal_attention, tree_atte
 from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
+
 @dataclass
 class TreeAttentionMetadata(CPUAttentionMetadata):
     """vLLM's metadata with the tree rows of this forward, if any."""

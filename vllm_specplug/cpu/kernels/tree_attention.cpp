@@ -366,23 +366,30 @@ inline void adjust_scores(float* scores, int columns, float scale, float soft_ca
   }
 }
 
-// Turns a row of scores, of which those in `visible` count, into weights 2^(scale * (score - maximum)), 0 for the others;
-// returns the factor for the row's earlier sums.
-inline float softmax_row(float* scores, int columns, Visible visible, float scale, float& maximum, Vec& total) {
+// Turns a row of scores, of which those in `visible` count, into weights 2^(scale * (score - maximum)), 0 for the others,
+// and calls write(column, weights); returns the factor for the row's earlier sums.
+template <typename Write>
+inline float softmax_row(float* scores, int columns, Visible visible, float scale, float& maximum, Vec& total,
+                         const Write& write) {
   Vec highest = splat(maximum);
-  for (int j = 0; j < columns; j += kLanes) {
-    const VecInt position = kLane + j;
-    const VecInt shown = (position >= visible.hidden) & (position < visible.shown);
-    const Vec s = select(shown, load<Vec>(scores + j), splat(-INFINITY));
-    store(scores + j, s);
-    highest = max(highest, s);
+  if (visible.hidden <= 0 && visible.shown >= round_up(columns, kLanes)) {
+    for (int j = 0; j < columns; j += kLanes) highest = max(highest, load<Vec>(scores + j));
+  } else {
+    for (int j = 0; j < columns; j += kLanes) {
+      const VecInt position = kLane + j;
+      const VecInt shown = (position >= visible.hidden) & (position < visible.shown);
+      const Vec s = select(shown, load<Vec>(scores + j), splat(-INFINITY));
+      store(scores + j, s);
+      highest = max(highest, s);
+    }
   }
   highest = max_lanes(highest);
   const Vec rescale = exp2((splat(maximum) - highest) * scale);
   Vec sum = total * rescale;
+  const Vec offset = highest * scale;
   for (int j = 0; j < columns; j += kLanes) {
-    const Vec weight = exp2((load<Vec>(scores + j) - highest) * scale);
-    store(scores + j, weight);
+    const Vec weight = exp2(load<Vec>(scores + j) * scale - offset);
+    write(j, weight);
     sum += weight;
   }
   total = sum;
@@ -426,10 +433,10 @@ inline TreeColumns tree_columns(const Positions& chunk, const RowTile& tile, int
 }
 
 // Turns a tile's scores, of cached keys by position in scratch.scores and of tree keys in scratch.tree_scores, into weights
-// by position; fills in the factors of the rows' earlier sums.
-template <typename T>
+// and calls write(row, column, weights); fills in the factors of the rows' earlier sums.
+template <typename T, typename Write>
 void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, const RowTile& tile, const TreeColumns& tree,
-                int columns, int tree_len, Scratch& scratch, float* row_scale) {
+                int columns, int tree_len, Scratch& scratch, float* row_scale, const Write& write) {
   for (int r = 0; r < tile.rows; ++r) {
     const int i = tile.query[r];
     const auto [hidden, shown] = scratch.chunk[i];
@@ -444,7 +451,8 @@ void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, c
       adjust_scores(used, count, p.scale, p.soft_cap, slope, scratch.end[i] - 1 - chunk.first - chunk.skipped);
     }
     row_scale[r] = softmax_row(used, count, {hidden - chunk.skipped, shown - chunk.skipped}, p.softmax_scale(),
-                               scratch.maxima[tile.row + r], scratch.totals[tile.row + r]);
+                               scratch.maxima[tile.row + r], scratch.totals[tile.row + r],
+                               [&](int j, Vec weights) { write(r, chunk.skipped + j, weights); });
   }
 }
 
@@ -471,7 +479,8 @@ void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, 
              scratch.tree_scores, scratch.tree_stride, nullptr);
   }
   float row_scale[kRows];
-  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale);
+  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale,
+             [&](int r, int column, Vec weights) { store(scratch.scores + r * kChunk + column, weights); });
   float* const accumulator = scratch.accumulator + tile.row * head_size;
   const auto add = [&](const float* weights, int stride, const auto* value, int64_t value_stride, int depth) {
     multiply(rows, weights, stride, value, value_stride, depth, head_size, accumulator, head_size, row_scale);
@@ -651,15 +660,12 @@ inline void add_values(const uint16_t* weights, int64_t plane, const uint16_t* c
   }
 }
 
-// Splits the weights of positions [from, until) of a row; `until` is rounded up to 32.
-inline void split_weights(const float* weights, int from, int until, int64_t plane, uint16_t* to) {
-  for (int j = from; j < until; j += 16) {
-    const __m512 w = _mm512_loadu_ps(weights + j);
-    const __m256i upper = (__m256i)_mm512_cvtneps_pbh(w);
-    const __m512 rest = _mm512_sub_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), upper);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + plane + j), (__m256i)_mm512_cvtneps_pbh(rest));
-  }
+// Splits weights into two bfloat16, a plane each.
+inline void split_weights(__m512 weights, uint16_t* to, int64_t plane) {
+  const __m256i upper = (__m256i)_mm512_cvtneps_pbh(weights);
+  const __m512 rest = _mm512_sub_ps(weights, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), upper);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + plane), (__m256i)_mm512_cvtneps_pbh(rest));
 }
 
 inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, const TiledChunk& tiled,
@@ -681,16 +687,16 @@ inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Posi
       score_groups<1>(query, head_size, &key, 2 * scratch.tree_stride, scratch.tree_scores + column - tree.from,
                       scratch.tree_stride);
   }
-  float row_scale[kMostRows];
-  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale);
-  float* const sums = scratch.accumulator + tile.row * head_size;
   constexpr int64_t kPlane = kMostRows * kChunk;
   alignas(64) uint16_t weights[2 * kPlane];
   const int until = round_up(columns, kTilePositions);
+  float row_scale[kMostRows];
+  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale, [&](int r, int column, Vec whole) {
+    split_weights((__m512)whole, weights + r * kChunk + column, kPlane);
+  });
+  float* const sums = scratch.accumulator + tile.row * head_size;
   for (int r = 0; r < rows; ++r) {
-    float* const row = scratch.scores + r * kChunk;
-    std::fill(row + round_up(columns, kLanes), row + until, 0.0f);
-    split_weights(row, chunk.skipped, until, kPlane, weights + r * kChunk);
+    if (round_up(columns, kLanes) < until) split_weights(_mm512_setzero_ps(), weights + r * kChunk + until - kLanes, kPlane);
     if (row_scale[r] != 1.0f)
       for (int d = 0; d < head_size; d += kLanes) store(sums + r * head_size + d, load<Vec>(sums + r * head_size + d) * row_scale[r]);
   }
