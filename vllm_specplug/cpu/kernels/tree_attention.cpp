@@ -366,12 +366,9 @@ inline void adjust_scores(float* scores, int columns, float scale, float soft_ca
   }
 }
 
-// Turns a row of scores, of which those in `visible` count, into weights 2^(scale * (score - maximum)), 0 for the others,
-// and calls write(column, weights); returns the factor for the row's earlier sums.
-template <typename Write>
-inline float softmax_row(float* scores, int columns, Visible visible, float scale, float& maximum, Vec& total,
-                         const Write& write) {
-  Vec highest = splat(maximum);
+// Returns the largest of a row of scores and `least`, of those in `visible`; the others become -infinity.
+inline float mask_row(float* scores, int columns, Visible visible, float least) {
+  Vec highest = splat(least);
   if (visible.hidden <= 0 && visible.shown >= round_up(columns, kLanes)) {
     for (int j = 0; j < columns; j += kLanes) highest = max(highest, load<Vec>(scores + j));
   } else {
@@ -383,18 +380,7 @@ inline float softmax_row(float* scores, int columns, Visible visible, float scal
       highest = max(highest, s);
     }
   }
-  highest = max_lanes(highest);
-  const Vec rescale = exp2((splat(maximum) - highest) * scale);
-  Vec sum = total * rescale;
-  const Vec offset = highest * scale;
-  for (int j = 0; j < columns; j += kLanes) {
-    const Vec weight = exp2(load<Vec>(scores + j) * scale - offset);
-    write(j, weight);
-    sum += weight;
-  }
-  total = sum;
-  maximum = highest[0];
-  return rescale[0];
+  return max_lanes(highest)[0];
 }
 
 // The keys of one chunk: positions from `first`, of which `skipped`, a multiple of kSkipped, are seen by no query; then
@@ -433,10 +419,15 @@ inline TreeColumns tree_columns(const Positions& chunk, const RowTile& tile, int
 }
 
 // Turns a tile's scores, of cached keys by position in scratch.scores and of tree keys in scratch.tree_scores, into weights
-// and calls write(row, column, weights); fills in the factors of the rows' earlier sums.
+// 2^(scale * (score - maximum)), 0 for hidden keys, and calls write(row, column, weights).  Fills in the factors of the
+// rows' earlier sums.
 template <typename T, typename Write>
 void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, const RowTile& tile, const TreeColumns& tree,
-                int columns, int tree_len, Scratch& scratch, float* row_scale, const Write& write) {
+                int columns, int tree_len, Scratch& scratch, float (&row_scale)[kMostRows], const Write& write) {
+  const int count = columns - chunk.skipped;
+  const float scale = p.softmax_scale();
+  float* const maxima = scratch.maxima + tile.row;
+  alignas(kAlignment) float before[kMostRows]{}, after[kMostRows]{};
   for (int r = 0; r < tile.rows; ++r) {
     const int i = tile.query[r];
     const auto [hidden, shown] = scratch.chunk[i];
@@ -444,15 +435,26 @@ void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, c
     const int32_t* visible = scratch.visible.data() + i * tree_len + tree.place[r];
     const float* of_tree = scratch.tree_scores + r * scratch.tree_stride - tree.from;
     for (int j = 0; j < tree.count[r]; ++j) row[std::max(hidden, chunk.cached) + j] = of_tree[visible[j]];
-    float* const used = row + chunk.skipped;
-    const int count = columns - chunk.skipped;
     if (p.soft_cap || p.slopes) {
       const float slope = p.slopes ? p.slopes[p.query_head(unit.kv_head, unit.first_row + tile.row + r)] : 0.0f;
-      adjust_scores(used, count, p.scale, p.soft_cap, slope, scratch.end[i] - 1 - chunk.first - chunk.skipped);
+      adjust_scores(row + chunk.skipped, count, p.scale, p.soft_cap, slope,
+                    scratch.end[i] - 1 - chunk.first - chunk.skipped);
     }
-    row_scale[r] = softmax_row(used, count, {hidden - chunk.skipped, shown - chunk.skipped}, p.softmax_scale(),
-                               scratch.maxima[tile.row + r], scratch.totals[tile.row + r],
-                               [&](int j, Vec weights) { write(r, chunk.skipped + j, weights); });
+    before[r] = maxima[r];
+    maxima[r] = after[r] = mask_row(row + chunk.skipped, count, {hidden - chunk.skipped, shown - chunk.skipped}, maxima[r]);
+  }
+  for (int r = 0; r < kMostRows; r += kLanes)
+    store(row_scale + r, exp2((load<Vec>(before + r) - load<Vec>(after + r)) * scale));
+  for (int r = 0; r < tile.rows; ++r) {
+    const float* row = scratch.scores + r * kChunk;
+    const Vec offset = splat(after[r] * scale);
+    Vec total = scratch.totals[tile.row + r] * row_scale[r];
+    for (int j = chunk.skipped; j < columns; j += kLanes) {
+      const Vec weights = exp2(load<Vec>(row + j) * scale - offset);
+      write(r, j, weights);
+      total += weights;
+    }
+    scratch.totals[tile.row + r] = total;
   }
 }
 
@@ -478,7 +480,7 @@ void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, 
     multiply(rows, query, words, key, scratch.tree_stride, words, round_up(tree.until - tree.from, kLanes),
              scratch.tree_scores, scratch.tree_stride, nullptr);
   }
-  float row_scale[kRows];
+  float row_scale[kMostRows];
   weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale,
              [&](int r, int column, Vec weights) { store(scratch.scores + r * kChunk + column, weights); });
   float* const accumulator = scratch.accumulator + tile.row * head_size;
