@@ -17,8 +17,9 @@ from vllm.model_executor.layers.attention import Attention
 from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of, token_ids
 from tests.hosts.test_attention_traits import WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
-from vllm_specplug.core.proof import ProofFailed
+from vllm_specplug.core.proof import ProofFailed, Row
 from vllm_specplug.cpu import step
+from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.utils import proof_files
 from vllm_specplug.utils.files import kept_path, kept_paths
@@ -42,7 +43,9 @@ def prove_again(llm: Any) -> None:
 
 @pytest.fixture(scope="module")
 def proven(engine):
-    return engine("eagle", TREE, max_num_seqs=6)  # not shared with other tests: the proof writes to its cache
+    return engine(
+        "eagle", TREE, max_num_seqs=6, dtype="bfloat16"
+    )  # not shared with other tests: the proof writes to its cache
 
 
 # ---- faults, planted in the runner
@@ -101,7 +104,7 @@ def test_it_passes_and_leaves_nothing_behind(engine, proven, kept_nothing, monke
     state, compute_logits = torch.get_rng_state(), runner_of(proven).model.compute_logits
     prove_again(proven)
     (result,) = proof_files.kept()
-    assert result["fault"] == "" and result["difference"] <= result["bound"] < result["control"]
+    assert result["fault"] == "" and result["in_bits"] == 1 and result["difference"] == 0 < result["control"]
     assert torch.equal(torch.get_rng_state(), state)
     assert counters(proven) == before and vars(runner_of(proven)).keys() - {"_model_forward"} == found
     assert Counters(runner_of(proven).speculative_config.metrics_file).values() == said
@@ -118,7 +121,7 @@ def test_it_is_kept(proven, kept_nothing, monkeypatch):
     mask_off_by_one_level(monkeypatch)
     prove_again(proven)  # what has passed is not tried again
     made, kept = said
-    assert re.search(r"passed in .* s: \d+ rows of trees differ by .* from plain decoding, bound .*", made)
+    assert re.search(r"passed in .* s: \d+ rows of trees have the bits of plain decoding", made)
     assert re.search(r"passed on \d{4}-", kept)
     (path,) = kept_paths(proof_files.FOLDER)
     path.unlink()
@@ -158,24 +161,39 @@ def test_it_is_made_again_for_what_it_depends_on(proven, monkeypatch, name):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(proven, kept_nothing, monkeypatch, fault):
     fault(monkeypatch)
-    with pytest.raises(ProofFailed, match="differs by .* from plain decoding; the rows together by .*, bound"):
+    with pytest.raises(ProofFailed, match=r"differs from plain decoding in \d+ of \d+ logits"):
         prove_again(proven)
     assert proof_files.kept()[0]["fault"]
 
 
-#: Targets whose attention is more than plain softmax, and what may be wrong about it in the rows of trees only.
+def test_kernels_that_do_not_keep_bits_are_judged_by_a_bound(proven, kept_nothing, monkeypatch):
+    """Plain rows by vLLM's attention, whose sums depend on the batch; if the user asks for bits, that is refused."""
+    monkeypatch.setattr(TreeAttentionImpl, "_is_ours", lambda *_: False)
+    monkeypatch.setattr(Row, "num_differing", lambda self: 1)
+    prove_again(proven)
+    (result,) = proof_files.kept()
+    assert result["in_bits"] == 0 and result["difference"] <= result["bound"] < result["control"]
+    monkeypatch.setattr(worker.envs, "VLLM_BATCH_INVARIANT", True)  # another file is looked for
+    with pytest.raises(ProofFailed, match="gave other bits in another batch, and VLLM_BATCH_INVARIANT=1 asks"):
+        prove_again(proven)
+
+
+#: Targets whose attention is more than plain softmax, and what may be wrong about it in our kernel.
 LEFT_OUT = {
     "sliding window": [{"window": WINDOW + 1}, {"window": WINDOW - 1}, {"window": 0}],
     "alternating windows, soft caps": [{"soft_cap": 0.0}, {"window": WINDOW + 1}],
+    "sinks": [{"sinks": None}],
+    "ALiBi": [{"alibi_slopes": None}],
 }
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_windows_and_soft_caps_that_are_wrong_are_caught(engine, tmp_path, monkeypatch, name):
+def test_traits_that_are_wrong_are_caught(engine, expert_group, tmp_path, monkeypatch, name):
     kept = tmp_path / "kept"
     monkeypatch.setattr(proof_files, "FOLDER", kept)
     target = write_target(tmp_path / "target", name)
-    llm = LLM(str(target), **{**ENGINE, "max_num_seqs": 3}, speculative_config={"method": "lookup"})
+    options = {**ENGINE, "max_num_seqs": 3, "dtype": "bfloat16"}
+    llm = LLM(str(target), **options, speculative_config={"method": "lookup"})
     engine.kept.append(llm)
     assert proof_files.kept()[0]["fault"] == ""
     shutil.rmtree(kept)
@@ -186,7 +204,7 @@ def test_windows_and_soft_caps_that_are_wrong_are_caught(engine, tmp_path, monke
             for impl in impls:
                 if impl.traits.window or "window" not in fault:
                     patch.setattr(impl, "traits", replace(impl.traits, **fault))
-            with pytest.raises(ProofFailed, match="differs by .* from plain decoding; the rows together by .*, bound"):
+            with pytest.raises(ProofFailed, match="attention of .* differs from vLLM's by"):
                 prove_again(llm)
 
 

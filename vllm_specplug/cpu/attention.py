@@ -1,4 +1,8 @@
-"""vLLM's CPU attention with tree rows; a forward without trees is unchanged."""
+"""vLLM's CPU attention with tree rows.
+
+Our kernel computes all rows, so that a token's output has the same bits in a tree, in a prompt and alone; without the
+operators (no compiler) vLLM's kernel computes rows without trees.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specplug.core.attention_traits import AttentionTraits
 from vllm_specplug.core.kv import KvScratch
-from vllm_specplug.cpu.kernels.tree_attention import causal_attention, causal_attention_pays, tree_attention
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.tree_attention import causal_attention, tree_attention
 from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.vllm.tree_rows import CpuTreeRows
-
-#: Least rows of a request with which a forward uses ``causal_attention``; with fewer, both kernels take the same time.
-PROMPT_ROWS = 128
 
 
 @dataclass
@@ -109,7 +111,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
             if slots is not None and source is None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-            if attn_metadata is not None and self._computes_prompts(layer, query, attn_metadata):
+            if attn_metadata is not None and self._is_ours(attn_metadata):
                 start, lens = attn_metadata.rows_without_tree
                 rows = (attn_metadata.block_table, attn_metadata.seq_lens, start, lens)
                 causal_attention(query, output, kv_cache, layer.isa, *rows, self.scale, self.traits)
@@ -150,13 +152,13 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         )
         return output
 
-    def _computes_prompts(self, layer: torch.nn.Module, query: torch.Tensor, metadata: TreeAttentionMetadata) -> bool:
+    def _is_ours(self, metadata: TreeAttentionMetadata) -> bool:
+        """Whether our kernel computes rows without trees: they then have the same bits however they are batched."""
         return (
-            metadata.max_query_len >= PROMPT_ROWS
-            and metadata.causal
+            metadata.causal
             and getattr(metadata, "dynamic_causal", None) is None
             and self.attn_type == AttentionType.DECODER
-            and causal_attention_pays(query.dtype, layer.isa)
+            and operators() is not None
         )
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -25,7 +30,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             raise ConfigError("on a CPU, trees run on vLLM's V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0")
-        with custom_processors_hidden(self.model_config):
+        with custom_processors_hidden(self.model_config), _triton_operators_left_out():
             super().init_device()
         # vLLM builds its own runner inside init_device; its buffers are freed here.
         self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
@@ -71,11 +76,24 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         return self.model_runner.serving_budget.report(batches)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        select_backend()  # builds the op, or logs why it cannot, before the first request
+        backend = select_backend()  # builds the op, or logs why it cannot, before the first request
+        if envs.VLLM_BATCH_INVARIANT and backend != "cpp":
+            raise ConfigError("VLLM_BATCH_INVARIANT=1 needs the C++ operators: install g++, or leave it out")
         linear_rows = self.vllm_config.speculative_config.specplug.linear_rows
         with tree_backend_selected(), row_linear_layers(linear_rows):
             super().load_model(*args, **kwargs)
         check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+
+
+@contextmanager
+def _triton_operators_left_out() -> Iterator[None]:
+    """Keep torch's operators: with VLLM_BATCH_INVARIANT=1 vLLM puts Triton kernels in their place, also on a CPU."""
+    if not envs.VLLM_BATCH_INVARIANT:
+        yield
+        return
+    module = importlib.import_module("vllm.model_executor.determinism.batch_invariant")
+    with mock.patch.object(module, "init_batch_invariance", lambda *_, **__: None):
+        yield
 
 
 def _return_freed_memory() -> None:

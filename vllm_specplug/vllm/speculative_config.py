@@ -150,6 +150,11 @@ def build(
     if options.linear_rows is None:
         gains = on_cpu and not v2 and has_avx2()
         options = replace(options, linear_rows=ALL_ROWS if gains else 0)
+    if envs.VLLM_BATCH_INVARIANT and on_cpu and options.linear_rows != ALL_ROWS:
+        raise ConfigError(
+            f"VLLM_BATCH_INVARIANT=1 needs linear_rows='all' and a CPU with AVX2 (found linear_rows="
+            f"{options.linear_rows!r}): vLLM's products depend on the number of rows; leave one of both out"
+        )
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:

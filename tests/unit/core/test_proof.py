@@ -111,3 +111,25 @@ def test_other_tokens_fail_in_float32():
     swapped[0] = 1.0 + 3e-5  # less than the bound on average, and yet another token
     found.trees[1] = Row("second", swapped, found.trees[1].plain.index_fill(0, torch.tensor([0]), 1.0 - 3e-4))
     assert "second" in found.fault()
+
+
+def test_where_plain_runs_agree_in_every_bit_trees_must():
+    found = evidence(plain=0.0, trees=0.0)
+    found.keeps_bits = True
+    assert found.in_bits() and found.fault() == ""
+    found.trees[1].logits[7] += 1e-6
+    assert found.fault() == f"second differs from plain decoding in 1 of {VOCAB} logits"
+    found.keeps_bits = False  # another engine
+    assert not found.in_bits() and found.fault() == ""
+
+
+def test_where_plain_runs_differ_bits_are_not_compared():
+    found = evidence()
+    found.keeps_bits = True
+    assert not found.in_bits() and found.fault() == ""
+
+
+def test_a_control_with_the_bits_of_plain_decoding_has_no_power():
+    found = evidence(plain=0.0, trees=0.0, control=0.0)
+    found.keeps_bits = True
+    assert "has no power" in found.fault()

@@ -488,3 +488,68 @@ def test_more_queries_than_tokens_are_refused():
     inputs["query_lens"] += 1
     with pytest.raises(RuntimeError, match="query rows out of range"):
         kernels.causal_attention(**inputs)
+
+
+# ---- the same bits however a row is computed
+
+
+def requires_operators():
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+
+
+@pytest.mark.parametrize("name", ["nothing", *TRAITS])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_keys_in_pages_and_in_tree_rows_give_the_same_bits(kv_layout, dtype, name):
+    requires_operators()
+    traits = TRAITS.get(name, NO_TRAITS)
+    inputs, as_trees = prompt_inputs(kv_layout=kv_layout, dtype=dtype, garbage=0.0)
+    kernels.causal_attention(**inputs, traits=traits)
+    tree_attention(**as_trees, traits=traits)
+    assert torch.equal(inputs["output"], as_trees["output"])
+
+
+@pytest.mark.parametrize("name", ["nothing", *TRAITS])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_a_row_alone_has_the_bits_that_it_has_in_a_prompt(kv_layout, dtype, block_size, name):
+    requires_operators()
+    traits = TRAITS.get(name, NO_TRAITS)
+    inputs, _ = prompt_inputs((300,), (300,), kv_layout=kv_layout, dtype=dtype, block_size=block_size, garbage=0.0)
+    kernels.causal_attention(**inputs, traits=traits)
+    for position in (0, 5, 127, 128, 129, 200, 299):
+        row = int(inputs["query_start"][0]) + position
+        output = torch.zeros_like(inputs["output"])
+        one, start = inputs["query_lens"].new_tensor([1]), inputs["query_start"].new_tensor([row])
+        alone = dict(inputs, output=output, query_start=start, query_lens=one, seq_lens=one + position)
+        kernels.causal_attention(**alone, traits=traits)
+        assert torch.equal(output[row], inputs["output"][row]), position
+
+
+@pytest.mark.parametrize("name", ["nothing", *TRAITS])
+@pytest.mark.parametrize("context", [0, 5, 120, 126, 200])
+@pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
+def test_a_node_has_the_bits_of_its_path_alone(kv_layout, dtype, context, name):
+    """Whatever other nodes the tree has."""
+    requires_operators()
+    traits = TRAITS.get(name, NO_TRAITS)
+    whole = make_inputs((context,), (40,), dtype=dtype, kv_layout=kv_layout, garbage=0.0)
+    tree_attention(**whole, traits=traits)
+    q0, t0 = int(whole["query_start"][0]), int(whole["tree_start"][0])
+    for node in (0, 1, 7, 20, 39):
+        path = whole["mask"][0, node].nonzero().flatten()
+        one, length = whole["query_lens"].new_tensor([1]), len(path)
+        output = torch.zeros_like(whole["output"])
+        alone = dict(
+            whole,
+            output=output,
+            query_start=whole["query_start"] + node,
+            query_lens=one,
+            tree_key=whole["tree_key"][t0 + path],
+            tree_value=whole["tree_value"][t0 + path],
+            tree_start=one - 1,
+            tree_lens=one * length,
+            mask=torch.ones(1, 1, length, dtype=torch.bool),
+        )
+        tree_attention(**alone, traits=traits)
+        assert torch.equal(output[q0 + node], whole["output"][q0 + node]), node

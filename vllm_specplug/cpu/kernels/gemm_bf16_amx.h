@@ -33,15 +33,15 @@ inline bool has_tiles() {
 }
 
 // The tiles of a thread, for as long as this lives.  A product of fewer than 16 rows takes less time: `height` is the
-// number of rows of the tiles 0, 1 (sums) and 4 (rows).
+// number of rows of the tiles 0, 1 (sums) and 4 (rows), `second` that of the tiles 2, 3 (sums) and 5 (rows).
 struct TilesInUse {
-  explicit TilesInUse(int64_t height) {
-    const auto rows = static_cast<uint8_t>(height);
+  explicit TilesInUse(int64_t height, int64_t second = kTile) {
+    const auto rows = static_cast<uint8_t>(height), others = static_cast<uint8_t>(second);
     const struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16];
-    } config{.rows = {rows, rows, kTile, kTile, rows, kTile, kTile, kTile}};
+    } config{.rows = {rows, rows, others, others, rows, others, kTile, kTile}};
     _tile_loadconfig(&config);
   }
   ~TilesInUse() { _tile_release(); }

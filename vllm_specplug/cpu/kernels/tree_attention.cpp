@@ -6,8 +6,13 @@
 // All arithmetic is float32.  tree_attention.py documents the arguments; tree_attention_reference defines the result.
 // write_rows writes into the pages.
 //
+// The bits of a row's output depend only on its query and on its visible keys and values in the order of their positions:
+// not on where a key is stored (pages or tree rows), nor on other rows.  So every sum takes the keys by position: chunks
+// begin at multiples of kChunk, scores lie where their positions say, and a hidden key adds an exact 0.
+//
 // Names: a *row* is a pair of query token and query head of the KV head's group; a *unit* is (request, KV head, tile of
-// rows), the work item of a thread; a *chunk* is up to kChunk keys, in *segments* whose keys are in one page.
+// rows), the work item of a thread; a *chunk* is kChunk positions, whose cached keys are in *segments* of one page each.
+// A tree key's position depends on the row: the context's length plus the number of visible tree keys before it.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -24,6 +29,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "gemm_bf16_amx.h"
 #include "operators.h"
 #include "vectors.h"
 
@@ -32,9 +38,11 @@ namespace {
 // Vectors of the register tile in a row of kRows: 24 accumulators of the 32 registers of AVX-512, 12 of the 16 of AVX2.
 constexpr int kTileVecs = kLanes == 16 ? 4 : 2;
 constexpr int kRows = 6;         // rows of the register tile
+constexpr int kMostRows = 16;    // of a tile of AMX
 constexpr int kGroup = 16;       // keys (values) of a group of the amx layout
 constexpr int kAlignment = 64;   // of a thread's buffers, in bytes
 constexpr int kChunk = 128;      // keys per step of the online softmax
+constexpr int kSkipped = 32;     // keys that are skipped at once
 constexpr int kMaxTileRows = 96; // most rows per unit
 constexpr int kInPlaceRows = 12; // units with more rows read values of 16 bits from a float32 copy
 
@@ -152,8 +160,6 @@ struct Problem {
   bool causal; // the queries are the context's last tokens
   const float *sinks, *slopes; // by query head; null for none
 
-  // Whether keys are treated by their distance, see attention_traits.py.
-  bool uses_distance() const { return window || slopes || causal; }
   // What softmax_row multiplies scores by: capped and biased scores are scaled already.
   float softmax_scale() const { return soft_cap || slopes ? kLog2E : scale * kLog2E; }
   int query_head(int kv_head, int row) const { return kv_head * group + row % group; }
@@ -182,32 +188,49 @@ struct Segment {
   int columns;
 };
 
+// Positions of a chunk that a query sees: from `hidden` up to, not including, `shown`.
+struct Visible {
+  int hidden, shown;
+};
+
 // Buffers of one thread, aligned, reused between calls.
 struct Scratch {
-  std::vector<float> storage;
-  int head_size = 0;
+  std::vector<float> storage, tree_storage;
+  int head_size = 0, tree_stride = 0;
   float *query, *accumulator, *scores, *key, *value; // query and key hold KeyElement
-  uint8_t mask[kMaxTileRows][kChunk];
-  int shown[kMaxTileRows]; // columns of the chunk up to the last visible one in mask[i]
+  float* tail_sums; // [kMostRows][head_size]
+  float *tree_key, *tree_scores;                     // [head_size or words][tree_stride], [kMostRows][tree_stride]
   float maxima[kMaxTileRows];
   Vec totals[kMaxTileRows];
-  // By query token of the unit: its visible tree keys, and those in the chunks before; filled if uses_distance().  If
-  // causal, less than 0: as many of the context's last keys are hidden.
-  int visible[kMaxTileRows], seen[kMaxTileRows];
-  int all_visible_from, all_visible_until; // the context keys that every query of the unit sees
-  float distance[kMaxTileRows][kChunk]; // of the chunk's keys; filled if there are slopes
+  // By query token of the unit: the end of its positions, and those of the chunk that it sees.
+  int end[kMaxTileRows];
+  Visible chunk[kMaxTileRows];
+  std::vector<int32_t> visible; // the tree keys that each query token sees, [tokens][tree_len]
 
-  void resize(int size) {
-    if (head_size == size) return;
-    head_size = size;
-    storage.resize((2 * kMaxTileRows + 2 * kChunk) * size + kRows * kChunk + kAlignment / sizeof(float));
-    float* p = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + kAlignment - 1) / kAlignment *
-                                        kAlignment);
-    query = p;
-    accumulator = query + kMaxTileRows * size;
-    key = accumulator + kMaxTileRows * size;
-    value = key + kChunk * size;
-    scores = value + kChunk * size;
+  void resize(int size, int tree_len) {
+    if (head_size != size) {
+      head_size = size;
+      tree_stride = 0;
+      float* p = aligned(storage, (2 * kMaxTileRows + 2 * kChunk + 3 * kMostRows) * size + kMostRows * kChunk);
+      query = p;
+      accumulator = query + (kMaxTileRows + kMostRows) * size; // tiles of AMX take whole ones
+      key = accumulator + (kMaxTileRows + kMostRows) * size;
+      value = key + kChunk * size;
+      tail_sums = value + kChunk * size;
+      scores = tail_sums + kMostRows * size;
+    }
+    if (const int stride = round_up(tree_len, kLanes) + kLanes; stride > tree_stride) { // vectors may begin at any key
+      tree_stride = stride;
+      tree_key = aligned(tree_storage, (size + kMostRows) * stride);
+      tree_scores = tree_key + size * stride;
+      visible.resize(kMaxTileRows * stride);
+    }
+  }
+
+ private:
+  static float* aligned(std::vector<float>& memory, size_t count) {
+    memory.assign(count + kAlignment / sizeof(float), 0.0f);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + kAlignment - 1) / kAlignment * kAlignment);
   }
 };
 
@@ -257,16 +280,14 @@ void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const
   }
 }
 
-// Fills in the segments of up to kChunk context keys, starting at `position`; returns the number of keys.
+// Fills in the segments of the cached keys at `position` up to `until`, at most kChunk.
 template <typename T>
-int context_chunk(const Problem<T>& p, const Unit& unit, int position, int context, Scratch& scratch,
-                  Segment<T>* segments, int& num_segments) {
+void context_chunk(const Problem<T>& p, const Unit& unit, int position, int until, Scratch& scratch, Segment<T>* segments) {
   const bool value_in_place = p.layout == Layout::columns && unit.num_rows <= kInPlaceRows;
-  int filled = 0;
-  num_segments = 0;
-  while (filled < kChunk && position < context) {
+  int filled = 0, num_segments = 0;
+  while (position < until) {
     const int offset = position % p.block_size;
-    const int columns = std::min({p.block_size - offset, context - position, kChunk - filled});
+    const int columns = std::min(p.block_size - offset, until - position);
     const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
     const T* page_key = p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
     const T* page_value = page_key + (int64_t)p.block_size * p.head_size;
@@ -287,7 +308,6 @@ int context_chunk(const Problem<T>& p, const Unit& unit, int position, int conte
     filled += columns;
     position += columns;
   }
-  return filled;
 }
 
 inline int num_queries(const Unit& unit, int group) {
@@ -299,183 +319,459 @@ const uint8_t* mask_of(const Problem<T>& p, const Unit& unit) {
   return p.mask + unit.request * p.mask_request_stride + unit.first_row / p.group * p.mask_row_stride;
 }
 
-// Counts each query's visible tree keys; returns the first context key that one of them sees, rounded down to kGroup.
+// Lists the tree keys that each query sees, and finds where its positions end.
 template <typename T>
-int count_visible(const Problem<T>& p, const Unit& unit, int context, int tree_len, Scratch& scratch) {
+void find_visible(const Problem<T>& p, const Unit& unit, int context, int tree_len, Scratch& scratch) {
   const uint8_t* mask = mask_of(p, unit);
-  int first = context;
-  scratch.all_visible_from = 0;
-  scratch.all_visible_until = context;
   for (int i = 0, count = num_queries(unit, p.group); i < count; ++i, mask += p.mask_row_stride) {
-    int visible = p.causal ? unit.first_row / p.group + i + 1 - p.query_lens[unit.request] : 0;
-    for (int j = 0; j < tree_len; ++j) visible += mask[j];
-    scratch.all_visible_until = std::min(scratch.all_visible_until, context + visible);
-    scratch.visible[i] = visible;
-    scratch.seen[i] = 0;
-    const int shown_from = p.window ? context + visible - p.window : 0;
-    first = std::min(first, shown_from);
-    scratch.all_visible_from = std::max(scratch.all_visible_from, shown_from);
-  }
-  return std::max(first, 0) / kGroup * kGroup;
-}
-
-// Fills in mask and distances of a chunk of context keys; returns whether one is hidden from a query.
-template <typename T>
-bool context_distances(const Problem<T>& p, const Unit& unit, int position, int columns, int context,
-                       Scratch& scratch) {
-  const bool masked = position < scratch.all_visible_from || position + columns > scratch.all_visible_until;
-  if (!masked && !p.slopes) return false;
-  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
-    const int end = context + scratch.visible[i]; // the query's own position is end - 1
-    const int hidden = p.window ? std::clamp(end - p.window - position, 0, columns) : 0;
-    const int shown = std::clamp(end - position, hidden, columns);
-    std::memset(scratch.mask[i], 0, hidden);
-    std::memset(scratch.mask[i] + hidden, 1, shown - hidden);
-    std::memset(scratch.mask[i] + shown, 0, round_up(columns, kLanes) - shown);
-    scratch.shown[i] = hidden == shown ? 0 : shown;
-    if (p.slopes)
-      for (int j = 0; j < columns; ++j) scratch.distance[i][j] = end - 1 - position - j;
-  }
-  return masked;
-}
-
-// Fills in query i's distances to a chunk of tree keys, and hides those behind the window.
-template <typename T>
-void tree_distances(const Problem<T>& p, int i, int columns, Scratch& scratch) {
-  for (int j = 0; j < columns; ++j) {
-    if (!scratch.mask[i][j]) continue;
-    const int distance = scratch.visible[i] - ++scratch.seen[i];
-    scratch.distance[i][j] = distance;
-    if (p.window && distance >= p.window) scratch.mask[i][j] = 0;
+    int32_t* const visible = scratch.visible.data() + i * tree_len;
+    int found = 0;
+    for (int j = 0; j < tree_len; ++j) {
+      visible[found] = j;
+      found += mask[j];
+    }
+    // If causal, the queries are the context's last tokens.
+    scratch.end[i] = p.causal ? context + unit.first_row / p.group + i + 1 - p.query_lens[unit.request] : context + found;
   }
 }
 
-// Copies `columns` tree keys, [columns][head_size], to key[head_size or words][kChunk].
+// Copies all tree keys of the unit to scratch.tree_key.
 template <typename T>
-void transpose_keys(const T* rows, int64_t stride, int columns, int head_size, KeyElement<T>* key) {
-  const int words = head_size / kPerWord<T>;
-  for (int j = 0; j < columns; j += kLanes)
+void transpose_tree(const Problem<T>& p, const Unit& unit, int tree_len, Scratch& scratch) {
+  const int words = p.head_size / kPerWord<T>;
+  const T* rows = p.tree_key + p.tree_start[unit.request] * p.key_stride + unit.kv_head * p.key_head_stride;
+  auto* key = reinterpret_cast<KeyElement<T>*>(scratch.tree_key);
+  for (int j = 0; j < tree_len; j += kLanes)
     for (int word = 0; word < words; word += kLanes) {
-      const T* in = rows + j * stride + word * kPerWord<T>;
-      const int tile_rows = std::min(kLanes, columns - j);
+      const T* in = rows + j * p.key_stride + word * kPerWord<T>;
+      auto* const out = key + word * scratch.tree_stride + j;
+      const int tile_rows = std::min(kLanes, tree_len - j);
       if constexpr (std::is_same_v<T, Half>) {
         float tile[kLanes][kLanes];
-        for (int i = 0; i < tile_rows; ++i) store(tile[i], widen(in + i * stride));
-        transpose_tile(tile, sizeof(tile[0]), tile_rows, kLanes, key + word * kChunk + j, kChunk);
+        for (int i = 0; i < tile_rows; ++i) store(tile[i], widen(in + i * p.key_stride));
+        transpose_tile(tile, sizeof(tile[0]), tile_rows, kLanes, out, scratch.tree_stride);
       } else {
-        transpose_tile(in, stride * sizeof(T), tile_rows, words - word, key + word * kChunk + j, kChunk);
+        transpose_tile(in, p.key_stride * sizeof(T), tile_rows, words - word, out, scratch.tree_stride);
       }
     }
 }
 
-// Returns the segment of `columns` tree keys, starting at `position`; fills in their mask and distances.
-template <typename T>
-Segment<T> tree_chunk(const Problem<T>& p, const Unit& unit, int position, int columns, Scratch& scratch) {
-  const uint8_t* mask = mask_of(p, unit) + position;
-  for (int i = 0, count = num_queries(unit, p.group); i < count; ++i) {
-    std::memcpy(scratch.mask[i], mask + i * p.mask_row_stride, columns);
-    std::memset(scratch.mask[i] + columns, 0, round_up(columns, kLanes) - columns);
-    if (p.slopes || (p.window && scratch.visible[i] > p.window)) tree_distances(p, i, columns, scratch);
-    int shown = columns;
-    while (shown > 0 && !scratch.mask[i][shown - 1]) --shown;
-    scratch.shown[i] = shown;
-  }
-  const int64_t row = p.tree_start[unit.request] + position;
-  const T* key = p.tree_key + row * p.key_stride + unit.kv_head * p.key_head_stride;
-  const T* value = p.tree_value + row * p.value_stride + unit.kv_head * p.value_head_stride;
-  auto* scratch_key = reinterpret_cast<KeyElement<T>*>(scratch.key);
-  transpose_keys(key, p.key_stride, columns, p.head_size, scratch_key);
-  return {scratch_key, kChunk, value, nullptr, p.value_stride, columns};
-}
-
-// Scales scores, caps them and adds the biases of their distances; slope 0 for none.
-inline void adjust_scores(float* scores, int columns, float scale, float soft_cap, float slope, const float* distance) {
+// Scales scores, caps them and subtracts slope * distance; slope 0 for none.  `distance`: of the first key.
+inline void adjust_scores(float* scores, int columns, float scale, float soft_cap, float slope, int distance) {
   for (int j = 0; j < columns; j += kLanes) {
     Vec s = load<Vec>(scores + j) * scale;
     if (soft_cap) s = tanh(s / soft_cap) * soft_cap;
-    if (slope) s -= load<Vec>(distance + j) * slope;
+    if (slope) s -= __builtin_convertvector(distance - j - kLane, Vec) * slope;
     store(scores + j, s);
   }
 }
 
-// Turns a row of scores into weights 2^(scale * (score - maximum)); returns the factor for the row's earlier sums.
-inline float softmax_row(float* scores, int columns, const uint8_t* mask, float scale, float& maximum, Vec& total) {
-  const Vec hidden = splat(-INFINITY);
-  Vec highest = splat(maximum);
-  int j = 0;
-  if (mask) {
-    for (; j < columns; j += kLanes) {
-      const VecInt shown = __builtin_convertvector(load<VecByte>(mask + j), VecInt) != 0;
-      const Vec s = select(shown, load<Vec>(scores + j), hidden);
-      store(scores + j, s);
-      highest = max(highest, s);
-    }
+// Returns the largest of a row of scores and `least`, of those in `visible`; the others become -infinity.
+inline float mask_row(float* scores, int columns, Visible visible, float least) {
+  Vec highest = splat(least);
+  if (visible.hidden <= 0 && visible.shown >= round_up(columns, kLanes)) {
+    for (int j = 0; j < columns; j += kLanes) highest = max(highest, load<Vec>(scores + j));
   } else {
-    for (; j + kLanes <= columns; j += kLanes) highest = max(highest, load<Vec>(scores + j));
-    if (j < columns) {
-      const Vec s = select(kLane + j < columns, load<Vec>(scores + j), hidden);
+    for (int j = 0; j < columns; j += kLanes) {
+      const VecInt position = kLane + j;
+      const VecInt shown = (position >= visible.hidden) & (position < visible.shown);
+      const Vec s = select(shown, load<Vec>(scores + j), splat(-INFINITY));
       store(scores + j, s);
       highest = max(highest, s);
     }
   }
-  highest = max_lanes(highest);
-  const Vec rescale = exp2((splat(maximum) - highest) * scale);
-  Vec sum = total * rescale;
-  for (j = 0; j < columns; j += kLanes) {
-    const Vec weight = exp2((load<Vec>(scores + j) - highest) * scale);
-    store(scores + j, weight);
-    sum += weight;
-  }
-  total = sum;
-  maximum = highest[0];
-  return rescale[0];
+  return max_lanes(highest)[0];
 }
 
-// Attends from all rows of the unit to one chunk: scores, online softmax, weighted values.
-template <typename T>
-void attend_chunk(const Problem<T>& p, const Unit& unit, const Segment<T>* segments, int num_segments,
-                  int chunk_columns, bool masked, Scratch& scratch) {
-  const int head_size = p.head_size, first_query = unit.first_row / p.group;
+// The keys of one chunk: positions from `first`, of which `skipped`, a multiple of kSkipped, are seen by no query; then
+// cached keys up to `cached`, then tree keys.
+struct Positions {
+  int first, skipped, cached;
+};
+
+// Rows of a unit, from `row` on.
+struct RowTile {
+  int row, rows;
+  int query[kMostRows]; // query token of the unit, by row
+};
+
+// The tree keys that a chunk's positions belong to, over all rows of a tile; by row: the first place in its list of visible
+// tree keys, and the number of places.
+struct TreeColumns {
+  int from, until;
+  int place[kMostRows], count[kMostRows];
+};
+
+inline TreeColumns tree_columns(const Positions& chunk, const RowTile& tile, int context, int tree_len,
+                                const Scratch& scratch) {
+  TreeColumns found{tree_len, 0, {}, {}};
+  for (int r = 0; r < tile.rows; ++r) {
+    const int i = tile.query[r];
+    const int32_t* visible = scratch.visible.data() + i * tree_len;
+    const int begin = std::max(scratch.chunk[i].hidden, chunk.cached), end = scratch.chunk[i].shown;
+    found.place[r] = chunk.first + begin - context;
+    found.count[r] = std::max(end - begin, 0);
+    if (!found.count[r]) continue;
+    found.from = std::min(found.from, visible[found.place[r]]);
+    found.until = std::max(found.until, visible[found.place[r] + found.count[r] - 1] + 1);
+  }
+  return found;
+}
+
+// Turns a tile's scores, of cached keys by position in scratch.scores and of tree keys in scratch.tree_scores, into weights
+// 2^(scale * (score - maximum)), 0 for hidden keys, and calls write(row, column, weights).  Fills in the factors of the
+// rows' earlier sums.
+template <typename T, typename Write>
+void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, const RowTile& tile, const TreeColumns& tree,
+                int columns, int tree_len, Scratch& scratch, float (&row_scale)[kMostRows], const Write& write) {
+  const int count = columns - chunk.skipped;
   const float scale = p.softmax_scale();
-  for (int row = 0; row < unit.num_rows; row += kRows) {
-    const int rows = std::min(kRows, unit.num_rows - row);
-    const auto query_row = [&](int r) { return (unit.first_row + row + r) / p.group - first_query; };
-    int columns = chunk_columns; // columns up to the last one visible to any of these rows
-    if (masked) {
-      columns = *std::max_element(scratch.shown + query_row(0), scratch.shown + query_row(rows - 1) + 1);
-      if (columns == 0) continue;
+  float* const maxima = scratch.maxima + tile.row;
+  alignas(kAlignment) float before[kMostRows]{}, after[kMostRows]{};
+  for (int r = 0; r < tile.rows; ++r) {
+    const int i = tile.query[r];
+    const auto [hidden, shown] = scratch.chunk[i];
+    float* const row = scratch.scores + r * kChunk;
+    const int32_t* visible = scratch.visible.data() + i * tree_len + tree.place[r];
+    const float* of_tree = scratch.tree_scores + r * scratch.tree_stride - tree.from;
+    for (int j = 0; j < tree.count[r]; ++j) row[std::max(hidden, chunk.cached) + j] = of_tree[visible[j]];
+    if (p.soft_cap || p.slopes) {
+      const float slope = p.slopes ? p.slopes[p.query_head(unit.kv_head, unit.first_row + tile.row + r)] : 0.0f;
+      adjust_scores(row + chunk.skipped, count, p.scale, p.soft_cap, slope,
+                    scratch.end[i] - 1 - chunk.first - chunk.skipped);
     }
-    const int words = head_size / kPerWord<T>;
-    const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + row * words;
-    for (int s = 0, column = 0; s < num_segments && column < columns; column += segments[s++].columns) {
-      const int width = round_up(std::min(segments[s].columns, columns - column), kLanes);
-      multiply(rows, query, words, segments[s].key, segments[s].key_stride, words, width, scratch.scores + column, kChunk,
-               nullptr);
+    before[r] = maxima[r];
+    maxima[r] = after[r] = mask_row(row + chunk.skipped, count, {hidden - chunk.skipped, shown - chunk.skipped}, maxima[r]);
+  }
+  for (int r = 0; r < kMostRows; r += kLanes)
+    store(row_scale + r, exp2((load<Vec>(before + r) - load<Vec>(after + r)) * scale));
+  for (int r = 0; r < tile.rows; ++r) {
+    const float* row = scratch.scores + r * kChunk;
+    const Vec offset = splat(after[r] * scale);
+    Vec total = scratch.totals[tile.row + r] * row_scale[r];
+    for (int j = chunk.skipped; j < columns; j += kLanes) {
+      const Vec weights = exp2(load<Vec>(row + j) * scale - offset);
+      write(r, j, weights);
+      total += weights;
     }
-    if (p.soft_cap || p.slopes)
-      for (int r = 0; r < rows; ++r) {
-        const float slope = p.slopes ? p.slopes[p.query_head(unit.kv_head, unit.first_row + row + r)] : 0.0f;
-        adjust_scores(scratch.scores + r * kChunk, columns, p.scale, p.soft_cap, slope,
-                      scratch.distance[query_row(r)]);
-      }
-    float row_scale[kRows];
-    for (int r = 0; r < rows; ++r)
-      row_scale[r] = softmax_row(scratch.scores + r * kChunk, columns, masked ? scratch.mask[query_row(r)] : nullptr,
-                                 scale, scratch.maxima[row + r], scratch.totals[row + r]);
-    float* accumulator = scratch.accumulator + row * head_size;
-    for (int s = 0, column = 0; s < num_segments && column < columns; column += segments[s++].columns) {
-      const Segment<T>& segment = segments[s];
-      const float* weights = scratch.scores + column;
-      const int depth = std::min(segment.columns, columns - column);
-      if (segment.wide_value)
-        multiply(rows, weights, kChunk, segment.wide_value, segment.value_stride, depth, head_size, accumulator,
-                 head_size, row_scale);
-      else
-        multiply(rows, weights, kChunk, segment.value, segment.value_stride, depth, head_size, accumulator, head_size,
-                 row_scale);
-      std::fill_n(row_scale, rows, 1.0f);
+    scratch.totals[tile.row + r] = total;
+  }
+}
+
+// Computes with vectors. `segments`: the chunk's cached keys.
+template <typename T>
+void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, const Segment<T>* segments,
+                 const RowTile& tile, int context, int tree_len, Scratch& scratch) {
+  const int head_size = p.head_size, words = head_size / kPerWord<T>, rows = tile.rows;
+  int columns = 0; // up to the last one that a row sees
+  for (int r = 0; r < rows; ++r) columns = std::max(columns, scratch.chunk[tile.query[r]].shown);
+  if (columns <= chunk.skipped) return;
+  const auto* query = reinterpret_cast<const KeyElement<T>*>(scratch.query) + tile.row * words;
+  const int cached = std::min(columns, chunk.cached);
+  for (int s = 0, column = chunk.skipped; column < cached; column += segments[s++].columns) {
+    const int width = round_up(std::min(segments[s].columns, cached - column), kLanes);
+    multiply(rows, query, words, segments[s].key, segments[s].key_stride, words, width, scratch.scores + column, kChunk,
+             nullptr);
+  }
+  TreeColumns tree{};
+  if (columns > chunk.cached) {
+    tree = tree_columns(chunk, tile, context, tree_len, scratch);
+    const auto* key = reinterpret_cast<const KeyElement<T>*>(scratch.tree_key) + tree.from;
+    multiply(rows, query, words, key, scratch.tree_stride, words, round_up(tree.until - tree.from, kLanes),
+             scratch.tree_scores, scratch.tree_stride, nullptr);
+  }
+  float row_scale[kMostRows];
+  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale,
+             [&](int r, int column, Vec weights) { store(scratch.scores + r * kChunk + column, weights); });
+  float* const accumulator = scratch.accumulator + tile.row * head_size;
+  const auto add = [&](const float* weights, int stride, const auto* value, int64_t value_stride, int depth) {
+    multiply(rows, weights, stride, value, value_stride, depth, head_size, accumulator, head_size, row_scale);
+    std::fill_n(row_scale, rows, 1.0f);
+  };
+  for (int s = 0, column = chunk.skipped; column < cached; column += segments[s++].columns) {
+    const int depth = std::min(segments[s].columns, cached - column);
+    if (segments[s].wide_value)
+      add(scratch.scores + column, kChunk, segments[s].wide_value, segments[s].value_stride, depth);
+    else
+      add(scratch.scores + column, kChunk, segments[s].value, segments[s].value_stride, depth);
+  }
+  if (tree.until <= tree.from) return;
+  for (int r = 0; r < rows; ++r) { // weights by tree key
+    const int32_t* visible = scratch.visible.data() + tile.query[r] * tree_len + tree.place[r];
+    const float* row = scratch.scores + r * kChunk + std::max(scratch.chunk[tile.query[r]].hidden, chunk.cached);
+    float* const of_tree = scratch.tree_scores + r * scratch.tree_stride - tree.from;
+    std::fill(of_tree + tree.from, of_tree + tree.until, 0.0f);
+    for (int j = 0; j < tree.count[r]; ++j) of_tree[visible[j]] = row[j];
+  }
+  const T* value = p.tree_value + (p.tree_start[unit.request] + tree.from) * p.value_stride + unit.kv_head * p.value_head_stride;
+  add(scratch.tree_scores, scratch.tree_stride, value, p.value_stride, tree.until - tree.from);
+}
+
+#ifdef SPECPLUG_TILES
+
+// ---- the same in tiles of AMX: scores are products of 32 numbers of the head at once, weighted values of 32 positions.
+// Weights are split into two bfloat16, whose sum has 16 bits.
+
+constexpr int kTilePositions = 32, kTileWidth = 16, kTileElements = kTilePositions * kTileWidth;
+
+// A chunk's cached keys in place, by 16 and by 32 positions; and the values of its last positions as tiles
+// [positions / 32][head_size / 16][16][16][2]: those cached from `tail` on, 0 elsewhere, and a query's tree values.
+struct TiledChunk {
+  const uint16_t* key[kChunk / kTileWidth];
+  const uint16_t* value[kChunk / kTilePositions];
+  int tail;
+  uint16_t* tail_values;
+};
+
+inline TiledChunk tiled_chunk(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, int last, uint16_t* tail_values) {
+  TiledChunk tiled{{}, {}, chunk.cached / kTilePositions * kTilePositions, tail_values};
+  const auto page_at = [&](int position) {
+    const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
+    return p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
+  };
+  for (int column = chunk.skipped; column < chunk.cached; column += kTilePositions) {
+    const uint16_t* page = page_at(chunk.first + column);
+    const int offset = (chunk.first + column) % p.block_size;
+    tiled.key[column / kTileWidth] = page + (int64_t)offset * p.head_size;
+    tiled.key[column / kTileWidth + 1] = page + (int64_t)(offset + kTileWidth) * p.head_size;
+    tiled.value[column / kTilePositions] = page + (int64_t)p.block_size * p.head_size + offset * kTileWidth;
+  }
+  if (last > tiled.tail) {
+    const int groups = (last - tiled.tail + kTilePositions - 1) / kTilePositions, parts = p.head_size / kTileWidth;
+    std::memset(tail_values, 0, (size_t)groups * parts * kTileElements * sizeof(uint16_t));
+    const int count = chunk.cached - std::max(tiled.tail, chunk.skipped);
+    for (int part = 0; count > 0 && part < parts; ++part) {
+      const uint16_t* from = tiled.value[tiled.tail / kTilePositions] + (int64_t)part * kTileWidth * p.block_size;
+      uint16_t* const to = tail_values + part * kTileElements;
+      std::memcpy(to, from, count / 2 * 2 * kTileWidth * sizeof(uint16_t));
+      if (count % 2)
+        for (int d = 0; d < kTileWidth; ++d) to[count / 2 * 2 * kTileWidth + 2 * d] = from[count / 2 * 2 * kTileWidth + 2 * d];
     }
   }
+  return tiled;
+}
+
+// Writes the values of a query's tree keys to their positions in tail_values.
+inline void place_tree_values(const Problem<uint16_t>& p, const Unit& unit, const TiledChunk& tiled, const int32_t* visible,
+                              int position, int count, uint16_t* tail_values) {
+  const int parts = p.head_size / kTileWidth;
+  for (int j = 0; j < count; ++j, ++position) {
+    const uint16_t* value = p.tree_value + (p.tree_start[unit.request] + visible[j]) * p.value_stride +
+                            unit.kv_head * p.value_head_stride;
+    const int place = position - tiled.tail;
+    uint16_t* to = tail_values + place / kTilePositions * parts * kTileElements +
+                   place % kTilePositions / 2 * 2 * kTileWidth;
+    const __mmask32 side = place % 2 ? 0xaaaaaaaau : 0x55555555u;
+    for (int part = 0; part < parts; ++part, to += kTileElements, value += kTileWidth) {
+      const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value)));
+      _mm512_mask_storeu_epi16(to, side, place % 2 ? _mm512_slli_epi32(words, 16) : words);
+    }
+  }
+}
+
+// scores[rows][16 * GROUPS] = query[rows][head_size] @ key, where group g of 16 keys is key[g], [head_size / 2][16][2].
+template <int GROUPS>
+inline void score_groups(const uint16_t* query, int head_size, const uint16_t* const* key, int64_t key_stride, float* scores,
+                         int64_t stride) {
+  _tile_zero(0);
+  if constexpr (GROUPS > 1) _tile_zero(1);
+  if constexpr (GROUPS > 2) _tile_zero(2);
+  if constexpr (GROUPS > 3) _tile_zero(3);
+  for (int d = 0; d < head_size; d += 32) {
+    const int64_t at = d / 2 * key_stride;
+    _tile_loadd(4, query + d, head_size * sizeof(uint16_t));
+    _tile_loadd(6, key[0] + at, key_stride * sizeof(uint16_t));
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (GROUPS > 1) {
+      _tile_loadd(7, key[1] + at, key_stride * sizeof(uint16_t));
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (GROUPS > 2) {
+      _tile_loadd(6, key[2] + at, key_stride * sizeof(uint16_t));
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (GROUPS > 3) {
+      _tile_loadd(7, key[3] + at, key_stride * sizeof(uint16_t));
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  const int64_t bytes = stride * sizeof(float);
+  _tile_stored(0, scores, bytes);
+  if constexpr (GROUPS > 1) _tile_stored(1, scores + kTileWidth, bytes);
+  if constexpr (GROUPS > 2) _tile_stored(2, scores + 2 * kTileWidth, bytes);
+  if constexpr (GROUPS > 3) _tile_stored(3, scores + 3 * kTileWidth, bytes);
+}
+
+inline void score(const uint16_t* query, int head_size, const uint16_t* const* key, int groups, int64_t key_stride,
+                  float* scores, int64_t stride) {
+  for (; groups >= 4; groups -= 4, key += 4, scores += 4 * kTileWidth)
+    score_groups<4>(query, head_size, key, key_stride, scores, stride);
+  if (groups == 3) score_groups<3>(query, head_size, key, key_stride, scores, stride);
+  if (groups == 2) score_groups<2>(query, head_size, key, key_stride, scores, stride);
+  if (groups == 1) score_groups<1>(query, head_size, key, key_stride, scores, stride);
+}
+
+// Adds weights[planes][rows][positions] @ value[positions / 32][PARTS][16][16][2] to PARTS parts of 16 of sums[rows][head_size].
+template <int PARTS>
+inline void add_parts(const uint16_t* weights, int64_t plane, const uint16_t* const* value, int64_t part_stride, int groups,
+                      float* sums, int head_size) {
+  const int64_t bytes = head_size * sizeof(float);
+  _tile_loadd(0, sums, bytes);
+  if constexpr (PARTS > 1) _tile_loadd(1, sums + kTileWidth, bytes);
+  if constexpr (PARTS > 2) _tile_loadd(2, sums + 2 * kTileWidth, bytes);
+  if constexpr (PARTS > 3) _tile_loadd(3, sums + 3 * kTileWidth, bytes);
+  for (int g = 0; g < groups; ++g) {
+    _tile_loadd(4, weights + g * kTilePositions, kChunk * sizeof(uint16_t));
+    _tile_loadd(5, weights + plane + g * kTilePositions, kChunk * sizeof(uint16_t));
+    _tile_loadd(6, value[g], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(0, 5, 6);
+    if constexpr (PARTS > 1) {
+      _tile_loadd(7, value[g] + part_stride, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(1, 5, 7);
+    }
+    if constexpr (PARTS > 2) {
+      _tile_loadd(6, value[g] + 2 * part_stride, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    if constexpr (PARTS > 3) {
+      _tile_loadd(7, value[g] + 3 * part_stride, 64);
+      _tile_dpbf16ps(3, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, bytes);
+  if constexpr (PARTS > 1) _tile_stored(1, sums + kTileWidth, bytes);
+  if constexpr (PARTS > 2) _tile_stored(2, sums + 2 * kTileWidth, bytes);
+  if constexpr (PARTS > 3) _tile_stored(3, sums + 3 * kTileWidth, bytes);
+}
+
+inline void add_values(const uint16_t* weights, int64_t plane, const uint16_t* const* value, int64_t part_stride, int groups,
+                       float* sums, int head_size) {
+  const uint16_t* from[kChunk / kTilePositions];
+  std::copy_n(value, groups, from);
+  for (int d = 0; d < head_size; d += 4 * kTileWidth, sums += 4 * kTileWidth) {
+    const int parts = std::min((head_size - d) / kTileWidth, 4);
+    if (parts == 4)
+      add_parts<4>(weights, plane, from, part_stride, groups, sums, head_size);
+    else
+      add_parts<2>(weights, plane, from, part_stride, groups, sums, head_size);
+    for (int g = 0; g < groups; ++g) from[g] += 4 * part_stride;
+  }
+}
+
+// Splits weights into two bfloat16, a plane each.
+inline void split_weights(__m512 weights, uint16_t* to, int64_t plane) {
+  const __m256i upper = (__m256i)_mm512_cvtneps_pbh(weights);
+  const __m512 rest = _mm512_sub_ps(weights, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), upper);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + plane), (__m256i)_mm512_cvtneps_pbh(rest));
+}
+
+inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, const TiledChunk& tiled,
+                        const RowTile& tile, int context, int tree_len, Scratch& scratch) {
+  const int head_size = p.head_size, rows = tile.rows;
+  int columns = 0; // up to the last one that a row sees
+  for (int r = 0; r < rows; ++r) columns = std::max(columns, scratch.chunk[tile.query[r]].shown);
+  if (columns <= chunk.skipped) return;
+  const auto* query = reinterpret_cast<const uint16_t*>(scratch.query) + tile.row * head_size;
+  const int cached = std::min(columns, chunk.cached);
+  if (cached > chunk.skipped)
+    score(query, head_size, tiled.key + chunk.skipped / kTileWidth, (cached - chunk.skipped + kTileWidth - 1) / kTileWidth,
+          2 * kTileWidth, scratch.scores + chunk.skipped, kChunk);
+  TreeColumns tree{};
+  if (columns > chunk.cached) {
+    tree = tree_columns(chunk, tile, context, tree_len, scratch);
+    const auto* key = reinterpret_cast<const uint16_t*>(scratch.tree_key) + 2 * tree.from;
+    for (int column = tree.from; column < tree.until; column += kTileWidth, key += 2 * kTileWidth)
+      score_groups<1>(query, head_size, &key, 2 * scratch.tree_stride, scratch.tree_scores + column - tree.from,
+                      scratch.tree_stride);
+  }
+  constexpr int64_t kPlane = kMostRows * kChunk;
+  alignas(64) uint16_t weights[2 * kPlane];
+  const int until = round_up(columns, kTilePositions);
+  float row_scale[kMostRows];
+  weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale, [&](int r, int column, Vec whole) {
+    split_weights((__m512)whole, weights + r * kChunk + column, kPlane);
+  });
+  float* const sums = scratch.accumulator + tile.row * head_size;
+  for (int r = 0; r < rows; ++r) {
+    if (round_up(columns, kLanes) < until) split_weights(_mm512_setzero_ps(), weights + r * kChunk + until - kLanes, kPlane);
+    if (row_scale[r] != 1.0f)
+      for (int d = 0; d < head_size; d += kLanes) store(sums + r * head_size + d, load<Vec>(sums + r * head_size + d) * row_scale[r]);
+  }
+  const int whole = std::min(tiled.tail, until), first = chunk.skipped / kTilePositions;
+  if (whole > chunk.skipped)
+    add_values(weights + chunk.skipped, kPlane, tiled.value + first, kTileWidth * p.block_size, whole / kTilePositions - first,
+               sums, head_size);
+  const int from = std::max(whole, chunk.skipped);
+  if (from >= until) return;
+  const int parts = head_size / kTileWidth;
+  const uint16_t* tail[kChunk / kTilePositions];
+  for (int column = from; column < until; column += kTilePositions)
+    tail[(column - from) / kTilePositions] = tiled.tail_values + (column - tiled.tail) / kTilePositions * parts * kTileElements;
+  const auto add_tail = [&](int row, float* to) {
+    add_values(weights + row * kChunk + from, kPlane, tail, kTileElements, (until - from) / kTilePositions, to, head_size);
+  };
+  if (tree.until <= tree.from) return add_tail(0, sums);
+  // Each query has its own path at these positions.
+  for (int row = 0, next; row < rows; row = next) {
+    for (next = row + 1; next < rows && tile.query[next] == tile.query[row];) ++next;
+    const int i = tile.query[row];
+    place_tree_values(p, unit, tiled, scratch.visible.data() + i * tree_len + tree.place[row],
+                      std::max(scratch.chunk[i].hidden, chunk.cached), tree.count[row], tiled.tail_values);
+    std::memcpy(scratch.tail_sums, sums + row * head_size, (next - row) * head_size * sizeof(float));
+    add_tail(row, scratch.tail_sums);
+    std::memcpy(sums + row * head_size, scratch.tail_sums, (next - row) * head_size * sizeof(float));
+  }
+}
+
+// Whether tiles of AMX compute this layer's attention.
+template <typename T>
+bool in_tiles(const Problem<T>& p) {
+  return std::is_same_v<T, uint16_t> && p.layout == Layout::amx && p.head_size % 32 == 0 &&
+         p.block_size % kTilePositions == 0 && has_tiles();
+}
+
+#else
+
+template <typename T>
+bool in_tiles(const Problem<T>&) { return false; }
+
+#endif
+
+// Attends from all rows of the unit to one chunk, whose cached keys end at `context`.
+template <typename T>
+void attend_chunk(const Problem<T>& p, const Unit& unit, int first, int context, int tree_len, bool tiles, Scratch& scratch) {
+  Positions chunk{first, kChunk, 0};
+  int last = 0;
+  for (int i = 0, queries = num_queries(unit, p.group); i < queries; ++i) {
+    const int end = scratch.end[i] - first;
+    const int shown = std::clamp(end, 0, kChunk), hidden = p.window ? std::clamp(end - p.window, 0, shown) : 0;
+    scratch.chunk[i] = {hidden, shown};
+    if (hidden < shown) chunk.skipped = std::min(chunk.skipped, hidden / kSkipped * kSkipped);
+    last = std::max(last, shown);
+  }
+  if (last <= chunk.skipped) return;
+  chunk.cached = std::clamp(context - first, chunk.skipped, last);
+  const auto for_tiles = [&](int most, const auto& keys) {
+    for (RowTile tile{0, 0, {}}; tile.row < unit.num_rows; tile.row += tile.rows) {
+      tile.rows = std::min(most, unit.num_rows - tile.row);
+      for (int r = 0; r < tile.rows; ++r)
+        tile.query[r] = (unit.first_row + tile.row + r) / p.group - unit.first_row / p.group;
+      attend_tile(p, unit, chunk, keys, tile, context, tree_len, scratch);
+    }
+  };
+#ifdef SPECPLUG_TILES
+  if constexpr (std::is_same_v<T, uint16_t>)
+    if (tiles) return for_tiles(kMostRows, tiled_chunk(p, unit, chunk, last, reinterpret_cast<uint16_t*>(scratch.value)));
+#endif
+  Segment<T> segments[kChunk / kGroup + 1];
+  context_chunk(p, unit, first + chunk.skipped, first + chunk.cached, scratch, segments);
+  const Segment<T>* keys = segments;
+  for_tiles(kRows, keys);
 }
 
 inline void store_output(float* out, const float* in, float factor, int n) {
@@ -491,6 +787,8 @@ inline void store_output(uint16_t* out, const float* in, float factor, int n) {
 template <typename T>
 void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   const int head_size = p.head_size;
+  const int context = p.context_lens[unit.request], tree_len = p.tree_lens[unit.request];
+  scratch.resize(head_size, tree_len);
   const auto token = [&](int row) { return p.query_start[unit.request] + (int64_t)(unit.first_row + row) / p.group; };
   const auto head = [&](int row) { return (int64_t)p.query_head(unit.kv_head, unit.first_row + row); };
   for (int row = 0; row < unit.num_rows; ++row) {
@@ -504,22 +802,17 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   }
   std::fill_n(scratch.accumulator, unit.num_rows * head_size, 0.0f);
 
-  const int context = p.context_lens[unit.request], tree_len = p.tree_lens[unit.request];
-  Segment<T> segments[kChunk / kGroup];
-  int num_segments;
-  const bool by_distance = p.uses_distance();
-  const int first = by_distance ? count_visible(p, unit, context, tree_len, scratch) : 0;
-  const int until = p.causal ? context + scratch.visible[num_queries(unit, p.group) - 1] : context;
-  for (int position = first; position < until; position += kChunk) {
-    const int columns = context_chunk(p, unit, position, until, scratch, segments, num_segments);
-    const bool masked = by_distance && context_distances(p, unit, position, columns, context, scratch);
-    attend_chunk(p, unit, segments, num_segments, columns, masked, scratch);
-  }
-  for (int position = 0; position < tree_len; position += kChunk) {
-    const int columns = std::min(kChunk, tree_len - position);
-    const Segment<T> segment = tree_chunk(p, unit, position, columns, scratch);
-    attend_chunk(p, unit, &segment, 1, columns, true, scratch);
-  }
+  find_visible(p, unit, context, tree_len, scratch);
+  transpose_tree(p, unit, tree_len, scratch);
+  const bool tiles = in_tiles(p);
+#ifdef SPECPLUG_TILES
+  std::optional<TilesInUse> in_use;
+  if (const int height = std::min(unit.num_rows, kMostRows); tiles) in_use.emplace(height, height);
+#endif
+  const auto [least, most] = std::minmax_element(scratch.end, scratch.end + num_queries(unit, p.group));
+  const int first = p.window ? std::max(*least - p.window, 0) : 0, until = *most;
+  for (int position = first / kChunk * kChunk; position < until; position += kChunk)
+    attend_chunk(p, unit, position, std::min(context, until), tree_len, tiles, scratch);
 
   for (int row = 0; row < unit.num_rows; ++row) {
     float total = sum_lanes(scratch.totals[row])[0];
@@ -565,7 +858,6 @@ void run(const Problem<T>& p, int num_reqs) {
   std::atomic<size_t> next{0};
   at::parallel_for(0, std::min<int64_t>(num_threads, units.size()), 1, [&](int64_t, int64_t) {
     thread_local Scratch scratch;
-    scratch.resize(p.head_size);
     for (size_t u; (u = next++) < units.size();) attend_unit(p, units[u], scratch);
   });
 }

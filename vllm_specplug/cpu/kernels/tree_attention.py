@@ -24,7 +24,6 @@ import torch
 
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.cpu.kernels.cpu_ops import operators
-from vllm_specplug.utils.environment import multiplies_pairs
 
 #: Layouts of the CPU op.
 KV_LAYOUTS = ("vec", "vec16", "amx")
@@ -107,7 +106,7 @@ def causal_attention(
 ) -> None:
     """Attend from the last tokens of each request to themselves and to all tokens before them, which are in the pages.
 
-    It is for prompts, in C++ only: see ``causal_attention_pays``.
+    It is in C++ only.
 
     Args:
         query, output, kv_cache, kv_layout, block_table, query_start, query_lens, scale: see ``tree_attention``.
@@ -119,11 +118,6 @@ def causal_attention(
     extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
     rows = (seq_lens, query_start, query_lens)
     ops.causal_attention.default(query, output, kv_cache, _is_amx(kv_layout), block_table, *rows, scale, *extras)
-
-
-def causal_attention_pays(dtype: torch.dtype, kv_layout: str) -> bool:
-    """Whether ``causal_attention`` can run here and is faster than vLLM's kernel (``benchmarks/micro/prompts.py``)."""
-    return dtype == torch.bfloat16 and not _is_amx(kv_layout) and multiplies_pairs() and operators() is not None
 
 
 def write_rows(

@@ -3,7 +3,7 @@
 
 #include <c10/util/Half.h>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -49,7 +49,14 @@ inline void store(T* p, V v) {
 }
 inline Vec splat(float x) { return x - Vec{}; } // x - 0 is x; 0 + x would be computed, because of -0
 inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
+// a > b ? a : b, in one instruction.
+#if defined(__AVX512F__)
+inline Vec max(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+inline Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+#endif
 inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
 inline Vec widen(const float* p) { return load<Vec>(p); }
 #if defined(__AVX512F__)
@@ -108,21 +115,19 @@ inline Vec sum_lanes(Vec v) {
   return v + rotate<1>(v);
 }
 
-// Computes 2^x for x <= 0, relative error about 1e-7; exactly 0 below -126.5.
+// Computes 2^x for x <= 0, relative error about 2e-7; exactly 1 for 0, and exactly 0 below -127.
 inline Vec exp2(Vec x) {
   const Vec magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer
   x = max(x, splat(-127.0f));
   const Vec shifted = x + magic;
   const Vec f = x - (shifted - magic);
-  const VecInt exponent = (((VecInt)shifted - (VecInt)magic) + 127) << 23;
-  Vec p = splat(1.535336188319500e-4f); // minimax on [-0.5, 0.5] (Cephes exp2f)
-  p = p * f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
+  Vec p = splat(1.3264728e-3f); // minimax on [-0.5, 0.5], exact at 0
+  p = p * f + 9.671513e-3f;
+  p = p * f + 5.5507336e-2f;
+  p = p * f + 2.4022242e-1f;
+  p = p * f + 6.9314700e-1f;
   p = p * f + 1.0f;
-  return p * (Vec)exponent;
+  return (Vec)((VecInt)p + ((VecInt)shifted << 23)); // the integer is added to the exponent
 }
 
 } // namespace

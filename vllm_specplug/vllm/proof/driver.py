@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.proof import ProofFailed, ProofTree
+from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.scheduler import TreeSchedulerOutput
 from vllm_specplug.gpu.drafters.base import TreeSpeculator
 from vllm_specplug.gpu.timing import StepTimer
@@ -92,8 +93,10 @@ class Driver(ABC):
         num_nodes: nodes of a tree at the most.
         width: nodes that every tree must have.
         max_depth: depth of a tree at the most.
+        keeps_bits: whether a row has the same bits in every batch and in trees, as far as the plugin computes it.
     """
 
+    keeps_bits = False
     num_nodes: int
     width = 0
     max_depth: int
@@ -221,6 +224,7 @@ class DriverV1(Driver):
         super().__init__(worker)
         self.num_nodes = min(MOST_NODES, self.runner.speculative_config.num_speculative_tokens)
         self.max_depth = self.num_nodes
+        self.keeps_bits = operators() is not None
 
     def _enter(self, stack: ExitStack) -> None:
         nothing = attributes(

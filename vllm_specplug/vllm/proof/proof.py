@@ -104,7 +104,7 @@ class Proof:
             [Row(name, logits, plain[position]) for name, position, logits in found]
             for found in (again, self._trees, self._control)
         ]
-        return Evidence(config.dtype, config.hf_text_config.num_hidden_layers, *rows)
+        return Evidence(config.dtype, config.hf_text_config.num_hidden_layers, self._driver.keeps_bits, *rows)
 
     # ---- the prompt
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_world_group
 from vllm.logger import init_logger
@@ -23,6 +24,7 @@ from vllm_specplug.utils import proof_files
 from vllm_specplug.utils.environment import cpu_name, version_of
 from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.vllm.check import find_vllm
+from vllm_specplug.vllm.proof.attention import fault_of_attention
 from vllm_specplug.vllm.proof.driver import Driver, DriverV1, DriverV2, no_drafts_v1
 from vllm_specplug.vllm.proof.proof import CannotProve, Proof
 
@@ -62,7 +64,7 @@ def prove(driver: Driver) -> None:
     except CannotProve as error:
         logger.warning_once("vllm-specplug: trees are served without the proof at start: %s", error)
         return
-    found = evidence.fault() if isinstance(evidence, Evidence) else evidence or ""
+    found = fault_of(evidence)
     fault = next((one for one in _from_all_ranks(found) if one), "")
     seconds = time.perf_counter() - began
     numbers = evidence.summary() if isinstance(evidence, Evidence) else {}
@@ -86,8 +88,25 @@ def prove(driver: Driver) -> None:
     serve_plainly(driver)
 
 
+def fault_of(evidence: Evidence | str | None) -> str:
+    """Return what is wrong; empty if the proof has passed, or on a rank without logits."""
+    if not isinstance(evidence, Evidence):
+        return evidence or ""
+    if envs.VLLM_BATCH_INVARIANT and evidence.keeps_bits and not evidence.in_bits():
+        return (
+            f"{WITHOUT_TREES} gave other bits in another batch, and VLLM_BATCH_INVARIANT=1 asks for the same ones: a "
+            "part of this model is computed by a kernel of vLLM that does not keep them (docs/support.md, same bits)"
+        )
+    return evidence.fault()
+
+
 def describe(numbers: dict[str, float]) -> str:
     """Say in one line what was compared."""
+    if numbers["in_bits"]:
+        return (
+            f"{numbers['rows']:.0f} rows of trees have the bits of plain decoding, in batches of other shapes too "
+            f"(with the mask off they differ by {numbers['control']:.2g})"
+        )
     return (
         f"{numbers['rows']:.0f} rows of trees differ by {numbers['difference']:.2g} from plain decoding, bound "
         f"{numbers['bound']:.2g} (two plain runs: {numbers['plain']:.2g}, with the mask off: {numbers['control']:.2g})"
@@ -114,9 +133,11 @@ def _run(driver: Driver) -> Evidence | str | None:
             except Exception as error:  # of any part of the runner: trees do not run here
                 logger.exception("vllm-specplug: the proof at start broke off")
                 fault = f"{type(error).__name__}: {error}"
-                return fault if proof is None or proof.has_read else f"{WITHOUT_TREES} {fault}"
+                return fault if proof is None or proof.has_read else f"{WITHOUT_TREES} raised {fault}"
             if any(_from_all_ranks(evidence is not None and not evidence.fault())):
                 break
+    if isinstance(driver, DriverV1) and (fault := fault_of_attention(driver.runner)):
+        return fault
     return evidence
 
 
@@ -185,6 +206,7 @@ def facts_of(runner: Any) -> dict[str, Any]:
         "attention": sorted({f"{type(layer.impl).__module__}.{type(layer.impl).__name__}" for layer in layers}),
         "tree attention": options.tree_attention,
         "linear rows": options.linear_rows,
+        "batch invariant": envs.VLLM_BATCH_INVARIANT,
         "compilation": str(config.compilation_config.mode),
         "graphs": str(config.compilation_config.cudagraph_mode),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
@@ -213,7 +235,7 @@ def fingerprint(model: torch.nn.Module) -> str:
 def source_digest() -> str:
     """Return a digest of the plugin's code that computes trees."""
     root, digest = Path(vllm_specplug.__file__).parent, hashlib.sha256()
-    for part in ("core", "kernels", "hosts"):
+    for part in ("core", "cpu", "gpu", "vllm"):
         for path in sorted((root / part).rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
                 digest.update(path.read_bytes())

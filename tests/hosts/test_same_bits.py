@@ -1,0 +1,124 @@
+"""A token's logits have the same bits alone, batched, in trees, in chunks, after cached prefixes and preemptions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.doubles import knowing
+from tests.doubles.architectures import ARCHITECTURES
+from tests.hosts.conftest import acceptance_length, counters, make_prompts, runner_of
+from tests.hosts.test_architectures import CHUNK, start, write_checkpoints  # noqa: F401
+from tests.hosts.test_attention_traits import known  # noqa: F401
+from vllm_specplug.cpu.attention import TreeAttentionImpl
+from vllm_specplug.cpu.kernels.cpu_ops import operators
+
+pytestmark = pytest.mark.skipif(operators() is None, reason="without the operators vLLM's kernels compute plain rows")
+PROMPTS = [
+    {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
+    for prompt in make_prompts(8, seed=3, longest=100)
+]
+KNOWING = {"method": "knowing", "budget": "fixed"}
+Scored = tuple[list[int], torch.Tensor]
+
+
+def params(index: int, drafts: bool) -> SamplingParams:
+    """Every other request is sampled."""
+    return SamplingParams(
+        temperature=0.8 * (index % 2),
+        top_p=0.95 if index % 2 else 1.0,
+        seed=index,
+        max_tokens=24,
+        ignore_eos=True,
+        logprobs=-1,
+        extra_args=None if drafts else {"speculation": False},
+    )
+
+
+class Asking:
+    """Asks an engine, and returns tokens and all their logits."""
+
+    def __init__(self, llm: Any, adapter: LoRARequest | None):
+        self.llm, self._adapter = llm, adapter
+
+    def together(self, indices: list[int], drafts: bool) -> list[Scored]:
+        adapters = [self._adapter if index % 4 < 2 else None for index in indices]
+        prompts = [PROMPTS[index] for index in indices]
+        asked = [params(index, drafts) for index in indices]
+        outputs = self.llm.generate(prompts, asked, use_tqdm=False, lora_request=adapters)
+        return [self._scored(output.outputs[0]) for output in outputs]
+
+    def alone(self, drafts: bool) -> list[Scored]:
+        return [self.together([index], drafts)[0] for index in range(len(PROMPTS))]
+
+    @staticmethod
+    def _scored(sample: Any) -> Scored:
+        logits = [[one[token_id].logprob for token_id in sorted(one)] for one in sample.logprobs]
+        return list(sample.token_ids), torch.tensor(logits)
+
+
+def num_differing(ours: list[Scored], theirs: list[Scored]) -> int:
+    """How many logits differ in a bit; all after a token that differs."""
+    pairs = zip(ours, theirs, strict=True)
+    return sum(int((one[1] != other[1]).sum()) + 1000 * (one[0] != other[0]) for one, other in pairs)
+
+
+def start_knowing(start, folder, name, dtype, **options):  # noqa: F811
+    architecture = ARCHITECTURES[name]
+    scarce = {"num_gpu_blocks_override": architecture.num_blocks + 4, "max_num_batched_tokens": CHUNK}
+    scored = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
+    settings = {**scarce, **scored, "dtype": dtype, "speculative_config": KNOWING, **architecture.options, **options}
+    adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if (folder / "adapter").exists() else None
+    return Asking(start(folder / "target", **settings), adapter)
+
+
+def check(asking: Asking, answers: list[list[int]]) -> list[Scored]:
+    """Compare every way of computing; return the logits without drafts."""
+    asking.llm.reset_prefix_cache()
+    plain = asking.alone(drafts=False)
+    answers[:] = [[*prompt["prompt_token_ids"], *one[0]] for prompt, one in zip(PROMPTS, plain, strict=True)]
+    everything = list(range(len(PROMPTS)))
+    before = counters(asking.llm)
+    assert num_differing(asking.alone(drafts=True), plain) == 0, "alone, with drafts, from cached prefixes"
+    assert acceptance_length(asking.llm, before) > 4
+    asking.llm.reset_prefix_cache()
+    assert num_differing(asking.together(everything, drafts=True), plain) == 0, "all at once, with drafts"
+    assert num_differing(asking.together(everything, drafts=False), plain) == 0, "all at once, without drafts"
+    return plain
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(tmp_path, start, known, name):  # noqa: F811
+    """In bfloat16, with prompts in chunks, preemptions, adapters, windows, sinks, soft caps and M-RoPE."""
+    write_checkpoints(tmp_path, name)
+    asking = start_knowing(start, tmp_path, name, "bfloat16")
+    check(asking, known)
+    assert int(counters(asking.llm)["preemptions"]) > 0 or "enable_lora" in ARCHITECTURES[name].options
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes(tmp_path, start, known, dtype):  # noqa: F811
+    write_checkpoints(tmp_path, "Cohere2")
+    check(start_knowing(start, tmp_path, "Cohere2", dtype), known)
+
+
+@pytest.mark.parametrize("chunk", [16, 48, 512])
+def test_chunks(tmp_path, start, known, chunk):  # noqa: F811
+    write_checkpoints(tmp_path, "Granite")
+    plain = check(start_knowing(start, tmp_path, "Granite", "bfloat16"), known)
+    other = start_knowing(start, tmp_path, "Granite", "bfloat16", max_num_batched_tokens=chunk, max_num_seqs=1)
+    assert num_differing(other.alone(drafts=True), plain) == 0
+
+
+def test_a_sum_in_another_order_is_found(tmp_path, start, known, monkeypatch):  # noqa: F811
+    """vLLM's kernel for plain rows: nothing else is different."""
+    write_checkpoints(tmp_path, "Granite")
+    asking = start_knowing(start, tmp_path, "Granite", "bfloat16")
+    monkeypatch.setattr(TreeAttentionImpl, "_is_ours", lambda *_: False)
+    with pytest.raises(AssertionError, match="with drafts"):
+        check(asking, known)
+    assert runner_of(asking.llm) is not None and knowing.ANSWERS
