@@ -184,7 +184,8 @@ def test_the_tree_of_the_page_is_valid():
         row[: len(text)] = torch.tensor(text)
     counts = torch.tensor([len(text) for text in texts])
     roots = torch.tensor([text[-1] for text in texts])
-    context = DraftContext(roots, token_ids, counts, ("a", "b", "c"), torch.ones(3, dtype=torch.bool), 9)
+    zeros, wanted = torch.zeros_like(counts), torch.ones(3, dtype=torch.bool)
+    context = DraftContext(roots, token_ids, counts, zeros, zeros, ("a", "b", "c"), wanted, 9)
     tree = check_draft(as_draft(names["Branches"]().propose(context)), context, 4).tree
     assert tree.num_rows.tolist() == [5, 1, 1] and tree.token_ids[0].tolist() == [7, 3, 1, 4, 2]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 2], [-1] * 5, [-1] * 5]
