@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.envs as envs
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
@@ -14,8 +15,10 @@ from tests.doubles.architectures import ARCHITECTURES
 from tests.hosts.conftest import acceptance_length, counters, make_prompts, runner_of
 from tests.hosts.test_architectures import CHUNK, start, write_checkpoints  # noqa: F401
 from tests.hosts.test_attention_traits import known  # noqa: F401
+from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.vllm.speculative_config import _check_batch_invariance
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="without the operators vLLM's kernels compute plain rows")
 PROMPTS = [
@@ -112,6 +115,22 @@ def test_chunks(tmp_path, start, known, chunk):  # noqa: F811
     plain = check(start_knowing(start, tmp_path, "Granite", "bfloat16"), known)
     other = start_knowing(start, tmp_path, "Granite", "bfloat16", max_num_batched_tokens=chunk, max_num_seqs=1)
     assert num_differing(other.alone(drafts=True), plain) == 0
+
+
+def test_vllms_switch(tmp_path, start, known, monkeypatch):  # noqa: F811
+    """Where vLLM would load Triton kernels, which a CPU does not run."""
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    write_checkpoints(tmp_path, "Granite")
+    check(start_knowing(start, tmp_path, "Granite", "bfloat16"), known)
+    with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT=1 needs linear_rows='all'.*found linear_rows=0"):
+        start(tmp_path / "target", speculative_config={**KNOWING, "linear_rows": 0})
+
+
+def test_a_runner_that_cannot_keep_it_denies_it(monkeypatch, caplog):
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    with caplog.at_level("WARNING", logger="vllm_specplug"):
+        _check_batch_invariance(parse_options({"method": "lookup"}), on_cpu=False, v2=True)
+    assert "drafts can change texts in 16 bits" in caplog.text
 
 
 def test_a_sum_in_another_order_is_found(tmp_path, start, known, monkeypatch):  # noqa: F811

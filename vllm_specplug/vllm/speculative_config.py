@@ -150,11 +150,7 @@ def build(
     if options.linear_rows is None:
         gains = on_cpu and not v2 and has_avx2()
         options = replace(options, linear_rows=ALL_ROWS if gains else 0)
-    if envs.VLLM_BATCH_INVARIANT and on_cpu and options.linear_rows != ALL_ROWS:
-        raise ConfigError(
-            f"VLLM_BATCH_INVARIANT=1 needs linear_rows='all' and a CPU with AVX2 (found linear_rows="
-            f"{options.linear_rows!r}): vLLM's products depend on the number of rows; leave one of both out"
-        )
+    _check_batch_invariance(options, on_cpu, v2)
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:
@@ -244,6 +240,23 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
             f"Install {report.distribution} {REFERENCE_VERSION} or a vllm-specplug for this version"
         )
     logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
+
+
+def _check_batch_invariance(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
+    """Keep what ``VLLM_BATCH_INVARIANT=1`` promises, or deny it: see docs/same_bits.md."""
+    if not envs.VLLM_BATCH_INVARIANT:
+        return
+    if v2:
+        logger.warning(
+            "VLLM_BATCH_INVARIANT=1: on %s trees are computed by another kernel than other rows: drafts can change "
+            "texts in 16 bits",
+            V2_NAME,
+        )
+    elif on_cpu and options.linear_rows != ALL_ROWS:
+        raise ConfigError(
+            f"VLLM_BATCH_INVARIANT=1 needs linear_rows='all' and a CPU with AVX2 (found linear_rows="
+            f"{options.linear_rows!r}): vLLM's products depend on the number of rows; leave one of both out"
+        )
 
 
 def _check_v2_options(options: TreeOptions, parallel: Any) -> None:
