@@ -102,11 +102,6 @@ def has_avx2() -> bool:
     return "avx2" in _cpu_flags()
 
 
-def multiplies_pairs() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 in AVX-512."""
-    return "avx512_bf16" in _cpu_flags()
-
-
 def has_vnni() -> bool:
     """Whether this CPU has AVX-512 and its products of 8-bit numbers."""
     return _cpu_flags() >= {"avx512f", "avx512_vnni"}
