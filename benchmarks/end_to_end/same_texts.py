@@ -1,9 +1,9 @@
 """Counts the answers that are the same with and without drafts, in one engine: alone, 8 and 32 at once.
 
-    python -m benchmarks.end_to_end.same_texts --questions spec_bench_dev.jsonl --methods eagle2,union --out same_texts.json
+    python -m benchmarks.end_to_end.same_texts --questions spec_bench_dev.jsonl --methods eagle2,union --out texts.json
 
-SmolLM2-135M-Instruct with its shipped drafters, bfloat16, greedy and sampled with a seed.  The reference is each question
-alone without drafts; prefix caching is on.
+SmolLM2-135M-Instruct with its shipped drafters, bfloat16, greedy and sampled with a seed.  The reference is each
+question alone without drafts; prefix caching is on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EAGLE = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 METHODS = {
     "eagle2": EAGLE,
     "union": {"method": "union", "sources": [EAGLE, {"method": "lookup"}]},
-    "medusa": {"method": "medusa", "model": "smollm2-135m-instruct-medusa"},
+    "medusa": {"method": "medusa", "model": "smollm2-135m-instruct"},
     "lookup": {"method": "lookup"},
 }
 BATCHES = (1, 8, 32)
@@ -66,9 +66,8 @@ def compare(asking: Asking) -> dict[str, dict[str, int]]:
                     continue
                 answers = asking(batch, temperature, drafts)
                 same = sum(ours == theirs for ours, theirs in zip(answers, reference, strict=True))
-                kind = (
-                    f"{'sampled' if temperature else 'greedy'}, {batch} at once, {'drafts' if drafts else 'no drafts'}"
-                )
+                sampling, drafting = "sampled" if temperature else "greedy", "drafts" if drafts else "no drafts"
+                kind = f"{sampling}, {batch} at once, {drafting}"
                 found[kind] = {"same": same, "of": len(reference)}
                 print(kind, same, "of", len(reference), flush=True)
     return found
