@@ -9,6 +9,46 @@ UNIT, V2 = "tests/unit/core/", "tests/v2/"
 
 TREE_FAULTS = [
     Fault(
+        "vLLM's attention computes rows without trees",
+        "bits",
+        CPU + "attention.py",
+        "            and operators() is not None\n        )",
+        "            and metadata.max_query_len > 1\n        )",
+        "tests/hosts/test_same_bits.py::test_architectures[Granite]",
+    ),
+    Fault(
+        "chunks of keys begin where a unit's first window does",
+        "bits",
+        CPU + "kernels/tree_attention.cpp",
+        "for (int position = first / kChunk * kChunk; position < until; position += kChunk)",
+        "for (int position = first / kSkipped * kSkipped; position < until; position += kChunk)",
+        "tests/unit/kernels/test_tree_attention.py::test_a_row_alone_has_the_bits_that_it_has_in_a_prompt",
+    ),
+    Fault(
+        "a tile's tree values are one position too late",
+        "bits",
+        CPU + "kernels/tree_attention.cpp",
+        "const int place = position - tiled.tail;",
+        "const int place = std::min(position - tiled.tail + 1, 127);",
+        "tests/unit/kernels/test_tree_attention.py::test_keys_in_pages_and_in_tree_rows_give_the_same_bits",
+    ),
+    Fault(
+        "the proof at start takes every model for one that does not keep bits",
+        "proof",
+        CORE + "proof.py",
+        "return self.keeps_bits and not any(row.num_differing() for row in self.plain)",
+        "return False",
+        "tests/unit/core/test_proof.py::test_where_plain_runs_agree_in_every_bit_trees_must",
+    ),
+    Fault(
+        "the attention check aims at no key at the window's edge",
+        "proof",
+        "vllm_specplug/vllm/proof/attention.py",
+        "edges = [window - 2, window - 1, window, window + 1] if window else [7, 30, 45]",
+        "edges = [7, 8, 9]",
+        "tests/hosts/test_proof.py::test_traits_that_are_wrong_are_caught[sliding window]",
+    ),
+    Fault(
         "a row does not attend to itself in the reference",
         "mask",
         CORE + "layout.py",
