@@ -12,8 +12,8 @@ TREE_FAULTS = [
         "vLLM's attention computes rows without trees",
         "bits",
         CPU + "attention.py",
-        "            and operators() is not None\n        )",
-        "            and metadata.max_query_len > 1\n        )",
+        "    computes_all_rows = True\n",
+        "    computes_all_rows = False\n",
         "tests/hosts/test_same_bits.py::test_architectures[Granite]",
     ),
     Fault(
@@ -39,6 +39,14 @@ TREE_FAULTS = [
         "return self.keeps_bits and not any(row.num_differing() for row in self.plain)",
         "return False",
         "tests/unit/core/test_proof.py::test_where_plain_runs_agree_in_every_bit_trees_must",
+    ),
+    Fault(
+        "sums of earlier chunks are not scaled to the new maximum",
+        "proof",
+        CPU + "kernels/tree_attention.cpp",
+        "store(row_scale + r, exp2((load<Vec>(before + r) - load<Vec>(after + r)) * scale));",
+        "store(row_scale + r, splat(1.0f));",
+        "tests/hosts/test_proof.py::test_it_passes_and_leaves_nothing_behind",
     ),
     Fault(
         "the attention check aims at no key at the window's edge",

@@ -18,7 +18,7 @@ from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of
 from tests.hosts.test_attention_traits import WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed, Row
-from vllm_specplug.cpu import step
+from vllm_specplug.cpu import attention, step
 from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.types import TreeLayout
 from vllm_specplug.utils import proof_files
@@ -174,7 +174,7 @@ def test_kernels_that_do_not_keep_bits_are_judged_by_a_bound(proven, kept_nothin
     (result,) = proof_files.kept()
     assert result["in_bits"] == 0 and result["difference"] <= result["bound"] < result["control"]
     monkeypatch.setattr(worker.envs, "VLLM_BATCH_INVARIANT", True)  # another file is looked for
-    with pytest.raises(ProofFailed, match="gave other bits in another batch, and VLLM_BATCH_INVARIANT=1 asks"):
+    with pytest.raises(ProofFailed, match="gave other bits in another batch, and .* or unset VLLM_BATCH"):
         prove_again(proven)
 
 
@@ -241,7 +241,9 @@ def test_or_it_decodes_plainly(engine, checkpoints, kept_nothing, monkeypatch):
     config = {**TREE, "model": str(checkpoints["eagle"]), "on_failure": "plain"}
     llm = LLM(str(checkpoints["target"]), **ENGINE, speculative_config=config)
     engine.kept.append(llm)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    with monkeypatch.context() as patch:  # the fault may be that of our kernel
+        patch.setattr(attention, "causal_attention", lambda *_: pytest.fail("our kernel computes plain rows"))
+        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
     assert counters(llm)["drafts"] == 0
     values = Counters(runner_of(llm).speculative_config.metrics_file).values()
     counted = [counter.name for counter, value in zip(COUNTERS, values, strict=True) if value]

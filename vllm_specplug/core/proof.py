@@ -149,6 +149,10 @@ class Evidence:
         """Return whether bits are compared: two plain runs of the model agree in all of them."""
         return self.keeps_bits and not any(row.num_differing() for row in self.plain)
 
+    def is_certain(self) -> bool:
+        """Return whether a fault cannot be rounding: a tree row has other bits.  No other text is tried then."""
+        return self.in_bits() and any(row.num_differing() for row in self.trees)
+
     def noise(self) -> float:
         """Return the difference that arithmetic alone explains, by two plain runs and by rounding."""
         spread = max(float((row.plain - row.plain.mean()).square().mean().sqrt()) for row in self.plain)

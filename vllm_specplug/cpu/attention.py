@@ -79,6 +79,9 @@ class TreeAttentionMetadataBuilder(TreeBuilder, CPUAttentionMetadataBuilder):
 
 
 class TreeAttentionImpl(CPUAttentionBackendImpl):
+    #: Whether our kernel computes rows without trees too.
+    computes_all_rows = True
+
     @functools.cached_property
     def traits(self) -> AttentionTraits:
         """Additions of this layer to plain softmax; read from the loaded weights, on first use."""
@@ -155,7 +158,8 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     def _is_ours(self, metadata: TreeAttentionMetadata) -> bool:
         """Whether our kernel computes rows without trees: they then have the same bits however they are batched."""
         return (
-            metadata.causal
+            self.computes_all_rows
+            and metadata.causal
             and getattr(metadata, "dynamic_causal", None) is None
             and self.attn_type == AttentionType.DECODER
             and operators() is not None

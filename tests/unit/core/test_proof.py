@@ -118,7 +118,7 @@ def test_where_plain_runs_agree_in_every_bit_trees_must():
     found.keeps_bits = True
     assert found.in_bits() and found.fault() == ""
     found.trees[1].logits[7] += 1e-6
-    assert found.fault() == f"second differs from plain decoding in 1 of {VOCAB} logits"
+    assert found.fault() == f"second differs from plain decoding in 1 of {VOCAB} logits" and found.is_certain()
     found.keeps_bits = False  # another engine
     assert not found.in_bits() and found.fault() == ""
 

@@ -8,7 +8,8 @@
 //
 // The bits of a row's output depend only on its query and on its visible keys and values in the order of their positions:
 // not on where a key is stored (pages or tree rows), nor on other rows.  So every sum takes the keys by position: chunks
-// begin at multiples of kChunk, scores lie where their positions say, and a hidden key adds an exact 0.
+// begin at multiples of kChunk, scores lie where their positions say, and a hidden key adds an exact 0 (unless its value
+// is infinite: 0 * infinity is NaN).
 //
 // Names: a *row* is a pair of query token and query head of the KV head's group; a *unit* is (request, KV head, tile of
 // rows), the work item of a thread; a *chunk* is kChunk positions, whose cached keys are in *segments* of one page each.
@@ -602,8 +603,12 @@ inline void score_groups(const uint16_t* query, int head_size, const uint16_t* c
   if constexpr (GROUPS > 3) _tile_stored(3, scores + 3 * kTileWidth, bytes);
 }
 
+// The compiler does not know that tiles read memory.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 inline void score(const uint16_t* query, int head_size, const uint16_t* const* key, int groups, int64_t key_stride,
                   float* scores, int64_t stride) {
+  finish_stores();
   for (; groups >= 4; groups -= 4, key += 4, scores += 4 * kTileWidth)
     score_groups<4>(query, head_size, key, key_stride, scores, stride);
   if (groups == 3) score_groups<3>(query, head_size, key, key_stride, scores, stride);
@@ -652,6 +657,7 @@ inline void add_values(const uint16_t* weights, int64_t plane, const uint16_t* c
                        float* sums, int head_size) {
   const uint16_t* from[kChunk / kTilePositions];
   std::copy_n(value, groups, from);
+  finish_stores();
   for (int d = 0; d < head_size; d += 4 * kTileWidth, sums += 4 * kTileWidth) {
     const int parts = std::min((head_size - d) / kTileWidth, 4);
     if (parts == 4)
@@ -685,12 +691,13 @@ inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Posi
   if (columns > chunk.cached) {
     tree = tree_columns(chunk, tile, context, tree_len, scratch);
     const auto* key = reinterpret_cast<const uint16_t*>(scratch.tree_key) + 2 * tree.from;
+    finish_stores();
     for (int column = tree.from; column < tree.until; column += kTileWidth, key += 2 * kTileWidth)
       score_groups<1>(query, head_size, &key, 2 * scratch.tree_stride, scratch.tree_scores + column - tree.from,
                       scratch.tree_stride);
   }
   constexpr int64_t kPlane = kMostRows * kChunk;
-  alignas(64) uint16_t weights[2 * kPlane];
+  alignas(64) uint16_t weights[2 * kPlane + kPlane]; // tiles that begin at a later row read beyond the planes
   const int until = round_up(columns, kTilePositions);
   float row_scale[kMostRows];
   weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale, [&](int r, int column, Vec whole) {

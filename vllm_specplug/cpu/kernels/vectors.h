@@ -49,7 +49,7 @@ inline void store(T* p, V v) {
 }
 inline Vec splat(float x) { return x - Vec{}; } // x - 0 is x; 0 + x would be computed, because of -0
 inline Vec select(VecInt mask, Vec a, Vec b) { return mask ? a : b; }
-// a > b ? a : b, in one instruction.
+// a > b ? a : b, so b if one is NaN; in one instruction.
 #if defined(__AVX512F__)
 inline Vec max(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
 #elif defined(__AVX__)
@@ -118,7 +118,7 @@ inline Vec sum_lanes(Vec v) {
 // Computes 2^x for x <= 0, relative error about 2e-7; exactly 1 for 0, and exactly 0 below -127.
 inline Vec exp2(Vec x) {
   const Vec magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to an integer
-  x = max(x, splat(-127.0f));
+  x = max(splat(-127.0f), x); // this order keeps NaN
   const Vec shifted = x + magic;
   const Vec f = x - (shifted - magic);
   Vec p = splat(1.3264728e-3f); // minimax on [-0.5, 0.5], exact at 0

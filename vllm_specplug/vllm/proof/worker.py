@@ -20,6 +20,8 @@ from vllm.platforms import current_platform
 import vllm_specplug
 from vllm_specplug.config import parts_of
 from vllm_specplug.core.proof import WITHOUT_TREES, Evidence, ProofFailed
+from vllm_specplug.cpu.attention import TreeAttentionImpl
+from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.utils import proof_files
 from vllm_specplug.utils.environment import cpu_name, version_of
 from vllm_specplug.utils.metrics import Counters
@@ -31,6 +33,8 @@ from vllm_specplug.vllm.proof.proof import CannotProve, Proof
 # vLLM shows its own loggers only, and every start is to have this line.
 logger = init_logger("vllm.vllm_specplug")
 
+#: How a fault begins if ``VLLM_BATCH_INVARIANT=1`` asks for bits that the model does not keep.
+OTHER_BITS = "a step without trees gave other bits"
 #: Texts that are tried until one passes.
 MOST_TEXTS = 3
 #: Elements of each parameter that tell one checkpoint from another.
@@ -75,7 +79,9 @@ def prove(driver: Driver) -> None:
             logger.info_once("vllm-specplug: proof at start: passed in %.2f s: %s", seconds, describe(numbers))
         return
     advice = 'or add "on_failure": "plain", which decodes plainly where trees are not proven'
-    if fault.startswith(WITHOUT_TREES):
+    if fault.startswith(OTHER_BITS):
+        advice = "or unset VLLM_BATCH_INVARIANT"
+    elif fault.startswith(WITHOUT_TREES):
         advice = "and if that fails too, vLLM cannot run it on this machine"
     elif config.specplug.on_failure == "plain":
         advice = None
@@ -94,8 +100,8 @@ def fault_of(evidence: Evidence | str | None) -> str:
         return evidence or ""
     if envs.VLLM_BATCH_INVARIANT and evidence.keeps_bits and not evidence.in_bits():
         return (
-            f"{WITHOUT_TREES} gave other bits in another batch, and VLLM_BATCH_INVARIANT=1 asks for the same ones: a "
-            "part of this model is computed by a kernel of vLLM that does not keep them (docs/support.md, same bits)"
+            f"{OTHER_BITS} in another batch, and VLLM_BATCH_INVARIANT=1 asks for the same ones: a "
+            "part of this model is computed by a kernel of vLLM that does not keep them (docs/same_bits.md)"
         )
     return evidence.fault()
 
@@ -134,11 +140,18 @@ def _run(driver: Driver) -> Evidence | str | None:
                 logger.exception("vllm-specplug: the proof at start broke off")
                 fault = f"{type(error).__name__}: {error}"
                 return fault if proof is None or proof.has_read else f"{WITHOUT_TREES} raised {fault}"
-            if any(_from_all_ranks(evidence is not None and not evidence.fault())):
+            if any(_from_all_ranks(evidence is not None and (not evidence.fault() or evidence.is_certain()))):
                 break
-    if isinstance(driver, DriverV1) and (fault := fault_of_attention(driver.runner)):
-        return fault
-    return evidence
+    fault = _fault_of_attention(driver) if isinstance(driver, DriverV1) else ""
+    return fault or evidence
+
+
+def _fault_of_attention(driver: Driver) -> str:
+    try:
+        return fault_of_attention(driver.runner)
+    except Exception as error:
+        logger.exception("vllm-specplug: the comparison of attention kernels broke off")
+        return f"the comparison of attention kernels raised {type(error).__name__}: {error}"
 
 
 def _from_all_ranks(value: Any) -> list[Any]:
@@ -160,6 +173,9 @@ def serve_plainly(driver: Driver) -> None:
     """Decode without trees from now on."""
     runner = driver.runner
     if isinstance(driver, DriverV1):
+        for layer in get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase).values():
+            if isinstance(impl := getattr(layer, "impl", None), TreeAttentionImpl):
+                impl.computes_all_rows = False  # the fault may be our kernel's
         runner.propose_draft_token_ids = no_drafts_v1(runner)
         return
     execute, width = runner.execute_model, driver.speculator.trees.width
@@ -207,6 +223,7 @@ def facts_of(runner: Any) -> dict[str, Any]:
         "tree attention": options.tree_attention,
         "linear rows": options.linear_rows,
         "batch invariant": envs.VLLM_BATCH_INVARIANT,
+        "operators": operators() is not None if current_platform.is_cpu() else None,
         "compilation": str(config.compilation_config.mode),
         "graphs": str(config.compilation_config.cudagraph_mode),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
