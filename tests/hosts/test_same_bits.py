@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import vllm.envs as envs
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 
 from tests.doubles import knowing
 from tests.doubles.architectures import ARCHITECTURES
 from tests.hosts.conftest import acceptance_length, counters, make_prompts, runner_of
-from tests.hosts.test_architectures import CHUNK, start, write_checkpoints  # noqa: F401
+from tests.hosts.test_architectures import CHUNK, SETTINGS, write_checkpoints
 from tests.hosts.test_attention_traits import known  # noqa: F401
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.cpu.attention import TreeAttentionImpl
@@ -23,10 +27,29 @@ from vllm_specplug.vllm.speculative_config import _check_batch_invariance
 pytestmark = pytest.mark.skipif(operators() is None, reason="without the operators vLLM's kernels compute plain rows")
 PROMPTS = [
     {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
-    for prompt in make_prompts(8, seed=3, longest=200)
+    for prompt in make_prompts(8, seed=3, longest=100)
 ]
+#: They are preempted together; two others go beyond the kernel's first chunk of 128 keys.
+CROWD, LONG = list(range(8)), [8, 9]
+PROMPTS += [{"prompt_token_ids": [3 + 7 * i % 147 for i in range(length)]} for length in (120, 190)]
 KNOWING = {"method": "knowing", "budget": "fixed"}
 Scored = tuple[list[int], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def start(engine) -> Iterator[Callable[..., Any]]:
+    """``start(path, **options)``: an engine, kept to the end of the session."""
+
+    def start(path: Path, **options: Any) -> Any:
+        if parallel_state._TP is not None and parallel_state._EP is None:  # experts are spread over its one rank
+            patch.setattr(parallel_state, "_EP", parallel_state._TP)
+        engine.kept.append(LLM(str(path), **{**SETTINGS, **options}))
+        return engine.kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM looks at each model class in a new process, which takes seconds.
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        yield start
 
 
 def params(index: int, drafts: bool) -> SamplingParams:
@@ -70,7 +93,7 @@ def num_differing(ours: list[Scored], theirs: list[Scored]) -> int:
     return sum(int((one[1] != other[1]).sum()) + 1000 * (one[0] != other[0]) for one, other in pairs)
 
 
-def start_knowing(start, folder, name, dtype, **options):  # noqa: F811
+def start_knowing(start, folder, name, dtype, **options):
     architecture = ARCHITECTURES[name]
     scarce = {"num_gpu_blocks_override": architecture.num_blocks + 4, "max_num_batched_tokens": CHUNK}
     scored = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
@@ -84,13 +107,14 @@ def check(asking: Asking, answers: list[list[int]]) -> list[Scored]:
     asking.llm.reset_prefix_cache()
     plain = asking.alone(drafts=False)
     answers[:] = [[*prompt["prompt_token_ids"], *one[0]] for prompt, one in zip(PROMPTS, plain, strict=True)]
-    everything = list(range(len(PROMPTS)))
     before = counters(asking.llm)
     assert num_differing(asking.alone(drafts=True), plain) == 0, "alone, with drafts, from cached prefixes"
     assert acceptance_length(asking.llm, before) > 4
     asking.llm.reset_prefix_cache()
-    assert num_differing(asking.together(everything, drafts=True), plain) == 0, "all at once, with drafts"
-    assert num_differing(asking.together(everything, drafts=False), plain) == 0, "all at once, without drafts"
+    for indices in (CROWD, LONG):
+        alone = [plain[index] for index in indices]
+        assert num_differing(asking.together(indices, drafts=True), alone) == 0, "at once, with drafts"
+        assert num_differing(asking.together(indices, drafts=False), alone) == 0, "at once, without drafts"
     return plain
 
 
