@@ -46,7 +46,8 @@ def test_custom_classes_are_found_again(checkpoints):
         config = pickle.loads(pickle.dumps(args.create_engine_config()))
         found = config.scheduler_config.get_scheduler_cls()
         assert issubclass(found, custom_classes.CountingScheduler)
-        assert [base.__name__ for base in found.__mro__[1:3]] == ["TreeScheduler", "CountingScheduler"]
+        names = [base.__name__ for base in found.__mro__[1:4]]
+        assert names == ["TreeScheduler", "TreeRequestRules", "CountingScheduler"]
 
 
 @pytest.mark.parametrize(
