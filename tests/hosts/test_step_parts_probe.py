@@ -36,7 +36,7 @@ def probed(engine):
 
 def test_an_engine_to_be_measured_in_one_process(engine, checkpoints, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
-    monkeypatch.setattr(bench_worker, "answer", lambda llm, texts: llm)
+    monkeypatch.setattr(bench_worker, "answer", lambda llm, texts, **_: llm)
     seen = []
     monkeypatch.setattr(in_process, "use_served_threads", seen.append)
     _, ask = bench_worker.start({"model": str(checkpoints["target"]), **ENGINE, "in_process": True})

@@ -172,6 +172,7 @@ def rounded_attention(start, monkeypatch):
         )  # fmt: skip
         return output
 
+    monkeypatch.setattr(hosts_attention.TreeAttentionImpl, "computes_all_rows", False)
     monkeypatch.setattr(hosts_attention, "tree_attention", compute)
     monkeypatch.setattr(hosts_attention.CPUAttentionBackendImpl, "forward", forward)
     return engines
