@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
-from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.utils.tables import format_table
-from vllm_specplug.vllm.probes.in_process import start_in_process
+from vllm_specplug.vllm.probes.in_process import start_smollm2
 
 EAGLE = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 METHODS = {
@@ -81,19 +79,11 @@ def main() -> None:
     parser.add_argument("--methods", default="eagle2,union,medusa,lookup")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args()
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     chats = [[{"role": "user", "content": one.text}] for one in read_questions(args.questions, args.limit)]
     found = {}
     for method in args.methods.split(","):
-        engine = {
-            "model": str(prepare()),
-            "dtype": "bfloat16",
-            "max_model_len": 2048,
-            "max_num_seqs": max(BATCHES),
-            "kv_cache_memory_bytes": 1 << 30,
-            "speculative_config": METHODS[method],
-        }
-        found[method] = compare(Asking(start_in_process(engine), chats, args.max_tokens))
+        room = {"max_num_seqs": max(BATCHES), "kv_cache_memory_bytes": 1 << 30, "enable_prefix_caching": True}
+        found[method] = compare(Asking(start_smollm2(METHODS[method], **room), chats, args.max_tokens))
         origin = provenance(baseline="the same question alone without drafts, in the same engine")
         args.out.write_text(json.dumps({"provenance": origin, "answers": found}, separators=(",", ":")) + "\n")
     ways = list(next(iter(found.values())))

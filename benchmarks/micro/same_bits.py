@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import time
@@ -20,9 +19,8 @@ from typing import Any
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.cpu import attention as cpu
 from vllm_specplug.utils.environment import provenance
-from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.utils.tables import format_table
-from vllm_specplug.vllm.probes.in_process import start_in_process
+from vllm_specplug.vllm.probes.in_process import start_smollm2
 
 LENGTHS = (32, 128, 256, 512, 1024)
 BATCHES = (1, 8, 32)
@@ -51,17 +49,8 @@ def main() -> None:
     args = parser.parse_args()
     from vllm import SamplingParams
 
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
-    engine = {
-        "model": str(prepare()),
-        "dtype": "bfloat16",
-        "max_model_len": 2048,
-        "max_num_seqs": max(BATCHES),
-        "kv_cache_memory_bytes": 1 << 30,
-        "enable_prefix_caching": False,
-        "speculative_config": {"method": "eagle2", "model": "smollm2-135m-instruct"},
-    }
-    llm = start_in_process(engine)
+    method = {"method": "eagle2", "model": "smollm2-135m-instruct"}
+    llm = start_smollm2(method, max_num_seqs=max(BATCHES), kv_cache_memory_bytes=1 << 30)
     draw, found = random.Random(0), {}
     for length in LENGTHS:
         params = SamplingParams(temperature=0, max_tokens=1)

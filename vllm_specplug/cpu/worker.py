@@ -8,7 +8,6 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
@@ -21,6 +20,7 @@ from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
 from vllm_specplug.cpu.row_linear import row_linear_layers
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.vllm.proof.driver import attributes
 from vllm_specplug.vllm.proof.worker import ProvesTrees
 
 
@@ -91,8 +91,11 @@ def _triton_operators_left_out() -> Iterator[None]:
     if not envs.VLLM_BATCH_INVARIANT:
         yield
         return
-    module = importlib.import_module("vllm.model_executor.determinism.batch_invariant")
-    with mock.patch.object(module, "init_batch_invariance", lambda *_, **__: None):
+    try:
+        module = importlib.import_module("vllm.model_executor.determinism.batch_invariant")
+    except ModuleNotFoundError:
+        raise ConfigError("VLLM_BATCH_INVARIANT=1 on a CPU needs vLLM 0.32 or newer: leave it out") from None
+    with attributes(module, init_batch_invariance=lambda: None):
         yield
 
 

@@ -21,8 +21,8 @@ def start_in_process(arguments: dict[str, Any]) -> Any:
     return llm
 
 
-def start_smollm2(speculative_config: dict[str, Any], dtype: str = "bfloat16") -> Any:
-    """Start SmolLM2-135M-Instruct as benchmarks of parts of a step serve it."""
+def start_smollm2(speculative_config: dict[str, Any], dtype: str = "bfloat16", **changes: Any) -> Any:
+    """Start SmolLM2-135M-Instruct as benchmarks in one process serve it; ``changes``: other arguments of ``LLM``."""
     os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
     arguments = {
         "model": str(prepare()),
@@ -32,6 +32,7 @@ def start_smollm2(speculative_config: dict[str, Any], dtype: str = "bfloat16") -
         "kv_cache_memory_bytes": 256 << 20,
         "enable_prefix_caching": False,
         "speculative_config": speculative_config,
+        **changes,
     }
     return start_in_process(arguments)
 

@@ -21,10 +21,11 @@ from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.tree_attention import causal_attention
 
-#: Largest difference that rounding explains, as a part of the largest value.  vLLM's kernel for AMX rounds weights to
-#: bfloat16; a key more or less changes the output by a half and more.
+#: Largest difference that rounding explains, as a part of the largest value: vLLM's kernel for AMX rounds weights to
+#: bfloat16.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-#: Last tokens of the long request that are compared, tokens without a window, and the longest window that is tried.
+#: Last tokens of the long request that are compared; its tokens if the layer has no window, more than two chunks of the
+#: kernel; and the longest window that is tried, in tokens.
 ROWS, TOKENS, LONGEST_WINDOW = 24, 300, 8192
 #: Score of the key that a query is aimed at, before a soft cap; with one, so many caps.
 AIM, CAPS = 16.0, 2.0
@@ -48,8 +49,8 @@ def fault_of_attention(runner: Any) -> str:
             continue
         window, dtype = impl.traits.window, runner.model_config.dtype
         kind = (window, impl.traits.soft_cap, impl.num_heads, impl.num_kv_heads, impl.head_size, layer.isa)
-        is_alone = impl.traits.sinks is not None or impl.traits.alibi_slopes is not None
-        if window > LONGEST_WINDOW or (kind in seen and not is_alone):
+        has_own_values = impl.traits.sinks is not None or impl.traits.alibi_slopes is not None
+        if window > LONGEST_WINDOW or (kind in seen and not has_own_values):
             continue
         seen.add(kind)
         difference, keeps_bits = compare_kernels(layer, dtype, block_sizes[name])
