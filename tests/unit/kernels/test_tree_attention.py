@@ -440,7 +440,7 @@ def prompt_inputs(seq_lens=(5, 300, 129, 64, 700), query_lens=(5, 200, 0, 1, 333
     """Arguments of ``causal_attention``, and the same as trees: chains behind a context, their keys from the pages."""
     made = make_inputs(seq_lens, query_lens, tree_lens=query_lens, causal=True, **changes)
     names = ("query", "output", "kv_cache", "kv_layout", "block_table", "query_start", "query_lens", "scale")
-    as_trees = dict(made, tree_key=made["tree_key"].clone(), tree_value=made["tree_value"].clone())
+    as_trees = dict(made, **{name: made[name].clone() for name in ("tree_key", "tree_value", "output")})
     as_trees["context_lens"] = made["context_lens"] - made["query_lens"]
     for request, (total, rows) in enumerate(zip(seq_lens, query_lens, strict=True)):
         pages = made["kv_cache"][made["block_table"][request, : -(-total // made["kv_cache"].shape[2])].long()]
