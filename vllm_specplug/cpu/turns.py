@@ -16,7 +16,7 @@ class DrawnStates:
     """Keeps the states of generators along each request's last path."""
 
     def __init__(self) -> None:
-        #: By request: the state behind each token of its last walk.
+        #: By request: the state after each token of its last walk.
         self._states: dict[str, list[torch.Tensor]] = {}
 
     def walked(self, req_ids: Sequence[str], drawn: dict[int, list[torch.Tensor]]) -> None:

@@ -54,7 +54,7 @@ class SampledWalk:
         histories: by request, its output tokens; changed during the walk and restored after it.  None: not needed.
 
     Attributes:
-        drawn: by batch index, the state of the request's generator behind each token of its path.
+        drawn: by batch index, the state of the request's generator after each token of its path.
     """
 
     def __init__(self, sampler: Any, sampling_metadata: SamplingMetadata, histories: list[list[int] | None]):

@@ -1,4 +1,4 @@
-"""What the schedulers of both runners do for single requests: ends of turns, and namespaces of shared texts."""
+"""Rules for single requests in the schedulers of both runners: ends of turns, and namespaces of shared texts."""
 
 from __future__ import annotations
 
