@@ -54,7 +54,7 @@ COMMANDS = (
     Case("bench --questions DIR/questions.jsonl --max-tokens 0", "--max-tokens must be at least 1"),
     Case("bench --questions DIR/questions.jsonl --target DIR/nowhere", "there is no config.json"),
     Case("report DIR/nowhere.json", "cannot be read: No such file"),
-    Case("report DIR/text.txt", "is not JSON"),
+    Case("report DIR/text.txt", "is not one JSON object"),
     Case("top http://127.0.0.1:1", "Connection refused"),
     Case("inspect DIR/nowhere", "does not exist"),
     Case("inspect DIR/empty", "has no config.json"),

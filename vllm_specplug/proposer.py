@@ -311,7 +311,7 @@ class Method:
     """
 
     name: str
-    options: type
+    options: type[Any]
     make: Callable[[Any], Proposer] | None = None
     make_on_device: Callable[[Any], DeviceProposer] | None = None
     model: ModelDrafter | None = None

@@ -103,6 +103,8 @@ class Counters:
 
     def recent(self) -> tuple[float, float]:
         """Return what ``set_recent`` noted, summed over the replicas."""
+        if self._map is None:
+            return 0.0, 0.0
         found = [struct.unpack_from("2d", self._map, start + _RECENT_START) for start in self._replicas()]
         return sum(drafts for drafts, _ in found), sum(helpful for _, helpful in found)
 
