@@ -187,11 +187,12 @@ class RecordOptions(TreeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle2Options(RecordOptions):
-    """Options of ``{"method": "eagle2"}`` (EAGLE-2, section 4; defaults by measurement on CPU).
+class GrownOptions(TreeOptions):
+    """Options of methods that draft level by level, where the drafter is likely right (EAGLE-2, section 4).
+
+    The defaults are by measurement of EAGLE heads on a CPU.
 
     Attributes:
-        model: drafter: a directory, a Hugging Face repository or the short name of a shipped drafter.
         draft_depth: levels of the draft tree; the first comes with the drafter's re-seeding
             forward, each further one costs one drafter forward.
         draft_top_k: beam width and children per node; 1 gives EAGLE-1 chains.
@@ -200,26 +201,17 @@ class Eagle2Options(RecordOptions):
         min_level_value: no further level is drafted if the values of the nodes to feed sum up to less, in expected
             tokens per request; by default 0.5 with a fixed budget, else 0.  With a fixed budget and both at 0 the
             trees are those of the paper.
-        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI, or AVX2 and no AVX-512); the default with
-            VNNI and bfloat16 weights, unless the CPU has AMX and ``linear_rows`` is "all".
     """
 
-    method: ClassVar[str] = "eagle2"
-    drafter_packages: ClassVar[tuple[str, ...]] = ("hass", "eagle2")
     has_draft_probs: ClassVar[bool] = True
     #: Above temperature 0, drafts use the noise that the target's sampler will use.
     coupled: ClassVar[bool] = True
-    #: With a draft vocabulary on a CPU: most tokens of the requests' own texts that are drafted beside it, over all
-    #: requests of a step.
-    context_vocabulary: ClassVar[int] = 512
 
-    model: str
     num_speculative_tokens: int = 8
     draft_depth: int = 6
     draft_top_k: int = 3
     min_node_value: float | None = None
     min_level_value: float | None = None
-    draft_int8: bool | None = None
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,8 +232,6 @@ class Eagle2Options(RecordOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_string("model", self.model)
-        require_optional_bool("draft_int8", self.draft_int8)
         require_int("draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
         require_int("draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
         if self.min_node_value is not None:
@@ -272,12 +262,37 @@ class Eagle2Options(RecordOptions):
         return max_nodes(self.draft_depth, self.draft_top_k)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Eagle2Options(GrownOptions, RecordOptions):
+    """Options of ``{"method": "eagle2"}`` (EAGLE-2, section 4).
+
+    Attributes:
+        model: drafter: a directory, a Hugging Face repository or the short name of a shipped drafter.
+        draft_int8: compute drafts in 8 bits (V1 runner on a CPU with VNNI, or AVX2 and no AVX-512); the default with
+            VNNI and bfloat16 weights, unless the CPU has AMX and ``linear_rows`` is "all".
+    """
+
+    method: ClassVar[str] = "eagle2"
+    drafter_packages: ClassVar[tuple[str, ...]] = ("hass", "eagle2")
+    #: With a draft vocabulary on a CPU: most tokens of the requests' own texts that are drafted beside it, over all
+    #: requests of a step.
+    context_vocabulary: ClassVar[int] = 512
+
+    model: str
+    draft_int8: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_string("model", self.model)
+        require_optional_bool("draft_int8", self.draft_int8)
+
+
 #: Options that the size of a tree follows from.
 _TREE_SIZES = ("num_speculative_tokens", "draft_depth", "draft_top_k")
 
 
 def max_nodes(draft_depth: int, draft_top_k: int) -> int:
-    """Return how many nodes are drafted before reranking, see ``Eagle2Options.max_nodes``."""
+    """Return how many nodes are drafted before reranking, see ``GrownOptions.max_nodes``."""
     return draft_top_k + (draft_depth - 1) * draft_top_k**2
 
 

@@ -35,7 +35,8 @@ _REFUSED = {
     "dspark": (f"a DSpark drafter, {_PARALLEL}", "vLLM's own method 'dspark' drafts chains from it"),
     "mtp": (
         "MTP layers, which belong to a target's own checkpoint",
-        "vLLM's own method 'mtp' drafts chains from them",
+        "the method 'mtp_tree', without 'model', drafts trees from those in the target's own; vLLM's own method 'mtp' "
+        "drafts chains from those in another",
     ),
     "mlp_speculator": ("an MLP speculator", "use an EAGLE, HASS, EAGLE-3 or Medusa head for this target"),
     "medusa": ("a set of Medusa heads", "the method 'medusa' serves it"),

@@ -89,6 +89,11 @@ def of_the_last_state(config: dict, tensors: Tensors) -> Tensors:
     """It reads the target's last hidden state as it is: nothing combines layers, and no norm has weights for it."""
     del config["eagle_aux_hidden_state_layer_ids"], tensors["fc.weight"], tensors["midlayer.hidden_norm.weight"]
     config["eagle_config"] = {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": []}
+    for name, tensor in tensors.items():  # the head was trained on other states: it goes by the embedding
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensor[:, tiny.HIDDEN :] = 0
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 50
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 

@@ -17,7 +17,7 @@ from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-METHODS = ("eagle2", "hass", "lookup", "medusa", "swift", "union")
+METHODS = ("eagle2", "hass", "lookup", "medusa", "mtp_tree", "swift", "union")
 KEYS = (
     "model", "num_speculative_tokens", "draft_depth", "draft_top_k", "min_node_value", "min_level_value",
     "verification", "typical_epsilon", "typical_delta", "trace_trees", "tree", "dynamic", "sources", "min_match",
@@ -44,7 +44,7 @@ def test_configurations(method, given_options):
 @FUZZ
 @given(st.sampled_from(METHODS), st.sampled_from(KEYS), VALUES)
 def test_configurations_with_one_odd_value(method, key, value):
-    model = {} if method in ("lookup", "swift", "union") else {"model": "smollm2-135m-instruct"}
+    model = {} if method in ("lookup", "mtp_tree", "swift", "union") else {"model": "smollm2-135m-instruct"}
     sources = {"sources": [{"method": "lookup"}]} if method == "union" else {}
     check_configuration({"method": method, **model, **sources, key: value})
 

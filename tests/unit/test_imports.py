@@ -37,6 +37,7 @@ LAZY_ENTRY_POINTS = {
     "vllm_specplug.proposer": "a method names the classes that run its drafter in vLLM",
     "vllm_specplug.proposers.eagle2": "as above",
     "vllm_specplug.proposers.medusa": "as above",
+    "vllm_specplug.proposers.mtp": "as above",
     "vllm_specplug.proposers.swift": "as above",
     "vllm_specplug.proposers.training.data": "`specplug data` starts an engine that answers the prompts",
     "vllm_specplug.bench.workers": "`specplug bench` starts an engine per method, each in its own process",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doubles import published, tiny
+from tests.doubles import mtp, published, tiny
 from tests.hosts.conftest import WHOLE, acceptance_length, counters
-from tests.v2.conftest import ENGINE, answers, same
+from tests.v2.conftest import ENGINE, PLAIN, answers, same
 from vllm_specplug.proposers.eagle3.train import Eagle3Options, Eagle3Task
 from vllm_specplug.proposers.training.features import load_features
 from vllm_specplug.proposers.training.trainer import RunSettings, train
@@ -46,15 +46,27 @@ def test_reduced_vocabulary(engine, prompts, plain):
     assert Counters(metrics_file).recent() == (watch.all.drafts, watch.all.helpful)
 
 
-def test_eagle3_as_others_publish_it(engine, prompts, plain, eagle3, checkpoints, tmp_path):
+def as_modelopt(config, tensors):
     """Another width than the target's, another name of the layer, and ids where this runner of vLLM does not look."""
+    return published.as_modelopt(config, published.of_another_width(config, tensors))
 
-    def change(config, tensors):
-        return published.as_modelopt(config, published.of_another_width(config, tensors))
 
-    checkpoints["published"] = published.rewrite(
-        checkpoints[eagle3], tmp_path / "published", change, checkpoints["target"]
-    )
-    llm = engine("published", TREE, **ENGINE)
+@pytest.mark.parametrize(
+    ("change", "least"),
+    [(as_modelopt, 1.8), (published.with_two_qwen3_layers, 1.4), (published.of_the_last_state, 1.1)],
+)
+def test_eagle3_as_others_publish_it(engine, prompts, plain, eagle3, checkpoints, tmp_path, change, least):
+    path = published.rewrite(checkpoints[eagle3], tmp_path / change.__name__, change, checkpoints["target"])
+    checkpoints[path.name] = path
+    llm = engine(path.name, TREE, **ENGINE)
     assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
-    assert acceptance_length(llm) > 1.8
+    assert acceptance_length(llm) > least
+
+
+def test_published_mtp_layers(engine, prompts, checkpoints, tmp_path):
+    """MiMo: the target's own layer drafts."""
+    checkpoints["mimo"] = mtp.write_with_mtp(tmp_path / "mimo", "MiMo")
+    expected = answers(engine(target="mimo", **PLAIN), prompts[:2])
+    llm = engine(target="mimo", speculative_config={**TREE, "method": "mtp_tree"}, **ENGINE)
+    assert same(answers(llm, prompts[:2]), expected)
+    assert acceptance_length(llm) > 1.2

@@ -27,6 +27,7 @@ from vllm_specplug.gpu.sampler import TreeRejectionSampler
 from vllm_specplug.gpu.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.gpu.slot_params import SlotParams
 from vllm_specplug.proposer import find_method
+from vllm_specplug.proposers.eagle2.layout import AUX_KEY
 from vllm_specplug.types import Walk
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.lazy import load
@@ -123,6 +124,8 @@ class TreeRunner:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
+        if (self.speculative_config.draft_entries or {}).get(AUX_KEY) == []:
+            self.use_aux_hidden_state_outputs = False  # of an EAGLE-3 head that reads the last hidden state
         super().load_model(*args, **kwargs)
         self.speculator.load_heads(self.model)
         self.model_state = TreeModelState(self.model_state, self)

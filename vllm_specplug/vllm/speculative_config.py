@@ -31,6 +31,7 @@ from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multipl
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 from vllm_specplug.vllm.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
+from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.features import (
     V2_NAME,
@@ -60,7 +61,7 @@ EAGLE_MODEL = "vllm_specplug.vllm.drafters.eagle_model:SpecPlugEagleForCausalLM"
 
 @config
 class TreeSpeculativeConfig(SpeculativeConfig):
-    """vLLM's configuration of ``eagle``, ``eagle3`` or a custom drafter, with our options beside it.
+    """vLLM's configuration of ``eagle``, ``eagle3``, ``mtp`` or a custom drafter, with our options beside it.
 
     vLLM does what it does for those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
     lookahead slots.  The class is importable and picklable, because it is sent to the engine core and the workers.
@@ -103,6 +104,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self):
         result = super().__post_init__()
         _register_model()
+        if self.method == "mtp":
+            check_class(self)
         entries = {"architectures": [EAGLE_ARCHITECTURE]} if self.method == "eagle" else {}
         entries |= self.draft_entries or {}
         for key, value in entries.items():
@@ -160,6 +163,8 @@ def build(
         by_default = target_model_config.dtype == torch.bfloat16 and has_vnni() and not in_tiles
         resolved = _resolve_int8(drafter.options, supports_int8, by_default)
         options = with_drafter(options, resolved)
+        if drafter.vllm_method == "mtp":
+            options = fit_modules(options, target_model_config)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
     if vllm_method == "custom_class":
         vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
@@ -285,9 +290,9 @@ def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
     if kv_transfer_config is None or drafter is None or not find_method(drafter.method).model.is_vllm_model:
         return
     if options is not drafter or options.budget == "measured":
-        found = f"method={options.method!r}, budget={options.budget!r}"
+        name, found = getattr(drafter, "model", drafter.method), f"method={options.method!r}, budget={options.budget!r}"
         raise ConfigError(
-            f"with a KV connector drafter {drafter.model!r} must read every prompt, as its rows are stored too "
+            f"with a KV connector drafter {name!r} must read every prompt, as its rows are stored too "
             f"(found {found}): use method {drafter.method!r} with budget='fixed', or a method without an EAGLE drafter"
         )
 

@@ -291,7 +291,7 @@ REFUSED = {
     "MTP": (
         {"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"},
         {"layers.61.eh_proj.weight": torch.zeros(4, 8), "layers.61.enorm.weight": torch.ones(4)},
-        "MTP layers, which belong to a target's own checkpoint: vLLM's own method 'mtp'",
+        "MTP layers, which belong to a target's own checkpoint: the method 'mtp_tree', without 'model', drafts",
     ),
     "Medusa": (
         {},

@@ -1,4 +1,4 @@
-"""EAGLE on the V1 runner: vLLM's model loading, paged KV and first forward; our growth of trees."""
+"""EAGLE and MTP on the V1 runner: vLLM's model loading, paged KV and first forward; our growth of trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_specplug.config import Eagle2Options, model_drafter
+from vllm_specplug.config import GrownOptions, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.cpu.attention import level_metadata
@@ -34,7 +34,7 @@ from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.context_writer import ContextWriter
-from vllm_specplug.vllm.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch
+from vllm_specplug.vllm.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch, pair_of
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetHead, TargetParts
 
@@ -44,7 +44,7 @@ WRITTEN_ROWS = 32
 
 
 class TreeEagleProposer(DraftHooks, EagleProposer):
-    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees) on vLLM's paged draft KV.
+    """EAGLE-2 (and EAGLE-3 heads and MTP layers in EAGLE-2 trees) on vLLM's paged draft KV.
 
     The first forward of a draft phase is vLLM's own.  It runs the drafter over the accepted tokens with the target's
     hidden states (stable KV); if there are many rows, only over the last row of each request.  The levels after it
@@ -55,7 +55,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
         super().__init__(vllm_config, device, runner)
-        self.options: Eagle2Options = model_drafter(vllm_config.speculative_config.specplug)
+        self.options: GrownOptions = model_drafter(vllm_config.speculative_config.specplug)
         self.runner = runner
         #: ``StepPlan.path_index`` on the drafter's device.
         self.path_index: torch.Tensor | None = None
@@ -104,12 +104,12 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         super()._maybe_share_lm_head(target_language_model)
         self._head = TargetHead(self._target_model, self.vllm_config.model_config.get_hidden_size(), self.dtype)
-        self._scorer = EagleScorer(self.model, self._head, bool(self.options.draft_int8))
+        self._scorer = EagleScorer(self.model, self._head, bool(getattr(self.options, "draft_int8", False)))
         self._vocabulary = self.vocabulary_beside(self._scorer)
 
     def vocabulary_beside(self, scorer: EagleScorer) -> ContextVocabulary | None:
         """Make the rows of the requests' own tokens beside a draft vocabulary; None if there are none."""
-        size = self.options.context_vocabulary
+        size = getattr(self.options, "context_vocabulary", 0)
         if scorer.head is None or self.device.type != "cpu" or not self._head.gathers or not size:
             return None
         return ContextVocabulary(
@@ -215,7 +215,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self.num_speculative_tokens = self.speculative_config.num_speculative_tokens
         assert self._first_pass is not None
         num_rows, rows, metadata = self._first_pass
-        score, feed = self._last_output
+        score, feed = pair_of(self._last_output)
         levels = EagleLevels(
             self.model,
             self._scratch,
@@ -360,12 +360,13 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
             self.context.key_value(self.input_ids[rows], self.positions[rows], self.hidden_states[rows])
             num_rows = 1
         with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
-            hidden, _ = self.model(
+            output = self.model(
                 input_ids=self.input_ids[:num_rows],
                 positions=self._get_positions(num_rows),
                 hidden_states=self.hidden_states[:num_rows],
                 inputs_embeds=None,
             )
+            hidden, _ = pair_of(output)
         if not is_first:
             self._score(hidden[:num_rows], self.options.draft_top_k)
 

@@ -12,7 +12,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_specplug.config import Eagle2Options
+from vllm_specplug.config import GrownOptions
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.cpu.row_linear import row_linear_layers
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -76,7 +76,7 @@ class LevelScratch:
         self,
         vllm_config: Any,
         layer_names: Collection[str],
-        options: Eagle2Options,
+        options: GrownOptions,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -148,6 +148,11 @@ class EagleLevels:
         return run_level(self._model, self._scratch, token_ids, features, positions, metadata)
 
 
+def pair_of(output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a drafter's input of the LM head, and of its next level; many have the same for both."""
+    return output if isinstance(output, tuple) else (output, output)
+
+
 def run_level(
     model: torch.nn.Module,
     scratch: LevelScratch,
@@ -169,5 +174,5 @@ def run_level(
             hidden_states=features.flatten(0, 1),
             inputs_embeds=None,
         )
-    score, feed = output if isinstance(output, tuple) else (output, output)
+    score, feed = pair_of(output)
     return DraftFeatures(score.unflatten(0, token_ids.shape), feed.unflatten(0, token_ids.shape))

@@ -1,0 +1,65 @@
+"""Trees from a target's own MTP layers: the tokens are those of plain vLLM, and drafts are accepted."""
+
+from __future__ import annotations
+
+import pytest
+from vllm import SamplingParams
+from vllm.model_executor.models import registry
+
+from tests.doubles import mtp
+from tests.hosts.conftest import (
+    WHOLE,
+    acceptance_length,
+    check_prefix_cache_hits,
+    counters,
+    make_prompts,
+    runner_of,
+    token_ids,
+)
+from vllm_specplug.config import ConfigError
+
+TREE = {"method": "mtp_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
+SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
+#: Every other request is sampled; some prompts are longer than a step's tokens.
+PROMPTS = [
+    {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
+    for prompt in make_prompts(8, seed=3, longest=100)
+]
+PARAMS = [
+    SamplingParams(temperature=0.8 * (i % 2), top_p=0.95 if i % 2 else 1.0, seed=i, max_tokens=40, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seen_at_once():
+    """vLLM looks at each model class in a new process, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        yield
+
+
+@pytest.fixture(scope="module", params=mtp.FAMILIES)
+def target(request, checkpoints, tmp_path_factory) -> str:
+    checkpoints[request.param] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "target", request.param)
+    return request.param
+
+
+def test_same_as_plain(engine, target, expert_group):
+    """Too few KV blocks, chunked prefill, then prompts that continue answers."""
+    plain = engine(target=target, **SETTINGS)
+    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
+    scarce = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64}
+    llm = engine(target=target, speculative_config=TREE, **scarce, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert counters(llm)["preemptions"] > 0
+    assert acceptance_length(llm) > 1.2
+    assert runner_of(llm).drafter.draft_layers
+    check_prefix_cache_hits(plain, llm, PROMPTS[:2])
+
+
+def test_a_target_without_mtp_layers(engine):
+    with pytest.raises(
+        ConfigError, match="vLLM finds no MTP layers in .*use a model that has some, or the method eagle2"
+    ):
+        engine(speculative_config=TREE)
