@@ -47,6 +47,12 @@ def _glm(tensors: Tensors) -> Tensors:
     return _block(tensors, "model.layers.1.", f"{layer}.") | norms | {f"{layer}.eh_proj.weight": _projection(True)}
 
 
+def _ernie(tensors: Tensors) -> Tensors:
+    norms = _norms("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0")
+    block = _block(tensors, "model.layers.0.", "model.mtp_block.0.")
+    return block | norms | {"model.mtp_linear_proj.0.weight": _projection(True)}
+
+
 GLM = Architecture(
     "Glm4MoeConfig",
     "",
@@ -60,10 +66,23 @@ GLM = Architecture(
         **EXPERTS,
     },
 )
+ERNIE = Architecture(
+    "Ernie4_5_MoeConfig",
+    "",
+    {
+        "tie_word_embeddings": False,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        **EXPERTS,
+    },
+)
 #: By family: how its target is written, and the tensors of its MTP layer.
 FAMILIES: dict[str, tuple[Callable[[Path], object], Callable[[Tensors], Tensors]]] = {
     "MiMo": (lambda path: tiny.write_target(path, family="qwen2"), _mimo),
     "GLM-4 MoE": (lambda path: write_target(path, GLM), _glm),
+    "ERNIE": (lambda path: write_target(path, ERNIE), _ernie),
 }
 
 

@@ -63,3 +63,14 @@ def test_a_target_without_mtp_layers(engine):
         ConfigError, match="vLLM finds no MTP layers in .*use a model that has some, or the method eagle2"
     ):
         engine(speculative_config=TREE)
+
+
+def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path_factory):
+    """The budget times the layer's forwards at start, and drafting pauses."""
+    checkpoints["union"] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "union", "MiMo")
+    expected = token_ids(engine(target="union", **SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    sources = [{"method": "mtp_tree"}, {"method": "lookup"}]
+    union = {"method": "union", "sources": sources, "budget": "measured", "num_speculative_tokens": 12}
+    llm = engine(target="union", speculative_config=union, **SETTINGS)
+    assert runner_of(llm).drafter.draft_layers
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
