@@ -88,7 +88,7 @@ def main() -> None:
     found = {}
     drafting, undrafted = [(batch, True) for batch in BATCHES], [(batch, False) for batch in BATCHES[:-1]]
     for method in args.methods.split(","):
-        room = {"max_num_seqs": max(BATCHES), "kv_cache_memory_bytes": 1 << 30, "enable_prefix_caching": True}
+        room = {"max_num_seqs": max(BATCHES), "kv_cache_memory_bytes": 3 << 30, "enable_prefix_caching": True}
         asking = Asking(start_smollm2(METHODS[method], **room), chats, args.max_tokens)
         found[method] = compare(asking, drafting if found else drafting + undrafted)
         origin = provenance(baseline="32 questions at once without drafts, in the same engine")
