@@ -26,6 +26,7 @@ from vllm_specplug.gpu.rounds import check_batch
 from vllm_specplug.gpu.sampler import TreeRejectionSampler
 from vllm_specplug.gpu.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.gpu.slot_params import SlotParams
+from vllm_specplug.gpu.tree_graphs import wrap_init_candidates
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Walk
 from vllm_specplug.utils.frames import with_room
@@ -56,6 +57,13 @@ PATCHES = (
         parameters=("vllm_config", "device", "req_states"),
         reason="vLLM's list of speculators is closed, and its runner accepts no other",
         wrap=_wrap_init_speculator,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        attribute="_init_candidates",
+        parameters=("self",),
+        reason="vLLM makes its managers itself, and derives full graphs from the sizes of its piecewise ones",
+        wrap=wrap_init_candidates,
     ),
 )
 
