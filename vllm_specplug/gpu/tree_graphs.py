@@ -15,7 +15,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_specplug.gpu.graph_sizes import request_counts
-from vllm_specplug.gpu.rounds import shapes
+from vllm_specplug.gpu.rounds import most_rows, shapes
 
 
 def wrap_init_candidates(original: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -62,7 +62,10 @@ def _counts(manager: Any, config: Any, width: int) -> Iterable[int]:
     Plain steps have vLLM's capture sizes.  Where the user chose these, trees have them too.
     """
     sizes, scheduler = manager.compilation_config.cudagraph_capture_sizes, manager.vllm_config.scheduler_config
-    most = min(manager.max_num_reqs, scheduler.max_num_batched_tokens // width)
+    num_tokens = scheduler.max_num_batched_tokens
+    if width > 1:
+        num_tokens = most_rows(config.specplug, num_tokens)
+    most = min(manager.max_num_reqs, num_tokens // width)
     if width > 1 and not config.has_users_graph_sizes:
         return request_counts(most) if most else []
     largest = manager.compilation_config.max_cudagraph_capture_size // width

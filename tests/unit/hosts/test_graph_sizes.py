@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm_specplug.config import parse_options
 from vllm_specplug.gpu.flash import TreeFlashMetadataBuilder
 from vllm_specplug.gpu.graph_sizes import request_counts
-from vllm_specplug.gpu.rounds import shapes
+from vllm_specplug.gpu.rounds import most_rows, shapes
 from vllm_specplug.gpu.tree_graphs import wrap_init_candidates
 from vllm_specplug.vllm.speculative_config import _chooses_graph_sizes
 
@@ -84,7 +84,7 @@ def test_every_batch_of_trees_has_a_full_graph(manager, max_num_seqs, max_num_to
     graphs = 0
     for shape in shapes(made.speculative_config.specplug):
         width = 1 + shape.nodes
-        most = min(max_num_seqs, max_num_tokens // width)
+        most = min(max_num_seqs, most_rows(made.speculative_config.specplug, max_num_tokens) // width)
         for num_reqs in range(1, most + 1):
             found = full_graph(after, num_reqs, width)
             assert found is not None and num_reqs <= found < max(num_reqs * 1.25, num_reqs + 1), (width, num_reqs)
@@ -108,7 +108,7 @@ def test_prompts_run_as_without_trees(manager, num_nodes, budget):
         for num_tokens in range(1, 8193):
             ours, theirs = (one.dispatch(3, num_tokens, None, loras) for one in (after, before))
             assert ours == theirs and ours.num_tokens < num_tokens + 16
-        assert full_graph(after, 100, 1 + num_nodes, loras)
+        assert full_graph(after, 30, 1 + num_nodes, loras)
     piecewise = CUDAGraphMode.PIECEWISE
     assert after._capture_descs[piecewise] == before._capture_descs[piecewise]
     assert made.compilation_config.max_cudagraph_capture_size == 512
@@ -205,7 +205,7 @@ def test_graphs_of_trees_reserve_no_more_than_vllms(manager, builder, budget):
     made = config(256, 8192, 63, budget)
     ours = builder(made)
     graphs = manager(made)._capture_descs[FULL]
-    assert max(graph.num_tokens for graph in graphs) == 8192
+    assert max(graph.num_tokens for graph in graphs) == most_rows(made.speculative_config.specplug, 8192)
     found = []
     for graph in graphs:
         metadata = ours.build(0, batch_of(graph.num_reqs, graph.uniform_token_count))
