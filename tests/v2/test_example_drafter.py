@@ -24,7 +24,7 @@ def llm(engine, checkpoints, prompts, plain, tmp_path_factory):
     checkpoints["linear"] = tiny.write_linear_heads(tmp_path_factory.mktemp("linear"), checkpoints["target"], texts)
     with pytest.MonkeyPatch.context() as patch:
         install(patch, EXAMPLE, tmp_path_factory.mktemp("site"))
-        yield engine("linear", {"method": "linear_heads"}, **ENGINE)
+        yield engine("linear", {"method": "linear_heads", "budget": "fixed"}, **ENGINE)
     proposer._registered.cache_clear()
     proposer.find_method.cache_clear()
 

@@ -24,7 +24,7 @@ from vllm_specplug.vllm import grammars
 OPTIONS = {"skip_tokenizer_init": False}
 NUM_NODES = 8
 #: Trees with siblings from the head; what the grammar makes repeat is found by lookup.
-SPECULATIVE = {"method": "union", "num_speculative_tokens": NUM_NODES}
+SPECULATIVE = {"method": "union", "num_speculative_tokens": NUM_NODES, "budget": "fixed"}
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 REGEX = r"(ab|er|[a-e]{2,5}): (true|false|er){3,20}[0-9]{1,12}"
 STRUCTURED = StructuredOutputsParams(regex=REGEX)

@@ -16,7 +16,7 @@ from vllm_specplug.gpu import step
 from vllm_specplug.gpu.draft_sampling import DeviceDraftSampling, Proposals, draft_sampling
 from vllm_specplug.gpu.growth import Growth
 from vllm_specplug.gpu.late_learning import LateLearning
-from vllm_specplug.gpu.rounds import most_levels, shapes
+from vllm_specplug.gpu.rounds import most_levels, most_rows, shapes
 from vllm_specplug.gpu.slot_params import SlotParams
 from vllm_specplug.gpu.timing import StepTimer
 from vllm_specplug.gpu.trees import DeviceTrees
@@ -86,8 +86,9 @@ class TreeSpeculator:
         self.depths = {shape.nodes: shape.depth for shape in shapes(config.specplug)}
         #: By nodes of a shape, and whether drafts of any request are sampled, which takes more kernels.
         self._growths = {
-            (nodes, samples): Growth(partial(self._grow, nodes, samples), scheduler.max_num_seqs)
+            (nodes, samples): Growth(partial(self._grow, nodes, samples), max(min(scheduler.max_num_seqs, most), 1))
             for nodes in self.depths
+            for most in (most_rows(config.specplug, scheduler.max_num_batched_tokens) // (nodes + 1),)
             for samples in (False, True)
         }
 

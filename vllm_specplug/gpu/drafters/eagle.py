@@ -51,7 +51,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         ids = self._scorer.draft_ids
         self._at_once = self._most_at_once(self.vocab_size if ids is None else len(ids))
         for growth in self._growths.values():
-            growth.at_once = self._at_once
+            growth.at_once = min(growth.at_once, self._at_once)
         if ContextWriter.supports(model) and not self.supports_mm_inputs:
             self._writer = ContextWriter(model)
         return model
