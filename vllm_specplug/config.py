@@ -30,6 +30,8 @@ DEFAULT_NODE_FLOOR = 0.06
 #: The same with a measured budget for a source without a bound on its nodes.  Less likely nodes are never verified, so
 #: that they need not be considered.
 MEASURED_NODE_FLOOR = 0.01
+#: Nodes of the largest shape on a GPU: with the root they fill blocks of the attention kernel.
+DEVICE_NODES = 63
 VERIFICATIONS = ("exact", "typical", "rejection")
 #: The first is the default; they have not been compared on a GPU yet.
 TREE_ATTENTIONS = ("triton", "flash", "xformers")
@@ -107,6 +109,8 @@ class TreeOptions:
     drafter_packages: ClassVar[tuple[str, ...]] = ()
     #: Whether drafts can be sampled from known probabilities, which ``rejection`` needs.
     has_draft_probs: ClassVar[bool] = False
+    #: On vLLM's V2 runner, with a measured budget: the sizes of a tree that is told none.
+    device_sizes: ClassVar[Mapping[str, int]] = {}
     #: Values of ``budget``.
     budgets: ClassVar[tuple[str, ...]] = BUDGETS
 
@@ -206,6 +210,9 @@ class GrownOptions(TreeOptions):
     has_draft_probs: ClassVar[bool] = True
     #: Above temperature 0, drafts use the noise that the target's sampler will use.
     coupled: ClassVar[bool] = True
+    #: On a GPU a level takes about the same time for 3 and for 8 rows of a request.  EAGLE-2 (Li et al. 2024) uses 10;
+    #: not measured.
+    device_sizes: ClassVar[Mapping[str, int]] = {"num_speculative_tokens": DEVICE_NODES, "draft_top_k": 8}
 
     num_speculative_tokens: int = 8
     draft_depth: int = 6
@@ -219,7 +226,7 @@ class GrownOptions(TreeOptions):
 
         If no tree is large enough, the largest is returned, and refused.
         """
-        nodes, depth, top_k = sizes = [given.get(key, getattr(cls, key)) for key in _TREE_SIZES]
+        nodes, depth, top_k = sizes = [given.get(key, getattr(cls, key)) for key in TREE_SIZES]
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
             return {}
         if "num_speculative_tokens" not in given:
@@ -288,7 +295,7 @@ class Eagle2Options(GrownOptions, RecordOptions):
 
 
 #: Options that the size of a tree follows from.
-_TREE_SIZES = ("num_speculative_tokens", "draft_depth", "draft_top_k")
+TREE_SIZES = ("num_speculative_tokens", "draft_depth", "draft_top_k")
 
 
 def max_nodes(draft_depth: int, draft_top_k: int) -> int:

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.budget_simulation --out benchmarks/results/budget_simulation.json
 
 Decisions are those of the class that serves (``budget.choose.ShapeBudget``), with outcomes that arrive one round
-after the next one was planned.  Step times are rooflines of an 8B model; acceptance is that of published drafters.
+after the next one was planned.  Step times are rooflines of an 8B model on one GPU and of a
+70B model on four; acceptance is that of published drafters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,15 @@ import numpy as np
 from vllm_specplug.budget.choose import ShapeBudget
 from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.budget.shapes import Shape, shapes_of
+from vllm_specplug.config import parse_options
+from vllm_specplug.gpu.rounds import most_rows, with_defaults
 from vllm_specplug.utils.environment import provenance
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-NODES, DEPTH, TOP_K = 63, 6, 10
-#: Most rows of a step (``max_num_batched_tokens``).
-MAX_ROWS = 16384
+#: Of the default configuration of the V2 runner.
+DEFAULTS = parse_options(with_defaults({"method": "eagle2", "model": "drafter"}))
+NODES, DEPTH, TOP_K = DEFAULTS.num_speculative_tokens, DEFAULTS.draft_depth, DEFAULTS.draft_top_k
+MAX_ROWS = most_rows(DEFAULTS, 16384)
 #: Rounds of a run, and tokens of context at its begin and end.
 ROUNDS, FIRST_CONTEXT, LAST_CONTEXT = 1000, 512, 1536
 #: Context at which the table is measured at start.
@@ -43,6 +48,7 @@ class Gpu:
         of_bandwidth, of_flops: shares that kernels reach.
         launches: seconds of a step that are no kernel's work.
         level: the same for one draft level.
+        sampling: the same for the choice of sampled children, beyond that of the likeliest.
     """
 
     bandwidth: float
@@ -51,6 +57,7 @@ class Gpu:
     of_flops: float = 0.6
     launches: float = 150e-6
     level: float = 100e-6
+    sampling: float = 60e-6
 
     def seconds(self, weights: float, rows: float, read: float = 0.0) -> float:
         """Return the seconds of a forward: ``weights`` parameters in bfloat16 over ``rows``, ``read`` more bytes."""
@@ -60,12 +67,38 @@ class Gpu:
         )
 
 
-GPUS = {"H200": Gpu(4.8e12, 990e12), "A100": Gpu(2.0e12, 312e12)}
+GPUS = {"H200": Gpu(4.8e12, 990e12), "A100": Gpu(2.0e12, 312e12), "B200": Gpu(8.0e12, 2250e12)}
 
-#: Of Llama-3.1-8B: parameters with the LM head, bytes of key/value per token, parameters of the LM head.
-TARGET, KV_BYTES, HEAD = 8.0e9, 2 * 32 * 8 * 128 * 2, 128256 * 4096
-#: Of the drafter: one layer and its input projection; what a plain step computes of it (key/value only).
-DRAFTER, KEPT_UP = 0.25e9, 0.06e9
+
+@dataclass(frozen=True)
+class Model:
+    """A target and its drafter (one layer and its input projection), by GPU.
+
+    Attributes:
+        target: parameters with the LM head.
+        layers: of the target.
+        kv_bytes: of key/value per token, in all layers.
+        head: parameters of the LM head.
+        drafter, kept_up: parameters of the drafter; those that a plain step reads, for key/value only.
+        reduce: seconds of the all-reduces of a layer, two of them, without the bytes of its rows.
+    """
+
+    target: float
+    layers: int
+    kv_bytes: float
+    head: float
+    drafter: float
+    kept_up: float
+    reduce: float = 0.0
+
+
+#: Llama-3.1-8B, and Llama-3.1-70B on four GPUs.
+MODELS = {
+    "8B": Model(8.0e9, 32, 2 * 32 * 8 * 128 * 2, 128256 * 4096, 0.25e9, 0.06e9),
+    "70B TP4": Model(
+        70.6e9 / 4, 80, 2 * 80 * 8 * 128 * 2 / 4, 128256 * 8192 / 4, 1.0e9 / 4, 0.24e9 / 4, 2 * 8e-6
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,6 +133,8 @@ def accepted_of(acceptance: float, depth: int) -> float:
     return sum(acceptance**level for level in range(1, depth + 1))
 
 
+#: Acceptance of a level at temperature 1 over that at 0: EAGLE-2 (Li et al. 2024, table 1) loses a tenth of its tokens.
+SAMPLED = 0.93
 #: EAGLE-2 (Li et al. 2024): 4 to 5.5; HASS's table has 4.40 for Llama-3-8B.  EAGLE-3 (Li et al. 2025): 6.1 to 6.7.
 DRAFTERS = {
     "EAGLE-2": Drafter(4.4, 0.7),
@@ -108,17 +143,36 @@ DRAFTERS = {
 }
 
 
-def round_seconds(gpu: Gpu, drafter: Drafter, shape: Shape | None, num_reqs: int, context: float) -> float:
-    """Return the seconds of a round: verification, and the draft phase after it."""
-    rows = num_reqs * (1 if shape is None else shape.nodes + 1)
-    seconds = gpu.launches + gpu.seconds(TARGET, rows, num_reqs * context * KV_BYTES)
-    if shape is None:
-        return seconds + gpu.seconds(KEPT_UP, num_reqs) + 10e-6
-    head = HEAD * drafter.vocabulary / 128256
-    read = num_reqs * context * KV_BYTES / 32
-    seconds += gpu.level + gpu.seconds(DRAFTER, rows, read) + gpu.seconds(head, num_reqs)
-    level = gpu.level + gpu.seconds(DRAFTER, num_reqs * TOP_K, read) + gpu.seconds(head, num_reqs * TOP_K)
-    return seconds + (shape.depth - 1) * level
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated: GPU, model, and whether the requests sample."""
+
+    gpu: Gpu
+    model: Model
+    sampled: bool = False
+
+    def step(self, rows: float, num_reqs: int, context: float) -> float:
+        """Return the seconds of a step of stock vLLM, which keeps no drafter up to date."""
+        model = self.model
+        read = num_reqs * context * model.kv_bytes
+        return self.gpu.launches + model.layers * model.reduce + self.gpu.seconds(model.target, rows, read)
+
+    def round(self, drafter: Drafter, shape: Shape | None, num_reqs: int, context: float) -> float:
+        """Return the seconds of a round: verification, and the draft phase after it."""
+        gpu, model, rows = self.gpu, self.model, num_reqs * (1 if shape is None else shape.nodes + 1)
+        seconds = self.step(rows, num_reqs, context)
+        if shape is None:
+            return seconds + gpu.seconds(model.kept_up, num_reqs) + 10e-6
+        head, read = model.head * drafter.vocabulary / 128256, num_reqs * context * model.kv_bytes / model.layers
+        level = gpu.level + model.reduce + self.sampled * gpu.sampling
+        seconds += level + gpu.seconds(model.drafter, rows, read) + gpu.seconds(head, num_reqs)
+        width = num_reqs * TOP_K
+        level += gpu.seconds(model.drafter, width, read) + gpu.seconds(head, width)
+        return seconds + (shape.depth - 1) * level
+
+    def acceptance(self, drafter: Drafter, nodes: int) -> float:
+        """Return the acceptance of one level; sampled tokens agree less often."""
+        return acceptance_of(drafter, nodes) * (SAMPLED if self.sampled else 1.0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +199,7 @@ SCENARIOS = {
 }
 
 
-def simulate(gpu: Gpu, scenario: Scenario, num_reqs: int, rounds: int, seed: int) -> dict[str, float]:
+def simulate(setting: Setting, scenario: Scenario, num_reqs: int, rounds: int, seed: int) -> dict[str, float]:
     """Run one batch and return its speed in units of plain decoding, with that of the best shapes."""
     rng = np.random.default_rng(seed)
     shapes = shapes_of(NODES, DEPTH, TOP_K)
@@ -154,7 +208,7 @@ def simulate(gpu: Gpu, scenario: Scenario, num_reqs: int, rounds: int, seed: int
     with_drafts, plain = scenario.wrong_times
     measured = {
         nodes: {
-            count: (with_drafts if nodes else plain) * round_seconds(gpu, drafter, shape, count, MEASURED_CONTEXT)
+            count: (with_drafts if nodes else plain) * setting.round(drafter, shape, count, MEASURED_CONTEXT)
             for count in REQUESTS
         }
         for nodes, shape in by_nodes.items()
@@ -176,20 +230,19 @@ def simulate(gpu: Gpu, scenario: Scenario, num_reqs: int, rounds: int, seed: int
         shape = by_nodes[nodes]
         accepted = 0
         if shape is not None:
-            chance = acceptance_of(drafter, shape.nodes)
+            chance = setting.acceptance(drafter, shape.nodes)
             levels = np.minimum(rng.geometric(1 - chance, num_reqs) - 1, shape.depth)
             accepted = int(levels.sum())
-        took = round_seconds(gpu, drafter, shape, num_reqs, context) * rng.normal(1, 0.02)
+        took = setting.round(drafter, shape, num_reqs, context) * rng.normal(1, 0.02)
         late.append((nodes, accepted, took))
         seconds += took
-        # Stock vLLM keeps no drafter up to date.
-        stock = gpu.launches + gpu.seconds(TARGET, num_reqs, num_reqs * context * KV_BYTES)
+        stock = setting.step(num_reqs, num_reqs, context)
         plain_seconds += stock * (1 + accepted / num_reqs)  # for as many tokens
         per_token = [stock / num_reqs]
         for one in shapes:
             if num_reqs * (one.nodes + 1) <= MAX_ROWS:
-                expected = 1 + accepted_of(acceptance_of(drafter, one.nodes), one.depth)
-                per_token.append(round_seconds(gpu, drafter, one, num_reqs, context) / num_reqs / expected)
+                expected = 1 + accepted_of(setting.acceptance(drafter, one.nodes), one.depth)
+                per_token.append(setting.round(drafter, one, num_reqs, context) / num_reqs / expected)
         best_seconds += min(per_token) * (num_reqs + accepted)
         chosen[nodes] = chosen.get(nodes, 0) + 1
         nodes = upcoming
@@ -209,20 +262,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     began, found = time.perf_counter(), []
-    for name, gpu in GPUS.items():
-        for title, scenario in SCENARIOS.items():
-            for num_reqs in REQUESTS:
-                runs = [simulate(gpu, scenario, num_reqs, args.rounds, seed) for seed in range(args.seeds)]
-                slowest = min(runs, key=lambda run: run["speedup"])
-                found.append({"gpu": name, "scenario": title, "requests": num_reqs, **slowest})
-            line = " ".join(f"{run['speedup']:.2f}/{run['best']:.2f}({run['usual_nodes']})" for run in found[-9:])
-            print(f"{name} {title}: {line}", flush=True)
+    for names in product(GPUS, MODELS, ("greedy", "sampled"), SCENARIOS):
+        gpu, model, how, title = names
+        setting = Setting(GPUS[gpu], MODELS[model], how == "sampled")
+        for num_reqs in REQUESTS:
+            runs = [simulate(setting, SCENARIOS[title], num_reqs, args.rounds, seed) for seed in range(args.seeds)]
+            slowest = min(runs, key=lambda run: run["speedup"])
+            named = {"gpu": gpu, "model": model, "requests_are": how, "scenario": title}
+            found.append({**named, "requests": num_reqs, **slowest})
+        line = " ".join(f"{run['speedup']:.2f}/{run['best']:.2f}({run['usual_nodes']})" for run in found[-9:])
+        print(f"{', '.join(names)}: {line}", flush=True)
     least = min(run["speedup"] for run in found)
     print(f"slowest: {least:.3f} of plain decoding; {time.perf_counter() - began:.0f} s")
     if args.out is not None:
         content = {
             "provenance": provenance("plain decoding without a drafter, same roofline"),
             "assumptions": {name: vars(gpu) for name, gpu in GPUS.items()}
+            | {name: vars(model) for name, model in MODELS.items()}
             | {name: vars(drafter) for name, drafter in DRAFTERS.items()}
             | {"rounds": args.rounds, "nodes": NODES, "depth": DEPTH, "top_k": TOP_K},
             "slowest": least,

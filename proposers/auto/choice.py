@@ -33,14 +33,14 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
         options: the user's.
         target: the model.
         name: of the model, a folder or a Hugging Face repository.
-        on_cpu: whether costs can be measured.
+        on_cpu: whether drafters can be reloaded, and can learn.
 
     Raises:
         ConfigError, CheckpointError: the drafter that was given cannot be used.
     """
     own = [field.name for field in fields(TreeOptions)]
     given = {key: value for key in own if (value := getattr(options, key)) != getattr(AutoOptions, key)}
-    common = {"budget": "measured" if on_cpu else "fixed", **given}
+    common = {"budget": "measured", **given}
     how = "with the measured budget" if common["budget"] == "measured" else "with a fixed budget"
     shipped = next(shipped_for(name, target), None)
     if options.model is not None:

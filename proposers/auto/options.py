@@ -14,7 +14,7 @@ class AutoOptions(TreeOptions):
     """Options of the automatic choice; all others are those of what it chooses.
 
     Attributes:
-        budget: ``auto``: ``measured`` on a CPU, ``fixed`` elsewhere.
+        budget: ``auto``: ``measured``.
         reload: None: on, if the drafter lies in a folder in which versions are published and can be taken.
         model: a drafter to use: a directory, a Hugging Face repository or the short name of a shipped one; None: a
             shipped one that was trained for the model, if there is one.

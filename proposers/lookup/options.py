@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_specplug.config import (
+    DEVICE_NODES,
     MAX_DRAFT_DEPTH,
     MEASURED_NODE_FLOOR,
     ConfigError,
@@ -37,6 +39,7 @@ class LookupOptions(TreeOptions):
     max_match: ClassVar[int] = 16
     #: Number of newest positions examined in each index, and of the longest matches among all of them that are drafted.
     max_candidates: ClassVar[int] = 8
+    device_sizes: ClassVar[Mapping[str, int]] = {"num_speculative_tokens": DEVICE_NODES}
 
     draft_depth: int = 16
     min_node_value: float | None = None

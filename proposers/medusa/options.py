@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from vllm_specplug.config import (
     DEFAULT_NODE_FLOOR,
+    DEVICE_NODES,
     MAX_DRAFT_DEPTH,
     MAX_DRAFT_TOP_K,
     ConfigError,
@@ -51,6 +53,7 @@ class MedusaOptions(RecordOptions):
     has_draft_probs: ClassVar[bool] = True
     #: Above temperature 0, drafts use the noise that the target's sampler will use.
     coupled: ClassVar[bool] = True
+    device_sizes: ClassVar[Mapping[str, int]] = {"num_speculative_tokens": DEVICE_NODES}
 
     model: str
     tree: str | Paths | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_specplug.config import (
+    DEVICE_NODES,
     MEASURED_NODE_FLOOR,
     ConfigError,
     TreeOptions,
@@ -51,6 +52,7 @@ class UnionOptions(TreeOptions):
     """
 
     method: ClassVar[str] = "union"
+    device_sizes: ClassVar[Mapping[str, int]] = {"num_speculative_tokens": DEVICE_NODES}
 
     sources: tuple[TreeOptions, ...]
     min_node_value: float | None = None

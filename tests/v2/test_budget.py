@@ -36,8 +36,12 @@ CHANGES = (15, 7, 0, 15, 0, 0, 7, 7, 15, 15)
 
 
 def seconds(drafts: float) -> dict[int, dict[int, float]]:
-    """Made-up step times: rounds of 7 and 15 nodes take ``drafts`` and twice ``drafts`` times a plain step."""
-    return {nodes: {1: factor, 8: factor} for nodes, factor in ((0, 1.0), (7, drafts), (15, 2 * drafts))}
+    """Made-up step times: rounds of 7 and 15 nodes take ``drafts`` and twice ``drafts`` times a plain step; smaller
+    ones never pay."""
+    return {
+        nodes: {1: factor, 8: factor}
+        for nodes, factor in zip((0, 1, 3, 7, 15), (1.0, 9.0, 9.0, drafts, 2 * drafts), strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +233,7 @@ def test_step_times_are_measured_and_kept(engine, monkeypatch, tmp_path, prompts
     llm = engine(speculative_config=small, max_num_seqs=2, **ENGINE)
     known, _ = saved.load(RoundCost, facts(llm.llm_engine.vllm_config, serving_budget.device_name()), 2)
     # A shape that cannot pay for one request is not timed for two.
-    assert set(known.measured) == {0, 7} and len(known.measured[0]) == 2
+    assert set(known.measured) == {0, 1, 3, 7} and len(known.measured[0]) == 2
     assert all(min(points.values()) > 0 for points in known.measured.values())
     assert scheduler_of(llm).round_budget.budget.cost.measured == known.measured
     monkeypatch.setattr(step_times.StepMeasurement, "measure", lambda _: pytest.fail("measured again"))

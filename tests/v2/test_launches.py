@@ -9,7 +9,7 @@ from tests.doubles.device_work import DeviceWork
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import ENGINE, answers, same
 from tests.v2.test_identity import TREE
-from tests.v2.test_lookup import LOOKUP
+from tests.v2.test_lookup import LOOKUP, SOURCE
 from tests.v2.test_union import EAGLE
 from vllm_specplug.gpu.late_learning import LateLearning
 from vllm_specplug.gpu.trees import DeviceTrees
@@ -86,7 +86,7 @@ def start(engine, checkpoints):
         config = LOOKUP
         if name == "union":
             source = {**EAGLE, "model": str(checkpoints["eagle"])}
-            config = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12}
+            config = {"method": "union", "sources": [source, SOURCE], "num_speculative_tokens": 12, "budget": "fixed"}
         return engine(speculative_config=config, **ENGINE)
 
     return make

@@ -13,7 +13,7 @@ from tests.doubles.contexts import context
 from tests.doubles.union_reference import merge_drafts
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import ENGINE, GREEDY, answers, same, watch_rounds
-from tests.v2.test_lookup import LOOKUP, trees_of
+from tests.v2.test_lookup import LOOKUP, SOURCE, trees_of
 from tests.v2.test_union import EAGLE
 from vllm_specplug.budget import calibration
 from vllm_specplug.core.guard import Guard
@@ -86,7 +86,7 @@ def test_lookup_learns_what_v1_learns(engine, repeating, plainly, monkeypatch):
 def test_a_union_and_its_source_learn(engine, checkpoints, prompts, plainly, monkeypatch):
     """All merged nodes whose parent was right have an outcome; the merge reads what was learned."""
     source = {**EAGLE, "model": str(checkpoints["eagle"])}
-    union = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12}
+    union = {"method": "union", "sources": [source, SOURCE], "num_speculative_tokens": 12, "budget": "fixed"}
     llm = engine(speculative_config=union, **ENGINE)
     answers(llm, prompts[:1])
     proposer = runner_of(llm).speculator._proposer

@@ -35,8 +35,9 @@ from vllm_specplug.proposers.lookup.index import BREAK, TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR
 from vllm_specplug.proposers.lookup.options import LookupOptions
 
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6}
-LOOKUP |= {"traffic_tokens": 0}  # of ended requests the tests below would find answers
+#: Of ended requests the tests below would find answers.
+SOURCE = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6, "traffic_tokens": 0}
+LOOKUP = {**SOURCE, "budget": "fixed"}
 
 
 #: Unlike other tests' engines: an engine's buffers have the size that ``max_candidates`` had at their first use.

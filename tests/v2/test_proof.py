@@ -18,7 +18,7 @@ from vllm_specplug.utils import proof_files
 from vllm_specplug.vllm.proof.driver import DriverV2
 from vllm_specplug.vllm.proof.worker import prove
 
-LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "traffic_tokens": 1024}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "traffic_tokens": 1024, "budget": "fixed"}
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.hosts.conftest import ENGINE
 from tests.hosts.test_third_party import echo  # noqa: F401
 from tests.v2.conftest import model_runner
-from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.gpu.rounds import check_batch, schedule
+from vllm_specplug.config import ConfigError, parse_options, parts_of
+from vllm_specplug.gpu.rounds import shapes, with_defaults
 from vllm_specplug.gpu.runner import PATCHES
 from vllm_specplug.plugin import register
 from vllm_specplug.vllm import features, speculative_config
@@ -27,7 +27,7 @@ from vllm_specplug.vllm.speculative_config import WORKERS, TreeSpeculativeConfig
 def test_host_has_the_seams():
     for manifest in (MANIFEST_V2, OPTIONAL):
         assert check_symbols(manifest).problems == []
-    assert [patch.problem() for patch in (*ALL_HOSTS, *PATCHES)] == [None] * 3
+    assert [patch.problem() for patch in (*ALL_HOSTS, *PATCHES)] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,27 @@ def test_what_is_served():
     check_options(options_of({"budget": "measured"}))
 
 
-def test_a_measured_budget_needs_a_batch_size_for_each_shape():
-    options = options_of({"budget": "measured", "num_speculative_tokens": 60, "draft_top_k": 10})
-    assert schedule(options) == [(1, 1, 60), (2, 2, 31), (3, 3, 15), (4, 4, 7), (5, 5, 0)]
-    check_batch(options, 5)
-    with pytest.raises(ConfigError, match="needs --max-num-seqs 5 or more.*found 4.*budget='fixed'"):
-        check_batch(options, 4)
-    assert schedule(options_of({})) is None
-    check_batch(options_of({}), 1)
+def default(**given):
+    return parse_options(with_defaults(given))
+
+
+def test_budgets_are_measured_unless_they_are_fixed():
+    ladder = [1, 3, 7, 15, 31, 63]
+    for given in (
+        {"method": "eagle2", "model": "drafter"},
+        {"method": "lookup"},
+        {"method": "union", "sources": [{"method": "eagle2", "model": "drafter"}, {"method": "lookup"}]},
+    ):
+        options = default(**given)
+        assert options.budget == "measured" and [shape.nodes for shape in shapes(options)] == ladder
+        assert all(part.num_speculative_tokens == 63 for part in parts_of(options))  # a source fills the tree alone
+        assert with_defaults({**given, "budget": "fixed"}) == {**given, "budget": "fixed"}
+    assert default(method="eagle2", model="drafter").draft_top_k == 8
+    heads = default(method="medusa", model="heads")
+    assert (heads.budget, heads.num_speculative_tokens) == ("measured", 63)
+    own = default(method="eagle2", model="drafter", draft_depth=2, draft_top_k=2)
+    assert (own.budget, own.num_speculative_tokens, own.draft_top_k) == ("measured", 6, 2)
+    assert default(method="eagle2", model="drafter", verification="rejection").budget == "fixed"
 
 
 @pytest.fixture
@@ -90,7 +103,7 @@ def start_on_cuda(monkeypatch, checkpoints):
     def start(runner, method="eagle2", budget="fixed", **options):
         given = {
             "method": method,
-            "budget": budget,
+            **({"budget": budget} if budget else {}),
             **({"model": str(checkpoints["eagle"])} if method == "eagle2" else {}),
         }
         settings = {**ENGINE, "model": str(checkpoints["target"]), **options}
@@ -113,7 +126,8 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
 
     monkeypatch.setattr(platform, "check_and_update_config", staticmethod(look))
     for method in ("lookup", "eagle2"):
-        config, is_v2 = start_on_cuda(None, method)
+        config, is_v2 = start_on_cuda(None, method, budget=None, max_num_seqs=1)
+        assert config.speculative_config.specplug.budget == "measured"
         assert config.parallel_config.worker_cls == WORKERS[False, True]
         assert is_v2 and chosen[-1]
     with pytest.raises(ValueError, match="on CUDA.*V2 model runner only: unset VLLM_USE_V2_MODEL_RUNNER"):
@@ -121,8 +135,11 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     with pytest.raises(ValueError, match="method 'echo' does not run on .*V2 model runner: use one of .*eagle2"):
         start_on_cuda(None, "echo")
     start_on_cuda("1", tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="V2 model runner.*budget='measured' does not support data parallelism.*fixed"):
-        start_on_cuda("1", budget="measured", data_parallel_size=2)
+    config, _ = start_on_cuda("1", budget=None, data_parallel_size=2)  # each replica chooses by itself
+    assert config.speculative_config.specplug.budget == "measured"
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    config, _ = start_on_cuda("1", budget=None, kv_transfer_config=connector)  # the drafter must read every prompt
+    assert config.speculative_config.specplug.budget == "fixed"
 
 
 def test_requests():

@@ -72,9 +72,9 @@ def propose(speculator, known, batch, nodes):
         ), last[batch.idx_mapping].view(-1)
 
 
-@pytest.mark.parametrize("nodes", [7, 15])
+@pytest.mark.parametrize("nodes", [1, 3, 7, 15])
 def test_a_round_drafts_the_best_nodes(speculator, known, batch, nodes):
-    assert speculator.depths == {7: 5, 15: 5}
+    assert speculator.depths == {1: 1, 3: 3, 7: 5, 15: 5}
     speculator.trees.parents.fill_(-7)
     token_ids, roots = propose(speculator, known, batch, nodes)
     context = DeviceDraftContext(roots, batch.idx_mapping, *tokens_of(known), None)

@@ -21,7 +21,8 @@ PARAMS = [
     SamplingParams(temperature=0.8 * (i % 2), seed=None if i == 3 else i, max_tokens=8, ignore_eos=True)
     for i in range(4)
 ]
-EAGLE = {"method": "eagle2", "num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
+TREE = {"num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
+EAGLE = {"method": "eagle2", **TREE, "budget": "fixed"}
 
 pytestmark = [needs_two_cores, pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton")]
 
@@ -98,7 +99,8 @@ def test_reduced_vocabulary(checkpoints, plain, tmp_path):
 
 def test_union_that_learns(checkpoints, plain, tmp_path):
     """What the lookup of a union learns changes its trees: both ranks learn the same at the same step."""
-    union = {"method": "union", "sources": [{**EAGLE, "model": str(checkpoints["eagle"])}, {"method": "lookup"}]}
+    eagle = {"method": "eagle2", **TREE, "model": str(checkpoints["eagle"])}
+    union = {"method": "union", "sources": [eagle, {"method": "lookup"}], "budget": "fixed"}
     found = run(checkpoints["target"], {**union, "num_speculative_tokens": 12}, tmp_path)
     check(found, plain)
     first, second, _ = (result["ranks"][0]["tables"] for result in found["results"])

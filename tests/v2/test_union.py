@@ -37,7 +37,7 @@ def start(engine, checkpoints, heads):
 
     def make(drafter, **options):
         source = {**(MEDUSA if drafter == heads else EAGLE), "model": str(checkpoints[drafter])}
-        union = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12}
+        union = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12, "budget": "fixed"}
         return engine(speculative_config=union, **{**ENGINE, **options})
 
     return make
@@ -74,7 +74,10 @@ def test_forced_preemption_and_chunked_prefill(start, mixed, expected):
 
 def test_one_source(engine, mixed, expected):
     """Of more nodes than the union takes."""
-    llm = engine(speculative_config={"method": "union", "sources": [LOOKUP], "num_speculative_tokens": 5}, **ENGINE)
+    llm = engine(
+        speculative_config={"method": "union", "sources": [LOOKUP], "num_speculative_tokens": 5, "budget": "fixed"},
+        **ENGINE,
+    )
     assert same(answers(llm, mixed), expected)
 
 

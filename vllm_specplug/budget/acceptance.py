@@ -187,16 +187,16 @@ class ShapeAcceptance:
 
     def __init__(self, shapes: Sequence[Shape]):
         self._nodes = [shape.nodes for shape in shapes]
-        expected = [min(self.PER_DOUBLING * (one.nodes + 1).bit_length(), 0.9 * one.depth) for one in shapes]
-        bits = np.log2(self._nodes)
+        bits = np.log2(np.array(self._nodes) + 1)
+        expected = np.minimum(self.PER_DOUBLING * bits, [0.9 * one.depth for one in shapes])
         likeness = np.exp(-np.abs(bits[:, None] - bits) / 2)
         covariance = np.outer(expected, expected) * (self.COMMON**2 + self.OWN**2 * likeness)
         self._filter = Filter(expected, covariance, FORGETTING)
+        self._accepted = rising(expected, self._filter.variances)
 
     def at(self, nodes: int) -> float:
         """Return the accepted nodes to expect of a request."""
-        accepted = np.maximum.accumulate(np.maximum(self._filter.weights, 0.0))
-        return float(accepted[self._nodes.index(nodes)])
+        return float(self._accepted[self._nodes.index(nodes)])
 
     def learn(self, nodes: int, num_accepted: float, num_reqs: int, elapsed: int = 1) -> None:
         """Add a step in which ``num_reqs`` requests had a shape, and ``num_accepted`` nodes of all were accepted.
@@ -210,3 +210,19 @@ class ShapeAcceptance:
         # Accepted nodes of one request spread like tries until the first failure.
         noise = ((expected + 0.05) * (1 + expected) / num_reqs) ** 0.5
         self._filter.observe(features, num_accepted / num_reqs, noise, min(elapsed, self.MOST_ELAPSED))
+        self._accepted = rising(np.maximum(self._filter.weights, 0.0), self._filter.variances)
+
+
+def rising(values: np.ndarray, variances: np.ndarray) -> np.ndarray:
+    """Return the values that never fall and are closest to the given ones: the certain ones change least.
+
+    Isotonic regression; values that fall are pooled with their neighbours.
+    """
+    pools: list[tuple[float, float, int]] = []  # value, weight, number of values
+    for value, weight in zip(values.tolist(), (1 / variances).tolist(), strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, of_first, count), (second, of_second, more) = pools[-2:]
+            total = of_first + of_second
+            pools[-2:] = [((first * of_first + second * of_second) / total, total, count + more)]
+    return np.repeat([value for value, _, _ in pools], [count for _, _, count in pools])

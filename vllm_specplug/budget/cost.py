@@ -28,6 +28,11 @@ class Filter:
         self.weights, self._prior = np.array(weights, dtype=np.float64), np.array(covariance, dtype=np.float64)
         self._covariance, self._forgetting = self._prior.copy(), forgetting
 
+    @property
+    def variances(self) -> np.ndarray:
+        """Uncertainty of the weights, float64 ``[n]``."""
+        return self._covariance.diagonal()
+
     def observe(self, features: np.ndarray, value: float, noise: float, elapsed: float = 1.0) -> None:
         """Correct the weights.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Nodes of the shapes: with the root, rows that fill blocks of the attention kernel.
-LADDER = (7, 15, 31, 63)
+LADDER = (1, 3, 7, 15, 31, 63)
 #: A shape that is less than so many times smaller than the configured one would save little time.
 SMALLER_BY = 1.5
 
@@ -36,7 +36,7 @@ def shapes_of(num_nodes: int, draft_depth: int = 32, draft_top_k: int | None = N
             shape has all of them.
     """
     nodes = [count for count in LADDER if count * SMALLER_BY <= num_nodes] + [num_nodes]
-    return [Shape(count, _depth(count, num_nodes, draft_depth, draft_top_k)) for count in nodes]
+    return [Shape(count, min(count, _depth(count, num_nodes, draft_depth, draft_top_k))) for count in nodes]
 
 
 def _depth(nodes: int, num_nodes: int, draft_depth: int, draft_top_k: int | None) -> int:

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm_specplug.budget import saved
 from vllm_specplug.budget.choose import ShapeBudget
 from vllm_specplug.budget.cost import RoundCost
-from vllm_specplug.gpu.rounds import facts, shapes
+from vllm_specplug.gpu.rounds import facts, most_rows, shapes
 from vllm_specplug.utils.environment import cpu_name
 from vllm_specplug.utils.files import kept_path
 
@@ -54,7 +54,7 @@ class RoundBudget:
                 kept_path(saved.ROUNDS, self._facts),
             )
             return
-        self.budget = ShapeBudget(known[0], shapes(options), scheduler.max_num_batched_tokens)
+        self.budget = ShapeBudget(known[0], shapes(options), most_rows(options, scheduler.max_num_batched_tokens))
         choices = [self.budget.choice(count) for count in (1, scheduler.max_num_seqs)]
         logger.info("vllm-specplug: budget: first choices %s", choices)
 
@@ -103,6 +103,8 @@ class BudgetedRounds:
         self._in_flight = deque()
         if self.vllm_config.speculative_config.specplug.budget == "measured":
             self.round_budget = RoundBudget(self.vllm_config)
+            # With numbers of drafts by batch size vLLM pads no new request to the largest tree; no value counts.
+            self.dynamic_sd_lookup = [0] * (self.vllm_config.scheduler_config.max_num_seqs + 1)
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         if self.round_budget is not None:

@@ -1,14 +1,19 @@
-"""The shapes of rounds that a configuration has, and how vLLM is told of them."""
+"""The shapes of rounds that a configuration has, and the defaults of the V2 runner."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_specplug.budget.shapes import Shape, shapes_of
-from vllm_specplug.config import ConfigError, TreeOptions, model_drafter, parts_of
+from vllm_specplug.config import TREE_SIZES, TreeOptions, model_drafter, parts_of
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.environment import version_of
 from vllm_specplug.vllm.check import find_vllm
+
+#: Most rows of a step of a measured budget; computed, not measured.  From 100 to 250 rows on (by GPU) the time grows
+#: with the rows, so that a tree of 8 or more rows, of 7 levels at most, cannot pay in larger steps.
+MEASURED_ROWS = 2048
 
 
 def shapes(options: TreeOptions) -> list[Shape]:
@@ -27,30 +32,27 @@ def most_levels(options: TreeOptions) -> int:
     return max(depths, default=options.num_speculative_tokens)
 
 
-def schedule(options: TreeOptions) -> list[tuple[int, int, int]] | None:
-    """Return vLLM's ``num_speculative_tokens_per_batch_size`` for a measured budget.
+def with_defaults(given: Mapping[str, Any], budget: str | None = "measured") -> dict[str, Any]:
+    """Return a configuration with the defaults of the V2 runner: a measured budget, and trees of up to 63 nodes.
 
-    vLLM records graphs for each number of tokens in it.  Which one is used is decided for each step by our scheduler,
-    so the batch sizes mean nothing.
+    Verification by rejection needs a fixed budget, and gets fixed trees.
+
+    Args:
+        given: the user's, with a valid method.
+        budget: of the method; None: of a source, which has the union's.
     """
-    if options.budget != "measured":
-        return None
-    nodes = [shape.nodes for shape in reversed(shapes(options))] + [0]
-    return [(place, place, count) for place, count in enumerate(nodes, start=1)]
+    if given.get("budget", budget) == "fixed" or given.get("verification") == "rejection":
+        return dict(given)
+    sizes = {} if set(TREE_SIZES) & set(given) else dict(find_method(given["method"]).options.device_sizes)
+    found = {**({"budget": budget} if budget else {}), **sizes, **given}
+    if sources := given.get("sources"):
+        found["sources"] = [with_defaults(source, None) for source in sources]
+    return found
 
 
-def check_batch(options: TreeOptions, max_num_seqs: int) -> None:
-    """Refuse batches that are smaller than the list of shapes.
-
-    Raises:
-        ConfigError: with the fix.
-    """
-    least = len(schedule(options) or ())
-    if max_num_seqs < least:
-        raise ConfigError(
-            f"budget='measured' needs --max-num-seqs {least} or more on vLLM's V2 model runner (found {max_num_seqs}): "
-            "raise it, or use budget='fixed'"
-        )
+def most_rows(options: TreeOptions, max_num_tokens: int) -> int:
+    """Return the most rows of a step in which all requests have trees."""
+    return min(max_num_tokens, MEASURED_ROWS) if options.budget == "measured" else max_num_tokens
 
 
 def facts(vllm_config: Any, device: str) -> dict[str, Any]:

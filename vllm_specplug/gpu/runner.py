@@ -22,10 +22,11 @@ from vllm_specplug.gpu.draft_tokens import TreeDraftTokensHandler
 from vllm_specplug.gpu.drafters.base import TreeSpeculator
 from vllm_specplug.gpu.drafters.model_free import ModelFreeSpeculator
 from vllm_specplug.gpu.late_trace import LateTrace
-from vllm_specplug.gpu.rounds import check_batch
+from vllm_specplug.gpu.rounds import most_rows
 from vllm_specplug.gpu.sampler import TreeRejectionSampler
 from vllm_specplug.gpu.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.gpu.slot_params import SlotParams
+from vllm_specplug.gpu.tree_graphs import wrap_init_candidates
 from vllm_specplug.proposer import find_method
 from vllm_specplug.proposers.eagle2.layout import AUX_KEY
 from vllm_specplug.types import Walk
@@ -57,6 +58,13 @@ PATCHES = (
         parameters=("vllm_config", "device", "req_states"),
         reason="vLLM's list of speculators is closed, and its runner accepts no other",
         wrap=_wrap_init_speculator,
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager",
+        attribute="_init_candidates",
+        parameters=("self",),
+        reason="vLLM makes its managers itself, and derives full graphs from the sizes of its piecewise ones",
+        wrap=wrap_init_candidates,
     ),
 )
 
@@ -148,7 +156,6 @@ class TreeRunner:
         )
 
     def _check_config(self) -> None:
-        check_batch(self.speculative_config.specplug, self.vllm_config.scheduler_config.max_num_seqs)
         for used, what, fix in (
             (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
             (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
@@ -206,7 +213,8 @@ class TreeRunner:
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Profile the memory of sampling: each row of a tree has logits, vLLM's own run has one row per request."""
-        num_rows = min(self.max_num_tokens, self.max_num_reqs * self.speculator.trees.width)
+        most = most_rows(self.speculative_config.specplug, self.max_num_tokens)
+        num_rows = min(max(most, self.max_num_reqs), self.max_num_reqs * self.speculator.trees.width)
         logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[1]))
         super()._dummy_sampler_run(hidden_states)
         if logits is not None:  # one chunk, as the rejection sampler copies it

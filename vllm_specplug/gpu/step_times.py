@@ -20,7 +20,7 @@ from vllm_specplug.budget import saved
 from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.config import ConfigError
 from vllm_specplug.gpu.budget import device_name
-from vllm_specplug.gpu.rounds import facts
+from vllm_specplug.gpu.rounds import facts, most_rows
 
 # vLLM shows its own loggers only, and a start that takes longer is to say why.
 logger = init_logger("vllm.vllm_specplug")
@@ -57,6 +57,7 @@ class StepMeasurement:
 
     def __init__(self, worker: Any):
         self._worker, self._runner = worker, worker.model_runner
+        self._most_rows = most_rows(self._runner.speculative_config.specplug, self._runner.max_num_tokens)
         #: By nodes of a shape, the levels of its trees.
         self._depths = {0: 0} | self._runner.speculator.depths
         self._emitted = max(self._depths.values()) + 1  # most tokens of a request and step
@@ -88,7 +89,7 @@ class StepMeasurement:
     def _is_worth_it(self, nodes: int, num_reqs: int, found: dict[int, dict[int, float]]) -> bool:
         """Return whether to time a shape: where it cannot pay, a larger batch does not change that, and its table goes
         on with its slope."""
-        if num_reqs * (nodes + 1) > self._runner.max_num_tokens:
+        if num_reqs * (nodes + 1) > (self._most_rows if nodes else self._runner.max_num_tokens):
             return False
         last = max(found[nodes], default=0)
         # It would pay if every level of its tree were accepted.

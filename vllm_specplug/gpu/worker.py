@@ -10,8 +10,6 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.gpu.attention import check_layers, device_tree_backends, use_tree_attention
-from vllm_specplug.gpu.graph_sizes import capture_sizes
-from vllm_specplug.gpu.rounds import shapes
 from vllm_specplug.gpu.runner import TreeGPUModelRunner, install_v2
 from vllm_specplug.gpu.step_times import measure_if_unknown
 from vllm_specplug.vllm.proof.worker import ProvesTrees
@@ -27,22 +25,7 @@ class TreeWorkerV2(ProvesTrees):
                 "not support (the warning above names it)"
             )
         install_v2()
-        self._capture_trees()
         super().init_device()
-
-    def _capture_trees(self) -> None:
-        """Extend vLLM's own capture sizes, so that large batches of trees have full CUDA graphs."""
-        compilation, scheduler = self.vllm_config.compilation_config, self.vllm_config.scheduler_config
-        speculative = self.vllm_config.speculative_config
-        if not compilation.cudagraph_capture_sizes or speculative.has_users_graph_sizes:
-            return
-        compilation.cudagraph_capture_sizes = capture_sizes(
-            compilation.cudagraph_capture_sizes,
-            [1 + shape.nodes for shape in shapes(speculative.specplug)],
-            scheduler.max_num_seqs,
-            scheduler.max_num_batched_tokens,
-        )
-        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()

@@ -25,7 +25,7 @@ from vllm_specplug.config import (
     with_drafter,
 )
 from vllm_specplug.cpu.kernels.cpu_ops import build_beside
-from vllm_specplug.gpu.rounds import schedule
+from vllm_specplug.gpu.rounds import with_defaults
 from vllm_specplug.proposer import DrafterConfig, find_method
 from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multiplies_bytes
 from vllm_specplug.utils.metrics import publish
@@ -141,14 +141,16 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     _check_keys(given)
-    options, trainer = _chosen(parse_options(given), target_model_config)
-    on_cpu, v2 = current_platform.is_cpu(), uses_v2_runner(options)
+    given, trainer = _chosen(given, target_model_config)
+    options, on_cpu = parse_options(given), current_platform.is_cpu()
+    if v2 := uses_v2_runner(options):
+        options = parse_options(with_defaults(given, _budget(options, engine_args.kv_transfer_config)))
     _check_vllm(options, on_cpu, v2)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
     if v2:
-        _check_v2_options(options, target_parallel_config)
+        _check_v2_options(options)
     _check_connector(options, engine_args.kv_transfer_config)
     if options.linear_rows is None:
         gains = on_cpu and not v2 and has_avx2()
@@ -178,7 +180,6 @@ def build(
         method=vllm_method,
         model=model,
         num_speculative_tokens=options.num_speculative_tokens,
-        num_speculative_tokens_per_batch_size=schedule(options) if v2 else None,
         # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
         # (On V2 the rows themselves are brought into path order.)
         disable_padded_drafter_batch=not v2,
@@ -217,15 +218,16 @@ def _check_keys(given: dict[str, Any]) -> None:
         )
 
 
-def _chosen(options: TreeOptions, target: Any) -> tuple[TreeOptions, tuple[str, ...]]:
+def _chosen(given: dict[str, Any], target: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too."""
+    options = parse_options(given)
     if (choose := find_method(options.method).choose) is None:
-        return options, ()
+        return given, ()
     choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
     )
-    return parse_options(choice.config), choice.trainer
+    return choice.config, choice.trainer
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
@@ -264,17 +266,12 @@ def _check_batch_invariance(options: TreeOptions, on_cpu: bool, v2: bool) -> Non
         )
 
 
-def _check_v2_options(options: TreeOptions, parallel: Any) -> None:
+def _check_v2_options(options: TreeOptions) -> None:
     if options.linear_rows:
         raise ConfigError(
             f"linear_rows={options.linear_rows} is for the V1 runner on a CPU (found {V2_NAME}): leave it out"
         )
     check_options(options)
-    if parallel.data_parallel_size > 1 and options.budget == "measured":
-        raise ConfigError(
-            f"{V2_NAME} with budget='measured' does not support data parallelism (found --data-parallel-size "
-            f"{parallel.data_parallel_size}): use budget='fixed'"
-        )
 
 
 def _check_record(drafter: DrafterConfig) -> None:
@@ -285,10 +282,21 @@ def _check_record(drafter: DrafterConfig) -> None:
         )
 
 
-def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
+def _stores_drafter(options: TreeOptions, kv_transfer_config: Any) -> bool:
+    """Return whether a KV connector stores the drafter's rows too."""
     drafter = model_drafter(options)
-    if kv_transfer_config is None or drafter is None or not find_method(drafter.method).model.is_vllm_model:
+    return kv_transfer_config is not None and drafter is not None and find_method(drafter.method).model.is_vllm_model
+
+
+def _budget(options: TreeOptions, kv_transfer_config: Any) -> str:
+    """Return the default budget of the V2 runner; with plain steps a drafter would not read every prompt."""
+    return "fixed" if _stores_drafter(options, kv_transfer_config) else "measured"
+
+
+def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:
+    if not _stores_drafter(options, kv_transfer_config):
         return
+    drafter = model_drafter(options)
     if options is not drafter or options.budget == "measured":
         name, found = getattr(drafter, "model", drafter.method), f"method={options.method!r}, budget={options.budget!r}"
         raise ConfigError(

@@ -5,16 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_specplug.budget.acceptance import ShapeAcceptance
+from vllm_specplug.budget.acceptance import ShapeAcceptance, rising
 from vllm_specplug.budget.choose import ShapeBudget
 from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.budget.shapes import shapes_of
 
 SHAPES = shapes_of(63, 6, 10)
 #: Per shape: seconds of one request, and of each further one.
-COSTS = {0: (1.0, 0.01), 7: (1.2, 0.1), 15: (1.3, 0.2), 31: (1.4, 0.4), 63: (1.6, 0.8)}
+COSTS = {
+    0: (1.0, 0.01),
+    1: (1.15, 0.03),
+    3: (1.17, 0.05),
+    7: (1.2, 0.1),
+    15: (1.3, 0.2),
+    31: (1.4, 0.4),
+    63: (1.6, 0.8),
+}
 #: Accepted nodes of a drafter that is worth its time.
-ACCEPTED = {0: 0.0, 7: 1.6, 15: 2.1, 31: 2.6, 63: 3.0}
+ACCEPTED = {0: 0.0, 1: 0.6, 3: 1.1, 7: 1.6, 15: 2.1, 31: 2.6, 63: 3.0}
 
 
 def times(costs=COSTS):
@@ -37,10 +45,11 @@ def drive(budget, num_reqs, accepted, steps, lag=1, costs=COSTS, learns=True):
 
 
 def test_shapes_of_a_configuration():
-    assert [(shape.nodes, shape.depth) for shape in SHAPES] == [(7, 4), (15, 5), (31, 6), (63, 6)]
-    assert [shape.nodes for shape in shapes_of(60, 6, 10)] == [7, 15, 31, 60]
-    assert [shape.nodes for shape in shapes_of(8, 6, 3)] == [8]  # 7 nodes would save nothing
-    assert [shape.nodes for shape in shapes_of(16, 6, 3)] == [7, 16]
+    found = [(shape.nodes, shape.depth) for shape in SHAPES]
+    assert found == [(1, 1), (3, 3), (7, 4), (15, 5), (31, 6), (63, 6)]
+    assert [shape.nodes for shape in shapes_of(60, 6, 10)] == [1, 3, 7, 15, 31, 60]
+    assert [shape.nodes for shape in shapes_of(8, 6, 3)] == [1, 3, 8]  # 7 nodes would save nothing
+    assert [shape.nodes for shape in shapes_of(16, 6, 3)] == [1, 3, 7, 16]
 
 
 def test_levels_hold_the_nodes():
@@ -48,7 +57,7 @@ def test_levels_hold_the_nodes():
         for shape in shapes_of(num_nodes, depth, top_k):
             assert shape.depth <= depth and shape.nodes <= top_k + (shape.depth - 1) * top_k**2
     # Levels that cost nothing are all drafted.
-    assert [shape.depth for shape in shapes_of(16, 6)] == [6, 6]
+    assert [shape.depth for shape in shapes_of(16, 6)] == [1, 3, 6, 6]
 
 
 def test_acceptance_follows_outcomes_and_shapes_share_them():
@@ -62,6 +71,21 @@ def test_acceptance_follows_outcomes_and_shapes_share_them():
         table.learn(15, 8 * 2.5, 8)
     assert table.at(15) == pytest.approx(2.5, rel=0.1)
     assert table.at(7) <= table.at(15) <= table.at(31) <= table.at(63)
+
+
+def test_smaller_shapes_that_were_not_seen_do_not_hold_up_a_larger_one():
+    """15 nodes gave nothing, so that fewer give nothing: 1 and 3 were expected to give some."""
+    table = ShapeAcceptance(SHAPES)
+    for _ in range(20):
+        table.learn(15, 0.0, 3)
+    assert table.at(15) < 0.05 and table.at(1) <= table.at(3) <= table.at(7) <= table.at(15)
+
+
+def test_rising_values():
+    variances = np.array([1.0, 1.0, 3.0, 1.0])
+    assert rising(np.array([0.0, 1.0, 2.0, 3.0]), variances).tolist() == [0, 1, 2, 3]
+    assert rising(np.array([4.0, 0.0, 8.0, 4.0]), variances).tolist() == [2, 2, 5, 5]
+    assert rising(np.array([3.0, 2.0, 1.0, 9.0]), np.ones(4)).tolist() == [2, 2, 2, 9]
 
 
 def test_one_request_says_less_than_many():
@@ -97,7 +121,7 @@ def test_step_times_need_plain_steps():
 def test_large_batches_draft_less():
     budget = ShapeBudget(times(), SHAPES, 10**6)
     assert drive(budget, 1, ACCEPTED, 300)[-50:].count(15) > 40
-    assert drive(budget, 8, ACCEPTED, 300)[-50:].count(7) > 40
+    assert drive(budget, 8, ACCEPTED, 300)[-50:].count(3) > 40
     assert drive(budget, 64, ACCEPTED, 300)[-50:].count(0) > 40
 
 
@@ -129,8 +153,8 @@ def test_early_steps_are_plain_whatever_pays():
 
 def test_shapes_without_room_do_not_run():
     budget = ShapeBudget(times(), SHAPES, 40)
-    assert set(drive(budget, 4, ACCEPTED, 100)) <= {0, 7}
-    assert set(drive(budget, 6, ACCEPTED, 100)) == {0}
+    assert set(drive(budget, 4, ACCEPTED, 100)) <= {0, 1, 3, 7}
+    assert set(drive(budget, 21, ACCEPTED, 100)) == {0}
 
 
 def test_choices_for_people():

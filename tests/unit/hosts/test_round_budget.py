@@ -16,8 +16,11 @@ from vllm_specplug.gpu.budget import BudgetedRounds, RoundBudget
 SHAPES = shapes_of(15, 4, 3)
 
 
+SECONDS = {0: 1.0, 1: 1.1, 3: 1.15, 7: 1.2, 15: 1.4}
+
+
 def times():
-    return RoundCost({nodes: {1: seconds, 8: seconds} for nodes, seconds in ((0, 1.0), (7, 1.2), (15, 1.4))}, 8)
+    return RoundCost({nodes: {1: seconds, 8: seconds} for nodes, seconds in SECONDS.items()}, 8)
 
 
 @pytest.fixture

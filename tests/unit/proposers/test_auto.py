@@ -43,9 +43,10 @@ def test_lookup_alone_for_another_model(name, target):
     assert "no drafter is shipped for" in choice.why
 
 
-def test_costs_are_measured_on_cpus_only():
-    assert chosen(on_cpu=False)[0].budget == "fixed"
-    assert chosen("SmolLM2-135M-Instruct", SMOLLM2, on_cpu=False)[0].sources[0].budget == "fixed"
+def test_costs_are_measured_on_every_device():
+    for on_cpu in (False, True):
+        assert chosen(on_cpu=on_cpu)[0].budget == "measured"
+        assert chosen("SmolLM2-135M-Instruct", SMOLLM2, on_cpu=on_cpu)[0].sources[0].budget == "measured"
 
 
 def test_given_options_count():
