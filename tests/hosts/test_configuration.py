@@ -196,8 +196,12 @@ def test_default_aux_layers_are_named(args, checkpoints, tmp_path, caplog):
     with caplog.at_level("INFO", logger="vllm_specplug"):
         speculative = our_config(checkpoints, model=str(path))
         args(speculative, model=str(checkpoints["deep"])).create_engine_config()
-    (line,) = (message for message in caplog.messages if "reads the target's layers" in message)
-    assert line.endswith("reads the target's layers (2, 4, 5) (of 8): vLLM's default, because its config names none")
+    (record,) = (record for record in caplog.records if "reads the target's layers" in record.getMessage())
+    assert record.levelname == "WARNING"
+    assert record.getMessage().endswith(
+        "reads the target's layers (2, 4, 5) (of 8): vLLM's default, because its config names none. If it was trained "
+        "on others, few of its drafts are accepted: add eagle_aux_hidden_state_layer_ids to its config"
+    )
 
 
 @pytest.mark.parametrize(

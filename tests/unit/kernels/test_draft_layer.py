@@ -143,6 +143,18 @@ def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):
             assert_close(found[request], reference.finish(residual, query, key, value, visible), tolerance)
 
 
+def test_positions_beyond_the_rotary_table_are_not_read():
+    """Such a table has fewer positions than the target."""
+    reference = Reference(torch.float32, has_bias=False)
+    reference.cos_sin = reference.cos_sin[:8]
+    token_ids, hidden = torch.zeros(1, 80, dtype=torch.int32), torch.zeros(9, HIDDEN)
+    cache = pack_pages(*torch.zeros(2, 6, KV_HEADS, PAGE, HEAD_SIZE), "vec")
+    block_table = torch.tensor([[4, 1, 9]], dtype=torch.int32)
+    starts, counts = torch.tensor([0]), torch.tensor([9])
+    with pytest.raises(RuntimeError, match="request 0: rows out of range"):
+        reference.operator().first(token_ids, starts, counts, hidden, None, cache, False, block_table)
+
+
 def assert_close(found, expected, tolerance):
     error = (found.double() - expected).norm() / expected.norm()
     assert error < tolerance

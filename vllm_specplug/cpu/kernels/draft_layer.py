@@ -105,7 +105,7 @@ class DraftLayer:
             weights.scale,
             weights.num_heads,
             *linear,
-            weights.max_position,
+            min(weights.max_position, len(weights.cos_sin) - 1),
         )
 
     def first(
