@@ -294,7 +294,7 @@ def check_names(path: Path, config: Mapping, kind: str, found: Mapping, expected
     if surplus and not missing:
         raise CheckpointError(
             f"{path} is {name_of(kind)} with {len(surplus)} tensor(s) that are not computed here: {_listed(surplus)}; "
-            f"{_why(kind, surplus)}."
+            f"{_why(surplus)}."
         )
 
 
@@ -305,13 +305,13 @@ def _listed(names: list[str]) -> str:
 def _why_other(config: Mapping, kind: str) -> str:
     if config.get("quantization_config"):
         return "its weights are quantised: use the head that is not"
-    return f"trees are drafted from heads with a Llama layer; vLLM's own method {kind!r} may draft chains from it"
+    return f"heads with Llama or Qwen3 layers draft trees; vLLM's own method {kind!r} may draft chains from it"
 
 
-def _why(kind: str, surplus: list[str]) -> str:
+def _why(surplus: list[str]) -> str:
     if any("q_norm" in name or "k_norm" in name for name in surplus):
         return (
-            f"its layer is that of Qwen3 (norms of queries and keys): vLLM's own method {kind!r} drafts chains from it"
+            "its layer is that of Qwen3 (norms of queries and keys): use a head with a Llama layer, or an EAGLE-3 head"
         )
     if all(name.endswith("_proj.bias") for name in surplus):
         return "if it was trained with these biases, config.json must say so (attention_bias, qkv_bias or mlp_bias)"

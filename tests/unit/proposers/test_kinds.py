@@ -197,7 +197,7 @@ REFUSED = {
     "an EAGLE-1 head with a Qwen3 layer": (
         {},
         eagle_state() | norms_of_queries_and_keys("layers.0"),
-        "with 2 tensor(s) that are not computed here: layers.0.self_attn.k_norm.weight, layers.0.self_attn.q_norm",
+        "layers.0.self_attn.q_norm.weight; its layer is that of Qwen3 (norms of queries and keys): use a head with a Llama",
     ),
     "an EAGLE-1 head of two layers": (
         {"num_hidden_layers": 2},
