@@ -197,7 +197,7 @@ REFUSED = {
     "an EAGLE-1 head with a Qwen3 layer": (
         {},
         eagle_state() | norms_of_queries_and_keys("layers.0"),
-        "layers.0.self_attn.q_norm.weight; its layer is that of Qwen3 (norms of queries and keys): use a head with a Llama",
+        "layers.0.self_attn.q_norm.weight; its layer is that of Qwen3 (norms of queries and keys): use a head with a",
     ),
     "an EAGLE-1 head of two layers": (
         {"num_hidden_layers": 2},
