@@ -46,6 +46,25 @@ test-hosts-rest: install
 test-v2: install
 	$(PYTEST) tests/v2 --ignore=$(RANKS_V2)
 
+# The V2 tier on the Python files of a vLLM without a CPU wheel (see tests/vllm_on_cpu.py), in an environment of its own:
+# `make test-v2-on VLLM=0.33.0 TESTS=tests/v2/test_identity.py`.
+VLLM ?= 0.33.0
+ON := .venv-$(VLLM)
+TESTS ?= tests/v2 --ignore=$(RANKS_V2)
+
+.PHONY: test-v2-on
+test-v2-on: $(ON)/.ready
+	OMP_NUM_THREADS=1 $(ON)/bin/python -m pytest -q $(TESTS)
+
+# A copy of $(VENV), of links to its files.
+$(ON)/.ready: $(VENV)/.plugin
+	rm -rf $(ON)
+	cp -al $(VENV) $(ON)
+	$(ON)/bin/python -m pip install -qq orjson
+	$(ON)/bin/python -m pip download -q --no-deps --dest $(ON)/wheel vllm==$(VLLM)
+	$(ON)/bin/python -m tests.vllm_on_cpu $(ON)/wheel/vllm-*.whl
+	@touch $@
+
 # Several processes each.
 test-ranks: install
 	$(PYTEST) $(RANKS)
@@ -97,4 +116,4 @@ $(VENV)/.plugin: $(VENV)/.host pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-* build *.egg-info

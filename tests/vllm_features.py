@@ -150,6 +150,49 @@ WORKS = (
     Support("abort", "tests/hosts/test_features.py::test_aborts_leak_nothing"),
 )
 
+REFUSED_SWITCH = "refused"
+#: Each boolean of vLLM's ParallelConfig, CacheConfig and SchedulerConfig: refused, or why trees do not depend on it.
+#: The reasons were read in vLLM's sources.
+SWITCHES = {
+    # ParallelConfig
+    "_allow_auto_resolve_cp_interleave_size": "context parallelism is refused",
+    "data_parallel_external_lb": "sends requests to replicas, which do not share trees",
+    "data_parallel_hybrid_lb": "sends requests to replicas, which do not share trees",
+    "dcp_q_replicate": "context parallelism is refused",
+    "disable_custom_all_reduce": "another way to the same sums",
+    "disable_nccl_for_dp_synchronization": "replicas in lockstep are refused",
+    "enable_batch_sharded_sampling": REFUSED_SWITCH,
+    "enable_dbo": REFUSED_SWITCH,
+    "enable_elastic_ep": "needs replicas in lockstep, which are refused",
+    "enable_ep_weight_filter": "loads fewer weights, and uses the same ones",
+    "enable_eplb": "moves experts between ranks; their results stay",
+    "enable_expert_parallel": "places experts; their results stay",
+    "enable_fault_tolerance": "needs replicas in lockstep, which are refused",
+    "enable_hc_sp": "splits rows of HyperConnections within a layer, and joins them again",
+    "enable_shm_tensor_arena": "another way to send inputs to workers",
+    "is_moe_model": "set by vLLM from the model",
+    "numa_bind": "places workers",
+    "ray_workers_use_nsight": "profiles workers",
+    # CacheConfig
+    "_block_size_resolved": "vLLM's own note",
+    "enable_mamba_shared_prefix_checkpoint": "targets with Mamba layers are refused",
+    "enable_prefix_caching": "works, see WORKS",
+    "is_attention_free": "set by vLLM from the model",
+    "kv_sharing_fast_prefill": REFUSED_SWITCH,
+    "swa_bounded_replay": "of targets with MLA, which are refused",
+    "use_kda_recoverssm": "targets with linear attention are refused",
+    "use_replayssm": "targets with Mamba layers are refused",
+    "user_specified_block_size": "vLLM's own note",
+    # SchedulerConfig
+    "async_scheduling": "works on V2, refused on V1",
+    "disable_chunked_mm_input": "chooses where a prompt is cut",
+    "disable_hybrid_kv_cache_manager": "all layers in one KV cache group, which is the simpler case",
+    "enable_chunked_prefill": "works, see WORKS",
+    "is_multimodal_model": "set by vLLM from the model",
+    "long_prefill_token_threshold_adaptive": "chooses where a prompt is cut",
+    "scheduler_reserve_full_isl": "chooses when a request starts",
+}
+
 
 def feature_table() -> str:
     """Return the feature table of docs/support.md in Markdown; below it, why features are refused."""

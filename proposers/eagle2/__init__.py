@@ -7,15 +7,15 @@ from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetIn
 
 logger = logging.getLogger("vllm_specplug")
 
-#: vLLM's model of EAGLE-3 heads with a Llama layer, whatever their config calls it.
-EAGLE3_ARCHITECTURE = "Eagle3LlamaForCausalLM"
+#: vLLM's models of EAGLE-3 heads with Llama and with Qwen3 layers, whatever their configs call them.
+EAGLE3_ARCHITECTURES = ("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 
 
 def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
     """Check a drafter's checkpoint against the target; vLLM loads it as one of its own EAGLE models."""
     from vllm_specplug.config import resolve_drafter
     from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
-    from vllm_specplug.proposers.eagle2.layout import AUX_KEY
+    from vllm_specplug.proposers.eagle2.layout import AUX_KEY, head_dim_of
 
     path = resolve_drafter(options.model, options.method)
     info = validate_checkpoint(path, target.hidden_size, target.vocab_size, num_layers=target.num_layers)
@@ -23,13 +23,23 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
         # vLLM leaves out a bias that the config does not name.
         entries = {"bias": info.has_bias}
         return DrafterConfig(options, info.kind, str(path), supports_int8=True, config_entries=entries)
-    why = "" if AUX_KEY in str(info.config) else ": vLLM's default, because its config names none"
-    logger.info("%s reads the target's layers %s (of %d)%s", path, info.aux_layers, target.num_layers, why)
+    if not info.aux_layers:
+        logger.info("%s reads the target's last hidden state", path)
+    elif AUX_KEY in str(info.config):
+        logger.info("%s reads the target's layers %s (of %d)", path, info.aux_layers, target.num_layers)
+    else:
+        logger.warning(
+            "%s reads the target's layers %s (of %d): vLLM's default, because its config names none. If it was trained "
+            "on others, few of its drafts are accepted: add %s to its config",
+            *(path, info.aux_layers, target.num_layers, AUX_KEY),
+        )
     entries = {
-        "architectures": [EAGLE3_ARCHITECTURE],
+        "architectures": [EAGLE3_ARCHITECTURES[info.has_qwen3_layers]],
         AUX_KEY: list(info.aux_layers),
         "num_aux_hidden_states": len(info.aux_layers),
         "target_hidden_size": target.hidden_size,
+        "num_hidden_layers": info.num_layers,
+        "head_dim": head_dim_of(info.config),
     }
     return DrafterConfig(options, info.kind, str(path), config_entries=entries)
 

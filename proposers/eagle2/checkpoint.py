@@ -11,11 +11,13 @@ kind "eagle" (EAGLE-1, EAGLE-2, HASS)         kind "eagle3"
   layers.0.post_attention_layernorm.weight [h]   norm.weight [h], lm_head.weight [D, h] (optional when D = V)
   d2t                  [D]      optional         d2t [D] (not when D = V), t2d [V] (optional)
 
-Some exporters call the layer of an EAGLE-3 head `layers.0` too: its kind follows from what its tensors compute, see
-`kinds`. `layout` has the tensors that a config asks for. `d2t` has offsets: target id = draft id + d2t[draft id]. An
-"eagle" head with d2t scores only those D target ids, with their rows of the target's LM head. Weights are safetensors
-files or the official `pytorch_model.bin`, in one file or in shards. `validate_checkpoint` reads only headers and d2t,
-so it is fast enough to run before a server starts.
+Some exporters call the first layer of an EAGLE-3 head `layers.0` too: its kind follows from what its tensors compute,
+see `kinds`. Further layers are `layers.{1,2,...}`, without `hidden_norm` and with q, k, v that read h. A head with
+`self_attn.{q,k}_norm` has Qwen3 layers. A head that reads the target's last hidden state has no `fc`. `layout` has the
+tensors that a config asks for, `plain_layout` reads the speculators format. `d2t` has offsets: target id = draft id +
+d2t[draft id]. An "eagle" head with d2t scores only those D target ids, with their rows of the target's LM head. Weights
+are safetensors files or the official `pytorch_model.bin`, in one file or in shards. `validate_checkpoint` reads only
+headers and d2t, so it is fast enough to run before a server starts.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ from safetensors.torch import save_file
 
 from vllm_specplug.utils.files import replacing
 
-from .kinds import SPECULATORS_KEY, CheckpointError, kind_of, name_of, refuse_others
-from .layout import aux_layers, check_fields, check_names, expected_shapes, missing_hint
-from .plain_layout import plain_config, plain_names
+from .kinds import SPECULATORS_KEY, CheckpointError, kind_of, name_of, reads_last_state, refuse_others
+from .kinds import num_layers as num_layers_in
+from .layout import aux_layers, check_fields, check_names, expected_shapes, has_qwen3_layers, missing_hint
+from .plain_layout import TARGETS, plain_config, plain_names
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -61,7 +64,10 @@ class CheckpointInfo:
     has_embed_tokens: bool
     has_lm_head: bool
     has_d2t: bool
-    aux_layers: tuple[int, ...] | None  # of the target, whose inputs an EAGLE-3 head reads; None: vLLM's default
+    # Of the target, whose inputs an EAGLE-3 head reads; none: its last hidden state; None: vLLM's default.
+    aux_layers: tuple[int, ...] | None
+    num_layers: int
+    has_qwen3_layers: bool
     config: dict = field(repr=False)
 
 
@@ -84,14 +90,12 @@ def validate_checkpoint(
         CheckpointError: one line with the cause and the remedy.
     """
     path = Path(path)
-    config, shapes = read_config(path), read_shapes(path)
-    is_plain = SPECULATORS_KEY not in config
-    if not is_plain:
-        config, shapes = plain_config(config, path), plain_names(shapes)
-    info = _check(path, config, shapes, (target_hidden_size, target_vocab_size), expected_kind, num_layers)
-    if not is_plain:
+    info = _check(path, *read_head(path), (target_hidden_size, target_vocab_size), expected_kind, num_layers)
+    names = [name for name in read_shapes(path) if name.startswith(TARGETS)]
+    if names and SPECULATORS_KEY in read_config(path):
         raise CheckpointError(
-            f"{path} is in the speculators format: `specplug convert {path} --out DIR` makes a plain checkpoint of it."
+            f"{path} has tensors of the target, {', '.join(sorted(names))}, which vLLM does not load: "
+            f"`specplug convert {path} --out DIR` makes a checkpoint without them."
         )
     return info
 
@@ -111,9 +115,9 @@ def _check(
             f"{path} is {name_of(kind)} ({kind!r}), but {expected_kind!r} is needed here; give a head of that kind, "
             f"or choose the method that reads {kind!r} heads."
         )
-    check_fields(path, config, kind, *target_sizes)
+    check_fields(path, config, kind, shapes, *target_sizes)
     layers: tuple[int, ...] | None = ()
-    if kind == "eagle3" and len(fused := shapes.get("fc.weight", ())) == 2:
+    if kind == "eagle3" and not reads_last_state(config) and len(fused := shapes.get("fc.weight", ())) == 2:
         layers = aux_layers(path, config, fused[1], target_sizes[0], num_layers)
     expected = expected_shapes(config, kind, shapes, *target_sizes)
     check_names(path, config, kind, shapes, expected)
@@ -135,12 +139,14 @@ def _check(
         has_lm_head="lm_head.weight" in shapes,
         has_d2t="d2t" in shapes,
         aux_layers=layers,
+        num_layers=num_layers_in(shapes),
+        has_qwen3_layers=has_qwen3_layers(shapes),
         config=config,
     )
 
 
 def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Read the config and all tensors of a checkpoint; a leading `model.` is removed from names."""
+    """Read the config and all tensors of a checkpoint in the plain layout; a leading `model.` is removed from names."""
     path = Path(path)
     config = read_config(path)
     state: dict[str, torch.Tensor] = {}
@@ -151,7 +157,7 @@ def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
         _read_safetensors_header(file)
         with _opened(file) as tensors:
             state.update((_plain(name), tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
-    return config, state
+    return _in_plain_layout(path, config, state)
 
 
 def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tensor]) -> None:
@@ -199,6 +205,17 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             header = _read_safetensors_header(file)
             shapes.update((_plain(name), tuple(entry["shape"])) for name, entry in header.items())
     return shapes
+
+
+def read_head(path: Path) -> tuple[dict, dict[str, tuple[int, ...]]]:
+    """Read the config, and the names and shapes of all tensors, in the plain layout."""
+    return _in_plain_layout(path, read_config(path), read_shapes(path))
+
+
+def _in_plain_layout(path: Path, config: dict, tensors: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
+    if SPECULATORS_KEY not in config:
+        return config, tensors
+    return plain_config(config, path), plain_names(tensors)
 
 
 def target_ids(d2t: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 #: Only configs of the speculators format have this key; its value is the kind.
 SPECULATORS_KEY = "speculators_model_type"
-#: Names of the one decoder layer of a head.
+#: Names of the first decoder layer of a head.
 LAYER_NAMES = ("midlayer", "layers.0")
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
@@ -123,7 +123,7 @@ def name_of(kind: str) -> str:
 
 
 def refuse_others(path: object, kind: str, config: Mapping, shapes: Mapping) -> None:
-    """Refuse all but an EAGLE head of one layer that reads layers of the target.
+    """Refuse all but an EAGLE-3 head, and an EAGLE-1/2 or HASS head of one layer.
 
     Raises:
         CheckpointError: with the kind, and what serves it.
@@ -134,15 +134,10 @@ def refuse_others(path: object, kind: str, config: Mapping, shapes: Mapping) -> 
             names = f"its tensors are {', '.join(sorted(shapes)[:3])}, ..." if shapes else "it has no tensors"
             raise CheckpointError(f"{path} is not a draft checkpoint of a known kind: {names}; {fix}.")
         raise CheckpointError(f"{path} is {name_of(kind)}: {fix}.")
-    if (layers := num_layers(shapes)) > 1:
+    if kind == "eagle" and (layers := num_layers(shapes)) > 1:
         raise CheckpointError(
-            f"{path} is {name_of(kind)} of {layers} layers; trees are drafted from heads of one layer: vLLM's own "
+            f"{path} is {name_of(kind)} of {layers} layers; trees are drafted from such heads of one layer: vLLM's own "
             f"method {kind!r} drafts chains from it."
-        )
-    if kind == "eagle3" and eagle_config(config).get("use_aux_hidden_state") is False:
-        raise CheckpointError(
-            f"{path} is an EAGLE-3 head that reads the target's last hidden state (use_aux_hidden_state is false), "
-            "from which no trees are drafted: vLLM's own method 'eagle3' drafts chains from it."
         )
 
 
@@ -150,6 +145,11 @@ def architectures(config: Mapping) -> list[str]:
     """Return the names of a config's architectures."""
     given = config.get("architectures")
     return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+
+
+def reads_last_state(config: Mapping) -> bool:
+    """Return whether an EAGLE-3 head reads the target's last hidden state, and not that of aux layers."""
+    return eagle_config(config).get("use_aux_hidden_state") is False
 
 
 def eagle_config(config: Mapping) -> Mapping:

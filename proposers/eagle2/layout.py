@@ -1,12 +1,12 @@
-"""The tensors of an EAGLE head of one Llama layer: which ones a config asks for, and their shapes."""
+"""The tensors of an EAGLE head of Llama or Qwen3 layers: which ones a config asks for, and their shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .kinds import LAYER_NAMES, CheckpointError, architectures, eagle_config, name_of
+from .kinds import LAYER_NAMES, CheckpointError, architectures, eagle_config, name_of, num_layers, reads_last_state
 
 #: Keys with the aux layers of an EAGLE-3 head, at the top of its config or in ``eagle_config``.
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -19,8 +19,10 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
-def check_fields(path: Path, config: Mapping, kind: str, target_hidden_size: int, target_vocab_size: int) -> None:
-    """Raise ``CheckpointError`` unless the config has all sizes, and they are those of the target."""
+def check_fields(
+    path: Path, config: Mapping, kind: str, found: Mapping, target_hidden_size: int, target_vocab_size: int
+) -> None:
+    """Raise ``CheckpointError`` unless the config has all sizes, and they are those of the weights and the target."""
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     optional = ("head_dim", "num_key_value_heads", "draft_vocab_size", "target_hidden_size", "num_hidden_layers")
     given = [key for key in optional if config.get(key) is not None]
@@ -34,14 +36,16 @@ def check_fields(path: Path, config: Mapping, kind: str, target_hidden_size: int
             f"{path / 'config.json'} lacks architectures or model_type, which vLLM reads: use the config.json that "
             'came with the head, or add "architectures": ["LlamaForCausalLM"] and "model_type": "llama" to it.'
         )
-    if (layers := config.get("num_hidden_layers") or 1) != 1:
+    said, layers = config.get("num_hidden_layers") or 1, max(num_layers(found), 1)
+    if said != layers:
         raise CheckpointError(
-            f"{path / 'config.json'} says num_hidden_layers {layers}, the weights have 1 layer: use the config.json "
-            "that came with the head."
+            f"{path / 'config.json'} says num_hidden_layers {said}, the weights have {layers} "
+            f"layer{'s' if layers > 1 else ''}: use the config.json that came with the head."
         )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(
-            f"{path / 'config.json'} says hidden_act {activation!r}: only heads of a Llama layer ('silu') are served."
+            f"{path / 'config.json'} says hidden_act {activation!r}: only heads of Llama or Qwen3 layers ('silu') are "
+            "served."
         )
     _check_sizes(path, config, kind, target_hidden_size, target_vocab_size)
 
@@ -59,7 +63,8 @@ def _check_sizes(path: Path, config: Mapping, kind: str, target_hidden_size: int
             f"The head at {path} has hidden size {hidden}, the target {target_hidden_size}: it was trained for another "
             f"model; use a head trained for this target."
         )
-    if config.get("target_hidden_size") and reads != target_hidden_size:
+    must_match = config.get("target_hidden_size") or reads_last_state(config)
+    if must_match and reads != target_hidden_size:
         raise _other_width(path, reads, target_hidden_size)
     if config["vocab_size"] != target_vocab_size:
         raise CheckpointError(
@@ -159,7 +164,9 @@ def target_width(config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> Any:
     hidden, fused = config.get("hidden_size"), shapes.get("fc.weight", ())
     ids = _ids_of(config)
     count = len(ids) if isinstance(ids, list) else DEFAULT_AUX_LAYERS
-    may_differ = _is_count(hidden) and len(fused) == 2 and "embed_tokens.weight" in shapes
+    may_differ = (
+        not reads_last_state(config) and _is_count(hidden) and len(fused) == 2 and "embed_tokens.weight" in shapes
+    )
     if may_differ and fused[1] not in (2 * hidden, count * hidden) and fused[1] % count == 0:
         return fused[1] // count
     return hidden
@@ -174,7 +181,8 @@ def expected_shapes(
     """Return the shape of each tensor of the head by its name; optional ones only if ``found`` has them."""
     hidden, layer = config["hidden_size"], layer_name(found)
     eagle3 = kind == "eagle3"
-    shapes = _layer_shapes(config, layer, 2 * hidden if eagle3 else hidden, eagle3)
+    is_qwen3 = eagle3 and has_qwen3_layers(found)
+    shapes = _layer_shapes(config, layer, 2 * hidden if eagle3 else hidden, eagle3, is_qwen3)
     draft_vocab = config.get("draft_vocab_size") or target_vocab_size
     is_narrow, is_reduced = hidden != target_hidden_size, draft_vocab != target_vocab_size
     if "embed_tokens.weight" in found or is_narrow:
@@ -186,11 +194,27 @@ def expected_shapes(
         if "fc.bias" in found or config.get("bias") is True:
             shapes["fc.bias"] = (hidden,)
         return shapes
-    fused_width = found["fc.weight"][-1] if found.get("fc.weight") else DEFAULT_AUX_LAYERS * target_hidden_size
-    shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("hidden_norm", "input_layernorm")}
-    shapes |= {"fc.weight": (hidden, fused_width), "norm.weight": (hidden,)}
+    for number in range(1, num_layers(found)):
+        further = f"layers.{number}"
+        shapes |= _layer_shapes(config, further, hidden, eagle3, is_qwen3)
+        unused = f"{further}.hidden_norm.weight"  # vLLM's further layers have it too
+        norms = [f"{further}.input_layernorm.weight", *([unused] if unused in found else [])]
+        shapes |= dict.fromkeys(norms, (hidden,))
+    shapes |= {f"{layer}.input_layernorm.weight": (hidden,), "norm.weight": (hidden,)}
     if "lm_head.weight" in found or is_narrow or is_reduced:
         shapes["lm_head.weight"] = (draft_vocab, hidden)
+    return shapes | _combining_shapes(config, layer, found, target_hidden_size)
+
+
+def _combining_shapes(
+    config: Mapping, layer: str, found: Mapping[str, tuple[int, ...]], target_hidden_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that make an EAGLE-3 head's input of the target's hidden states."""
+    hidden, norm = config["hidden_size"], f"{layer}.hidden_norm.weight"
+    if reads_last_state(config):  # vLLM norms without weights if the head has none
+        return {norm: (hidden,)} if norm in found else {}
+    fused_width = found["fc.weight"][-1] if found.get("fc.weight") else DEFAULT_AUX_LAYERS * target_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {norm: (hidden,), "fc.weight": (hidden, fused_width)}
     if eagle_config(config).get("norm_before_fc", config.get("norm_before_fc")):
         shapes["input_norm.weight"] = (fused_width,)
     if config.get("fc_norm"):
@@ -220,10 +244,20 @@ def layer_name(found: Mapping) -> str:
     return next((layer for layer in LAYER_NAMES if any(name.startswith(f"{layer}.") for name in found)), "layers.0")
 
 
-def _layer_shapes(config: Mapping, layer: str, inputs: int, eagle3: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama layer, as vLLM builds it from the config."""
+def has_qwen3_layers(found: Iterable[str]) -> bool:
+    """Return whether the layers of an EAGLE-3 head norm queries and keys, as Qwen3's do."""
+    return any(name.endswith((".q_norm.weight", ".k_norm.weight")) for name in found)
+
+
+def head_dim_of(config: Mapping) -> int:
+    """Return the size of an attention head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _layer_shapes(config: Mapping, layer: str, inputs: int, eagle3: bool, is_qwen3: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer, as vLLM builds it from the config."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
+    head_dim = head_dim_of(config)
     q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
     outputs = dict(zip(_ATTENTION, (q_size, kv_size, kv_size, hidden), strict=True))
     shapes = {
@@ -234,11 +268,13 @@ def _layer_shapes(config: Mapping, layer: str, inputs: int, eagle3: bool) -> dic
         f"{layer}.mlp.{name}.weight": (hidden, inner) if name == "down_proj" else (inner, hidden) for name in _MLP
     }
     has_bias = bool(config.get("attention_bias"))
-    biased = _ATTENTION if has_bias else ()
+    biased = (_ATTENTION[:3] if is_qwen3 else _ATTENTION) if has_bias else ()
     if not eagle3 and "qkv_bias" in config:
         biased = [name for name in _ATTENTION if (has_bias if name == "o_proj" else config["qkv_bias"])]
     shapes |= {f"{layer}.self_attn.{name}.bias": (outputs[name],) for name in biased}
-    if config.get("mlp_bias"):
+    if is_qwen3:
+        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
+    elif config.get("mlp_bias"):
         shapes |= {f"{layer}.mlp.{name}.bias": (hidden if name == "down_proj" else inner,) for name in _MLP}
     return shapes | {f"{layer}.post_attention_layernorm.weight": (hidden,)}
 
@@ -281,6 +317,8 @@ def _why(kind: str, surplus: list[str]) -> str:
         return "if it was trained with these biases, config.json must say so (attention_bias, qkv_bias or mlp_bias)"
     if all(name.startswith(("input_norm.", "fc_norm.")) for name in surplus):
         return "if it was trained with these norms, config.json must say so (norm_before_fc or fc_norm)"
+    if surplus == ["fc.weight"]:
+        return "config.json says use_aux_hidden_state false: use the config.json that came with the head"
     if surplus == ["d2t"]:
         return "its draft vocabulary is the target's: export it without d2t"
     if surplus == ["lm_head.weight"]:

@@ -1,6 +1,6 @@
 """The plain layout of a head in the format of vllm-project/speculators: its config, and the names of its tensors.
 
-The speculators format has the geometry of the drafter in `transformer_layer_config` and calls the decoder layer
+The speculators format has the geometry of the drafter in `transformer_layer_config` and calls the first decoder layer
 `layers.0`. The plain layout has the geometry at the top level. In both, d2t has offsets.
 """
 
@@ -17,7 +17,9 @@ from .layout import AUX_KEY
 _VARIANTS = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
 _LAYER, _PLAIN_LAYER = "layers.0.", "midlayer."
 #: The target's tensors that some files have.
-_TARGETS = "verifier_"
+TARGETS = "verifier_"
+#: By type of layer: the architecture of a plain config, for vLLM.
+_ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
 Value = TypeVar("Value")
 
@@ -26,7 +28,7 @@ def plain_config(config: dict, path: Path) -> dict:
     """Convert a config to the plain layout.
 
     Raises:
-        CheckpointError: it is not that of an EAGLE-3 head of one Llama layer.
+        CheckpointError: it is not that of an EAGLE-3 head of Llama or Qwen3 layers.
     """
     if SPECULATORS_KEY not in config:
         raise CheckpointError(f"{path} is not in the speculators format, so there is nothing to convert: serve it.")
@@ -35,18 +37,18 @@ def plain_config(config: dict, path: Path) -> dict:
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(f"{path / 'config.json'} lacks transformer_layer_config; download the checkpoint again.")
-    kind, layers = layer.get("model_type", "llama"), layer.get("num_hidden_layers", 1)
-    if kind != "llama" or layers != 1:
+    kind = layer.get("model_type", "llama")
+    if kind not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{path} is an EAGLE-3 head of {layers} {kind!r} layer(s); trees are drafted from heads of one Llama "
-            "layer: vLLM's own method 'eagle3' drafts chains from it."
+            f"{path} is an EAGLE-3 head with a {kind!r} layer; heads with a Llama or Qwen3 layer are served: use such "
+            "a head for this target."
         )
     kept = ("draft_vocab_size", "target_hidden_size", AUX_KEY)
     return {
         **layer,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "num_hidden_layers": layer.get("num_hidden_layers", 1),
         "tie_word_embeddings": False,
         **{key: config[key] for key in kept if config.get(key) is not None},
         **{key: config.get(key, default) for key, default in _VARIANTS.items()},
@@ -67,5 +69,5 @@ def plain_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {
         _PLAIN_LAYER + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name: tensor
         for name, tensor in tensors.items()
-        if not name.startswith(_TARGETS)
+        if not name.startswith(TARGETS)
     }

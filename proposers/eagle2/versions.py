@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import CheckpointError, load_head, read_config, read_shapes
+from .checkpoint import CheckpointError, load_head, read_head
 from .layout import AUX_KEY
 
 #: Entries of a config that the running drafter computes by; others are names and provenance, or follow from tensors.
@@ -46,7 +46,7 @@ class VersionCheck:
 
     def __init__(self, folder: str | os.PathLike, served: str = ""):
         self._served = Path(served).name
-        self._config, self._shapes = read_config(Path(folder)), read_shapes(Path(folder))
+        self._config, self._shapes = read_head(Path(folder))
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
         """Read and check a version's tensors.
@@ -54,7 +54,7 @@ class VersionCheck:
         Raises:
             CheckpointError, OSError: it cannot take the place of the version in use.
         """
-        config, shapes = read_config(folder), read_shapes(folder)
+        config, shapes = read_head(folder)
         self._compare(folder, config, shapes)
         state = load_head(folder)[1]
         for name, tensor in state.items():

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from ..eagle2.checkpoint import CONFIG_NAME, CheckpointError, load_head, read_config, save_head, validate_checkpoint
-from ..eagle2.plain_layout import plain_config, plain_names, verifier_of
+from ..eagle2.plain_layout import plain_config, verifier_of
 
 
 def convert(path: str, out: str) -> None:
@@ -22,7 +22,7 @@ def convert(path: str, out: str) -> None:
         raise CheckpointError("--out is the checkpoint's own folder: give another one")
     given = read_config(Path(path))
     config = plain_config(given, Path(path))
-    state = plain_names(load_head(path)[1])
+    state = load_head(path)[1]
     if state.get("t2d") is not None:
         state["t2d"] = state["t2d"].bool()
     partial = Path(f"{out}.partial")

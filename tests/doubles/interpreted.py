@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tests.doubles.cuda_graphs import kernel
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 from vllm_specplug.gpu.attention import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
 from vllm_specplug.gpu.runner import TreeRunner
@@ -22,11 +23,13 @@ from vllm_specplug.vllm.speculative_config import WORKERS
 class _PagedReference(TritonAttentionImpl):
     """vLLM's part; ``traits`` comes from ``TreeImpl``."""
 
+    @kernel
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         written = (slot_mapping >= 0).nonzero().squeeze(1)  # a slot below 0 is padding
         slots, page = slot_mapping[written], kv_cache.shape[2]
         kv_cache[slots // page, :, slots % page] = torch.cat([key[written], value[written]], dim=-1)
 
+    @kernel
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **_) -> torch.Tensor:
         if attn_metadata is None:
             return output.fill_(0)
@@ -41,7 +44,7 @@ class _PagedReference(TritonAttentionImpl):
             kv_cache,
             TOKEN_LAYOUT,
             attn_metadata.block_table,
-            attn_metadata.seq_lens - lens,
+            (attn_metadata.seq_lens - lens).clamp(min=0),  # shorter than its rows in a capture
             start,
             lens,
             key,
@@ -72,7 +75,17 @@ class InterpretedModelRunnerV2(TreeRunner, CPUModelRunnerV2):
     pass
 
 
-class InterpretedWorkerV2(TreeWorkerV2, CPUWorker):
+class _CapturingWorker(CPUWorker):
+    """As vLLM's worker on CUDA, which captures graphs if it is configured to."""
+
+    def compile_or_warm_up_model(self):
+        times = super().compile_or_warm_up_model()
+        if self.model_runner.cudagraph_manager.needs_capture():
+            self.model_runner.capture_model(profile_only=True)  # all graphs; locks no workspace, which CUDA has only
+        return times
+
+
+class InterpretedWorkerV2(TreeWorkerV2, _CapturingWorker):
     def init_device(self) -> None:
         super().init_device()
         # vLLM builds its own runner inside init_device; its buffers are freed here.

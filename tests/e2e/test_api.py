@@ -242,15 +242,18 @@ def bench(folder: Path, plain: str, trees: str) -> tuple[dict, float]:
     questions.write_text("\n".join(map(json.dumps, asked)))
     command = ["bench", "--questions", str(questions), "--max-tokens", "24", "--concurrency", "1,2"]
     start = time.perf_counter()
-    assert cli.main([*command, "--server", plain, "--server", f"trees={trees}", "--out", str(out)]) == 0
+    servers = [f"no-drafts={trees}", f"trees={trees}"]
+    servers = [part for server in (plain, *servers) for part in ("--server", server)]
+    assert cli.main([*command, *servers, "--out", str(out)]) == 0
     return json.loads(out.read_text())["methods"], time.perf_counter() - start
 
 
 def check_bench(found: dict, seconds: float) -> None:
-    """The same tokens from both, drafts of one of them only, every question in its place, and times that add up."""
-    plain, trees = found["plain"]["overall"], found["trees"]["overall"]
+    """The same tokens from all, drafts only where wanted, every question in its place, and times that add up."""
+    plain, undrafted, trees = (found[name]["overall"] for name in ("plain", "no-drafts", "trees"))
     assert trees["agree"] == plain["agree"] == plain["questions"] == 4 and trees["tokens"] == plain["tokens"] > 40
-    assert plain["tau"] is None and plain["acceptance_by_depth"] == []
+    assert trees["agree_without_drafts"] == undrafted["agree"] == 4
+    assert plain["tau"] is None and plain["acceptance_by_depth"] == [] and undrafted["tau"] is None
     assert (trees["tau"] or 1) > 1 and trees["acceptance_by_depth"][0] > 0
     # Every token is of the prompt's step, of a step without a draft, or of a draft's.
     for batch in found["trees"]["batches"]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from vllm import SamplingParams
 
 from tests.doubles import tiny
+from vllm_specplug.proposers.eagle2.checkpoint import load_head, save_head
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 
 from .conftest import TREE, make_prompts, needs_bytes, runner_of, token_ids
@@ -40,8 +43,17 @@ def drafted(llm, prompts, monkeypatch, context, operator=None):
     return token_ids(outputs), drafts, sum(written)
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "reduced", "eagle3"])
-def test_drafts_are_those_of_whole_forwards(engine, prompts, monkeypatch, drafter):
+@pytest.fixture(scope="module")
+def qwen3(checkpoints, tmp_path_factory):
+    """A head with a Qwen3 layer: norms of queries and keys."""
+    config = json.loads((checkpoints["eagle3"] / "config.json").read_text()) | {"model_type": "qwen3"}
+    norms = {f"midlayer.self_attn.{name}_norm.weight": torch.rand(tiny.HEAD_DIM) + 0.5 for name in "qk"}
+    checkpoints["qwen3"] = tmp_path_factory.mktemp("heads") / "qwen3"
+    save_head(checkpoints["qwen3"], config, load_head(checkpoints["eagle3"])[1] | norms)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "reduced", "eagle3", "qwen3"])
+def test_drafts_are_those_of_whole_forwards(engine, prompts, qwen3, monkeypatch, drafter):
     llm = engine(drafter, enable_prefix_caching=False, max_num_batched_tokens=64)
     context = runner_of(llm).drafter.context
     answers, drafts, written = drafted(llm, prompts, monkeypatch, context)

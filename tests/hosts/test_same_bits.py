@@ -15,9 +15,11 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 
 from tests.doubles.architectures import ARCHITECTURES
-from tests.hosts.conftest import acceptance_length, counters, make_prompts
+from tests.doubles.quantised import write_quantised
+from tests.hosts.conftest import acceptance_length, counters, make_prompts, needs_avx512
 from tests.hosts.test_architectures import CHUNK, SETTINGS, write_checkpoints
 from tests.hosts.test_attention_traits import known  # noqa: F401
+from tests.hosts.test_quantised import ONLINE
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.cpu.kernels.cpu_ops import operators
@@ -92,11 +94,13 @@ def num_differing(ours: list[Scored], theirs: list[Scored]) -> int:
     return sum(int((one[1] != other[1]).sum()) + 1000 * (one[0] != other[0]) for one, other in pairs)
 
 
+SCORED = {"logprobs_mode": "raw_logits", "max_logprobs": -1, "speculative_config": KNOWING}
+
+
 def start_knowing(start, folder, name, dtype, **options):
     architecture = ARCHITECTURES[name]
     scarce = {"num_gpu_blocks_override": architecture.num_blocks + 4, "max_num_batched_tokens": CHUNK}
-    scored = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
-    settings = {**scarce, **scored, "dtype": dtype, "speculative_config": KNOWING, **architecture.options, **options}
+    settings = {**scarce, **SCORED, "dtype": dtype, **architecture.options, **options}
     adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if (folder / "adapter").exists() else None
     return Asking(start(folder / "target", **settings), adapter)
 
@@ -130,6 +134,17 @@ def test_architectures(tmp_path, start, known, name):  # noqa: F811
 def test_other_dtypes(tmp_path, start, known, dtype):  # noqa: F811
     write_checkpoints(tmp_path, "Cohere2")
     check(start_knowing(start, tmp_path, "Cohere2", dtype), known)
+
+
+@needs_avx512
+@pytest.mark.parametrize("form", ["w4a16", "gptq", "awq", *ONLINE])
+def test_quantised_weights(tmp_path, start, known, checkpoints, form):  # noqa: F811
+    """Among the targets above is one in W8A8."""
+    path, options = checkpoints["target"], {"quantization": form}
+    if form not in ONLINE:
+        path, options = write_quantised(tmp_path / form, path, form, lm_head=form == "w4a16"), {}
+    llm = start(path, dtype="bfloat16", num_gpu_blocks_override=24, max_num_batched_tokens=CHUNK, **SCORED, **options)
+    check(Asking(llm, None), known)
 
 
 @pytest.mark.parametrize("chunk", [16, 48, 512])

@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.doubles import published, tiny
-from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import SEEDED, TREE, WHOLE, acceptance_length, make_prompts, token_ids
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.hass.train import HassTrainOptions
@@ -95,3 +95,27 @@ def test_heads_as_others_publish_them(engine, checkpoints, prompts, plain, heads
     llm = engine(path.name, CHAIN)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) - 1 > 0.95 * share * (heads[kind] - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "target", "share"),
+    [
+        (published.with_two_qwen3_layers, "target", 0.5),
+        (published.of_the_last_state, "target", 0.02),
+        (published.with_more_norms, "target", 0.2),
+        (published.narrower_than_the_target, "wide", 0.95),
+    ],
+)
+def test_trees_from_heads_as_others_publish_them(
+    engine, checkpoints, prompts, plain, heads, tmp_path, change, target, share
+):
+    """Tokens greedy and seeded; `share` as above, of what chains accept."""
+    path = published.rewrite(checkpoints["trained-eagle3"], tmp_path / change.__name__, change, checkpoints["target"])
+    checkpoints[path.name] = path
+    if target == "wide":
+        checkpoints["wide"] = published.write_wide_target(checkpoints["target"], tmp_path / "wide")
+    expected = token_ids(engine(target=target).generate(prompts, SEEDED, use_tqdm=False))
+    llm = engine(path.name, TREE, target=target)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) - 1 > share * (heads["eagle3"] - 1)
+    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected

@@ -37,6 +37,7 @@ from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 
 from tests.doubles import interpreted, oracle_kernels, tiny  # noqa: F401
+from tests.doubles.cuda_graphs import Graph, capture_in_engines, use_graphs
 from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import (  # noqa: F401
     acceptance_length,
@@ -215,6 +216,20 @@ def model_runner(version):
         envs.disable_envs_cache()
         yield
     envs.disable_envs_cache()
+
+
+@pytest.fixture
+def graph_engine(engine, monkeypatch):  # noqa: F811
+    """``engine`` that captures CUDA graphs; without a GPU, stand-ins for them, and those must be replayed."""
+    if torch.cuda.is_available():
+        yield functools.partial(engine, enforce_eager=False)
+        return
+    oracle_kernels.use(monkeypatch, oracle_kernels.KERNELS)
+    use_graphs(monkeypatch)
+    capture_in_engines(monkeypatch)
+    before = Graph.replays
+    yield functools.partial(engine, enforce_eager=False)
+    assert Graph.replays > before
 
 
 @pytest.fixture

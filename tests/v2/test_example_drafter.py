@@ -13,6 +13,7 @@ from tests.hosts.conftest import acceptance_length, runner_of
 from tests.v2.conftest import ENGINE, answers, same
 from vllm_specplug import proposer
 from vllm_specplug.core.guard import Guard
+from vllm_specplug.gpu.drafters import base
 from vllm_specplug.utils.metrics import COUNTERS, Counters
 
 EXAMPLE = Path(__file__).parents[1] / "example_drafter"
@@ -84,3 +85,12 @@ def test_a_faulty_drafter_costs_speed_only(llm, prompts, plain, monkeypatch, fau
     raised = len(calls) // 2 if fault in (raising, misshapen) else 0
     assert len(calls) > 3 and Guard.total_failures - failures == raised
     assert counted(llm)["proposer failed"] - before["proposer failed"] == raised
+
+
+def test_with_several_ranks_a_fault_is_not_hidden(llm, monkeypatch):
+    """The other ranks would verify their drafts, and this one none."""
+    runner = runner_of(llm)
+    for several in (True, False):
+        monkeypatch.setattr(base, "several_ranks", lambda several=several: several)
+        made = type(runner.speculator)(llm.llm_engine.vllm_config, runner.device, runner.req_states)
+        assert made.guard.raises == several

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.hosts.conftest import acceptance_length, broken_plan, runner_of, token_ids
 from tests.v2.conftest import (
@@ -117,11 +116,10 @@ def test_controls(llm, prompts, plain, monkeypatch, spoil):
     check_control(llm, prompts, plain)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_cuda_graphs(engine, prompts, plain, async_scheduling):
-    """Verification and the drafter's first forward from recorded graphs."""
-    llm = engine("eagle", TREE, enforce_eager=False, async_scheduling=async_scheduling, **ENGINE)
+def test_cuda_graphs(graph_engine, prompts, plain, async_scheduling):
+    """Verification and the drafter's forwards from recorded graphs."""
+    llm = graph_engine("eagle", TREE, async_scheduling=async_scheduling, max_num_seqs=3, **ENGINE)
     assert same(answers(llm, prompts), plain)
 
 

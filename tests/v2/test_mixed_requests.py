@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from tests.doubles import tiny
@@ -49,10 +50,15 @@ def host_without_its_mask_kernel():
     """The host's kernel for grammar masks does not run in the interpreter: the same in torch."""
 
     def apply(self, logits, input_batch, req_ids, bitmask):
-        rows = []
+        rows, masks = [], []
+        equal = grammars.since_033(StructuredOutputManager)  # numbers of masks
         for req_id in req_ids:
-            place = input_batch.req_ids.index(req_id)
-            rows += range(int(input_batch.cu_num_logits_np[place]), int(input_batch.cu_num_logits_np[place + 1]))
+            place, first = input_batch.req_ids.index(req_id), len(masks)
+            own = range(int(input_batch.cu_num_logits_np[place]), int(input_batch.cu_num_logits_np[place + 1]))
+            masks += [first + i if i < len(own) else None for i in range(self.mask_stride if equal else len(own))]
+            rows += own
+        assert len(masks) == len(bitmask)
+        bitmask = bitmask[[i for i in masks if i is not None]]
         words = torch.from_numpy(bitmask).unsqueeze(2)
         allowed = (words >> torch.arange(32) & 1).bool().flatten(1)[:, : logits.shape[1]]
         assert len(rows) == len(allowed)

@@ -13,6 +13,7 @@ from vllm_specplug.config import is_our_method, parse_options, resolve_drafter
 _DRAFTER = "smollm2-135m-instruct"
 _STOCK_EAGLE = "eagle-chain"
 BASELINE = "plain"
+NO_DRAFTS = "no-drafts"
 
 #: The traffic index is off, because it would hold the exact answers of the warm-up and of earlier repeats.
 _LOOKUP = {"method": "lookup", "traffic_tokens": 0}
@@ -20,6 +21,7 @@ _LOOKUP = {"method": "lookup", "traffic_tokens": 0}
 #: Speculative configurations by method name; ``None`` is plain decoding.
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
+    NO_DRAFTS: _LOOKUP,  # the plugin, but its requests turn drafts off
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     _STOCK_EAGLE: {"method": "eagle", "model": _DRAFTER, "num_speculative_tokens": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},  # needs the package arctic-inference
@@ -47,6 +49,11 @@ class Method:
     def stock(self) -> bool:
         """Whether it runs without this plugin."""
         return self.label.partition(":")[0] in _STOCK
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its requests let it draft."""
+        return self.label.partition(":")[0] != NO_DRAFTS
 
     @property
     def by_transformers(self) -> bool:

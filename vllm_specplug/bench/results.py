@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.bench.intervals import speedup_interval
-from vllm_specplug.bench.methods import BASELINE, Method
+from vllm_specplug.bench.methods import BASELINE, NO_DRAFTS, Method
 from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.files import read_object
@@ -18,11 +18,20 @@ from vllm_specplug.utils.tables import format_table
 MARKS = ("<!-- results -->", "<!-- /results -->")
 
 
-def mark_agreement(results: dict[str, list[Measurement]]) -> None:
-    """Set ``agree`` of all measurements: whether each answer has the same tokens as the baseline's."""
-    for measurements in results.values():
-        for measurement, baseline in zip(measurements, results[BASELINE], strict=True):
-            measurement.agree = [a == b for a, b in zip(measurement.token_ids, baseline.token_ids, strict=True)]
+def mark_agreement(methods: Sequence[Method], results: dict[str, list[Measurement]]) -> None:
+    """Set ``agree`` of all measurements, and ``agree_without_drafts`` of those with the plugin, if it was measured."""
+    without_drafts = results.get(NO_DRAFTS)
+    for method in methods:
+        own = results[method.label]
+        for measurement, baseline in zip(own, results[BASELINE], strict=True):
+            measurement.agree = _agreement(measurement, baseline)
+        if without_drafts is not None and method.drafts and not method.stock:
+            for measurement, reference in zip(own, without_drafts, strict=True):
+                measurement.agree_without_drafts = _agreement(measurement, reference)
+
+
+def _agreement(measurement: Measurement, reference: Measurement) -> list[bool]:
+    return [a == b for a, b in zip(measurement.token_ids, reference.token_ids, strict=True)]
 
 
 def speedup_of(measurements: Sequence[Measurement], baseline: Sequence[Measurement]) -> float:
@@ -44,6 +53,7 @@ def summarise(measurements: Sequence[Measurement], baseline: Sequence[Measuremen
         for repeat in sorted({m.repeat for m in measurements})
     ]
     agree = [same for m in measurements for same in m.agree]
+    without_drafts = [same for m in measurements for same in m.agree_without_drafts]
     first_token_s = [value for m in measurements for value in m.first_token_s]
     inter_token_s = [value for m in measurements for value in m.inter_token_s]
     depth = max((len(m.accepted_by_depth) for m in measurements), default=0)
@@ -63,6 +73,7 @@ def summarise(measurements: Sequence[Measurement], baseline: Sequence[Measuremen
         "first_token_ms": _median_ms(first_token_s),
         "inter_token_ms": _median_ms(inter_token_s),
         "agree": sum(agree),
+        "agree_without_drafts": sum(without_drafts) if without_drafts else None,
     }
 
 
@@ -90,7 +101,7 @@ def build_report(
 
     ``overall`` and ``categories`` are figures at the first concurrency of the run; ``concurrency`` has all of them.
     """
-    mark_agreement(results)
+    mark_agreement(methods, results)
     first = results[BASELINE][0].concurrency
     report: dict[str, Any] = {
         "provenance": provenance(baseline="plain vLLM (no plugin, no speculation), same run, questions interleaved"),
@@ -199,7 +210,7 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
     around = {label: _around_first_tokens(report, label) for label in methods}
     split = any(share is not None for _, share in around.values())
     headers = ["method", "tokens/s", "speedup"] + ["repeats"] * repeated + ["after first token", "prompts"] * split
-    headers += ["tau"] + ["first token ms", "ms per token"] * timed + ["same tokens", "peak RSS MiB"]
+    headers += ["tau"] + ["first token ms", "ms per token"] * timed + [*_same_text_headers(report), "peak RSS MiB"]
     rows = []
     for label, method in methods.items():
         o = method["overall"]
@@ -212,7 +223,7 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
         row.append(_or_dash(o["tau"], "{:.2f}"))
         if timed:
             row += [_or_dash(o["first_token_ms"], "{:.0f}"), _or_dash(o["inter_token_ms"], "{:.1f}")]
-        rows.append([*row, f"{o['agree']}/{o['questions']}", _or_dash(method["peak_rss_mib"], "{}")])
+        rows.append([*row, *_same_texts(report, label), _or_dash(method["peak_rss_mib"], "{}")])
     parts = [format_table(headers, rows, markdown)]
     if others:
         by_category = []
@@ -231,8 +242,20 @@ def render(report: dict[str, Any], markdown: bool = False) -> str:
     return "\n\n".join([*parts, origin(report)])
 
 
+def _same_text_headers(report: dict[str, Any]) -> list[str]:
+    return [f"same text as {NO_DRAFTS}"] * (NO_DRAFTS in report["methods"]) + ["same text as plain"]
+
+
+def _same_texts(report: dict[str, Any], label: str) -> list[str]:
+    """Return for each header of ``_same_text_headers`` how many answers of a method are the same."""
+    overall = report["methods"][label]["overall"]
+    columns = ["agree_without_drafts"] * (NO_DRAFTS in report["methods"]) + ["agree"]
+    counts = (overall.get(column) for column in columns)
+    return ["-" if count is None else f"{count}/{overall['questions']}" for count in counts]
+
+
 def render_short(report: dict[str, Any]) -> str:
-    """Return the overall figures in six columns and their origin, in Markdown; intervals as in ``render``."""
+    """Return the overall figures in fewer columns and their origin, in Markdown; intervals as in ``render``."""
     rows = [
         [
             label,
@@ -240,11 +263,11 @@ def render_short(report: dict[str, Any]) -> str:
             _with_interval(report, label),
             _or_dash(_around_first_tokens(report, label)[0], "{:.2f}x"),
             _or_dash(o["tau"], "{:.2f}"),
-            f"{o['agree']}/{o['questions']}",
+            *_same_texts(report, label),
         ]
         for label, o in ((label, method["overall"]) for label, method in report["methods"].items())
     ]
-    headers = ["method", "tokens/s", "speedup", "after first token", "tau", "same text"]
+    headers = ["method", "tokens/s", "speedup", "after first token", "tau", *_same_text_headers(report)]
     return "\n\n".join([format_table(headers, rows, markdown=True), origin(report)])
 
 

@@ -81,6 +81,8 @@ class Server:
         }
         if temperature:
             body["seed"] = 0
+        if not self.method.drafts:
+            body["vllm_xargs"] = {"speculation": False}
         if self.switches:
             body["chat_template_kwargs"] = self.switches
         headers = {"Content-Type": "application/json"}

@@ -39,6 +39,7 @@ class Measurement:
         first_token_s, inter_token_s: seconds to the first token of each answer, and mean seconds between its later
             tokens; empty if unknown.
         agree: for each answer, whether it has the baseline's tokens.
+        agree_without_drafts: the same for the tokens of ``no-drafts``; empty if unknown.
         concurrency, repeat: the part of the run that it belongs to.
     """
 
@@ -52,6 +53,7 @@ class Measurement:
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     agree: list[bool] = field(default_factory=list)
+    agree_without_drafts: list[bool] = field(default_factory=list)
     concurrency: int = 1
     repeat: int = 0
 
@@ -150,6 +152,8 @@ class Worker:
     ) -> Measurement:
         """Let the worker answer a batch, tokenisation not timed; ``sampling`` are arguments of ``SamplingParams``."""
         sampling = sampling or ({"temperature": temperature, "seed": 0} if temperature else {})
+        if not self.method.drafts:
+            sampling = sampling | {"extra_args": {"speculation": False}}
         texts = [question.text for question in questions]
         lengths = [question.max_tokens or max_tokens for question in questions]
         self.send({"texts": texts, "max_tokens": lengths, "sampling": sampling, "at_once": at_once})

@@ -1,4 +1,7 @@
-"""``specplug demo``: run two servers of one model, plain and with EAGLE-2, and ask them the same prompts in turn."""
+"""``specplug demo``: run two servers of one model, plain and with EAGLE-2, and ask them the same prompts in turn.
+
+The second server answers each prompt twice, with and without drafts.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from vllm_specplug.cli.arguments import add_max_tokens, add_model, check_at_leas
 from vllm_specplug.cli.demo_prompts import PROMPTS, WARM_UP, Prompt
 from vllm_specplug.cli.draw import draw_tree, save_tree
 from vllm_specplug.cli.server_process import Answer, Server, stop_all, wait_until_ready
+from vllm_specplug.config import parse_options
 from vllm_specplug.utils.chat_template import add_chat_template_kwargs
 from vllm_specplug.utils.environment import lacks_avx512, version_of
 from vllm_specplug.utils.figures import new_figure
@@ -38,46 +42,54 @@ def tau(answers: list[Answer]) -> float | None:
 def compare(servers: list[Server], prompts: tuple[Prompt, ...], max_tokens: int) -> list[list[Answer]]:
     """Ask each server each prompt, one request at a time; the first server alternates, so that machine drift cancels.
 
+    The last server is asked with and without drafts.
+
     Returns:
-        Answers by ``[prompt][server]``.
+        Answers by ``[prompt]``: of the plain server, of the other one without drafts, and with drafts.
     """
-    for server in servers:
+    plain, drafting = servers
+    ways = [(plain, True), (drafting, False), (drafting, True)]
+    for server, drafts in ways:
         for _ in range(2):
-            server.ask(WARM_UP, 64)
+            server.ask(WARM_UP, 64, drafts)
     results = []
     for number, prompt in enumerate(prompts):
         print(f"  {number + 1}/{len(prompts)} {prompt.kind}: {prompt.label}", file=sys.stderr)
-        answers = {server.name: server.ask(prompt.text, max_tokens) for server in servers[:: 1 if number % 2 else -1]}
-        results.append([answers[server.name] for server in servers])
+        answers = {way: way[0].ask(prompt.text, max_tokens, way[1]) for way in ways[:: 1 if number % 2 else -1]}
+        results.append([answers[way] for way in ways])
     return results
 
 
 def report(prompts: tuple[Prompt, ...], results: list[list[Answer]], method: str, dtype: str) -> str:
-    """Return the table of the two servers' answers, with medians in the last line, and notes on tau and agreement."""
+    """Return the table of the answers, with medians in the last line, and notes on tau and agreement."""
     rows = []
-    for prompt, (plain, drafted) in zip(prompts, results, strict=True):
-        ratio, own_tau = drafted.rate / plain.rate, tau([drafted])
-        same = "same" if plain.text == drafted.text else "differ"
-        rates = [f"{plain.rate:.1f}", f"{drafted.rate:.1f}", f"{ratio:.2f}x", f"{own_tau:.2f}" if own_tau else "-"]
-        rows.append([prompt.kind, prompt.label, str(drafted.tokens), *rates, same])
-    medians = [statistics.median(pair[i].rate for pair in results) for i in (0, 1)]
-    speedup = statistics.median(drafted.rate / plain.rate for plain, drafted in results)
-    total_tau = tau([drafted for _, drafted in results])
-    num_same = sum(plain.text == drafted.text for plain, drafted in results)
-    rows.append(
-        ["median", "", "", *(f"{m:.1f}" for m in medians), f"{speedup:.2f}x"]
-        + [f"{total_tau:.2f}" if total_tau else "-", f"{num_same}/{len(results)} same"]
-    )
-    headers = ["kind", "prompt", "tokens", "plain tok/s", f"{method} tok/s", "speedup", "tau", "texts"]
+    for prompt, (plain, undrafted, drafted) in zip(prompts, results, strict=True):
+        texts = ["same" if drafted.text == other.text else "differ" for other in (undrafted, plain)]
+        rates = [f"{answer.rate:.1f}" for answer in (plain, undrafted, drafted)]
+        figures = [*rates, f"{drafted.rate / plain.rate:.2f}x", _or_dash(tau([drafted])), *texts]
+        rows.append([prompt.kind, prompt.label, str(drafted.tokens), *figures])
+    columns = list(zip(*results, strict=True))
+    medians = [f"{statistics.median(answer.rate for answer in answers):.1f}" for answers in columns]
+    speedup = statistics.median(drafted.rate / plain.rate for plain, _, drafted in results)
+    num_same = [sum(drafted.text == answers[way].text for *answers, drafted in results) for way in (1, 0)]
+    same = [f"{number}/{len(results)} same" for number in num_same]
+    rows.append(["median", "", "", *medians, f"{speedup:.2f}x", _or_dash(tau(list(columns[-1]))), *same])
+    headers = ["kind", "prompt", "tokens", "plain tok/s", "without drafts", method, "speedup", "tau"]
+    headers += ["text without drafts", "plain text"]
     notes = [
-        "tau: mean number of tokens that a step with drafts emits, bonus token included; last line: of all such steps."
+        "without drafts: of the same server; it has the plugin's linear layers and attention.",
+        "tau: mean number of tokens that a step with drafts emits, bonus token included; last line: of all such steps.",
     ]
-    if num_same < len(results) and dtype != "float32":
+    if num_same[1] < len(results) and dtype != "float32":
         notes.append(
-            f"{dtype} logits depend on the number of rows in a step, so tokens with nearly equal logits may differ; "
-            "with --dtype float32 the texts must be the same."
+            f"Plain vLLM's kernels round differently in {dtype}, so tokens with nearly equal logits may differ from "
+            "plain vLLM's; with --dtype float32 the texts must be the same."
         )
     return "\n".join([format_table(headers, rows), *notes])
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def best_tree(trace: Path) -> dict | None:
@@ -132,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         default=json.dumps(METHOD),
         metavar="JSON",
-        help="the method to compare with plain decoding (default: %(default)s)",
+        help="the method of this plugin to compare with plain decoding (default: %(default)s)",
     )
     parser.add_argument(
         "--compile", action="store_true", help="let both servers compile the model; the start takes longer"
@@ -157,6 +169,7 @@ def _method_config(text: str) -> dict:
         raise ValueError(f"--speculative-config is not JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("method"), str):
         raise ValueError("--speculative-config must be a JSON object with the key 'method'")
+    parse_options(config)  # vLLM's own methods cannot be turned off by a request
     return config
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config, read_shapes, validate_checkpoint
 from vllm_specplug.proposers.eagle2.kinds import SPECULATORS_KEY, kind_of, name_of
-from vllm_specplug.proposers.eagle2.layout import target_width
+from vllm_specplug.proposers.eagle2.layout import DEFAULT_AUX_LAYERS, target_width
 from vllm_specplug.proposers.eagle2.plain_layout import verifier_of
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
@@ -24,7 +24,8 @@ class Inspection:
 
     Attributes:
         layout: the format of the files.
-        kind: see ``kind_of``; ``speculators`` for EAGLE-3 heads in that format.
+        kind: see ``kind_of``.
+        reads: what the drafter reads of the target.
         problem: why it cannot be served as it is, whatever the target; None: it can.
         trained_as: the training method.
         draft_vocab_size: number of target ids that the head can propose.
@@ -35,6 +36,7 @@ class Inspection:
     path: str
     layout: str
     kind: str
+    reads: str | None
     target: str | None
     hidden_size: int | None
     vocab_size: int | None
@@ -66,10 +68,12 @@ def inspect(path: str) -> Inspection:
         draft_vocab_size = shapes["d2t"][0] if shapes.get("d2t") else config.get("draft_vocab_size") or vocab_size
     source = config["specplug"] if isinstance(config.get("specplug"), dict) else {}
     width = config.get("target_hidden_size") or target_width(geometry, shapes)
+    reads, problem = ("the target's last hidden state", None) if kind == "medusa" else _check(folder, width, vocab_size)
     return Inspection(
         path=str(folder),
         layout=layout,
         kind=kind,
+        reads=reads,
         target=source.get("target") or verifier_of(config) or config.get("base_model_name_or_path"),
         hidden_size=width,
         vocab_size=vocab_size,
@@ -80,7 +84,7 @@ def inspect(path: str) -> Inspection:
         alpha=source.get("dev_alpha"),
         tau=source.get("dev_chain_tau"),
         provenance=source,
-        problem=None if kind == "medusa" else _problem(folder, width, vocab_size),
+        problem=problem,
     )
 
 
@@ -90,7 +94,8 @@ def render(found: Inspection) -> str:
     vocab = found.vocab_size or "not recorded"
     lines = {
         "layout": found.layout,
-        "served": found.problem or ("by the method medusa" if found.kind == "medusa" else "by the method eagle2"),
+        "served": found.problem or f"--speculative-config '{json.dumps(command_of(found))}'",
+        "reads": found.reads or "not known",
         "trained as": found.trained_as or "not recorded",
         "target": f"{found.target or 'not recorded'} (hidden size {hidden}, vocabulary {vocab})",
         "drafts": _drafts(found),
@@ -106,7 +111,7 @@ def render(found: Inspection) -> str:
 def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
     kind = kind_of(config, shapes)
     if kind in _EAGLE and SPECULATORS_KEY in config:
-        return "speculators", f"speculators format, {config[SPECULATORS_KEY]!r}"
+        return kind, "EAGLE-3, speculators format"
     if kind == "medusa":
         heads = config.get("medusa_num_heads", "some")
         return kind, f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
@@ -118,13 +123,22 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
     )
 
 
-def _problem(path: Path, width: int | None, vocab_size: int | None) -> str | None:
-    """Return why no target could be served with a head, or None."""
+def command_of(found: Inspection) -> dict[str, str]:
+    """Return the speculative config that serves a drafter."""
+    return {"method": "medusa" if found.kind == "medusa" else "eagle2", "model": found.path}
+
+
+def _check(path: Path, width: int | None, vocab_size: int | None) -> tuple[str | None, str | None]:
+    """Return what an EAGLE head reads of its target, and why no target could be served with it, or None."""
     try:
-        validate_checkpoint(path, width or 0, vocab_size or 0)
+        info = validate_checkpoint(path, width or 0, vocab_size or 0)
     except CheckpointError as error:
-        return f"no: {error}"
-    return None
+        return None, f"no: {error}"
+    if info.aux_layers is None:
+        return f"{DEFAULT_AUX_LAYERS} layers of the target (vLLM's default)", None
+    if info.aux_layers:
+        return f"layers {list(info.aux_layers)} of the target", None
+    return "the target's last hidden state", None
 
 
 def _trained_as(kind: str, options: dict) -> str | None:

@@ -93,9 +93,11 @@ class Server:
         """Return an error message with the end of the log."""
         return f"the {self.name} server {what}; {end_of_log(self.log)}"
 
-    def ask(self, text: str, max_tokens: int) -> Answer:
-        """Send one chat message with greedy decoding and wait for the whole reply."""
+    def ask(self, text: str, max_tokens: int, drafts: bool = True) -> Answer:
+        """Send one chat message with greedy decoding and wait for the whole reply; ``drafts`` false turns them off."""
         body = {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0}
+        if not drafts:
+            body["vllm_xargs"] = {"speculation": False}
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions",
             data=json.dumps(body | {"max_tokens": max_tokens}).encode(),

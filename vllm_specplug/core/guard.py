@@ -24,13 +24,17 @@ class Guard:
     """Calls a proposer and checks its draft.  If it raises or the draft is invalid, the step has no draft of it.
 
     The first failure is logged with its reason, the others are only counted.
+
+    Args:
+        name: of the proposer.
+        raises: raise the error again: where other ranks go on with drafts of their own, this rank cannot go on without.
     """
 
     #: Failures of all guards of this process.
     total_failures: ClassVar[int] = 0
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, raises: bool = False):
+        self.name, self.raises = name, raises
         self.failures = 0
 
     def __call__(
@@ -54,12 +58,15 @@ class Guard:
         return None if found is None else self(lambda: found, context)
 
     def run(self, call: Callable[[], T]) -> T | None:
-        """Return the result of ``call``, None if it raises."""
+        """Return the result of ``call``, None if it raises and ``raises`` is not set."""
         try:
             return call()
         except Exception as error:  # third-party code: whatever it raises, the server must keep decoding
             self.failures += 1
             Guard.total_failures += 1
+            if self.raises:
+                logger.error("vllm-specplug: proposer %r failed; other ranks may have drafts, so all stop", self.name)
+                raise
             if self.failures == 1:
                 logger.warning(
                     "vllm-specplug: proposer %r failed; such steps run without its draft (logged once): %s: %s",

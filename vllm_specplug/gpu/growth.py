@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 
 import torch
+from vllm.distributed.parallel_state import graph_capture
+from vllm.platforms import current_platform
 
 from vllm_specplug.gpu.graph_sizes import request_counts
 
@@ -35,20 +37,25 @@ class Growth:
     def record(self, *inputs: torch.Tensor) -> None:
         """Record a graph for each of ``request_counts``, up to ``at_once`` requests.
 
+        The graphs share the memory of vLLM's.  Inside vLLM's context, communication between ranks is recorded too.
+
         Args:
             inputs: ``[>= at_once, ...]``, slots first, as wide as any input; the graphs keep them as their own.  An
                 input that is already there when ``grow`` is called is not copied.
         """
-        sizes, pool = request_counts(self.at_once), torch.cuda.graph_pool_handle()
         self._inputs = inputs
+        sizes, given = request_counts(self.at_once), {}
         for size in reversed(sizes):
-            given = [own[:size] for own in inputs]
-            self._grow(size, *given)  # compiles the kernels before recording
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                result = self._grow(size, *given)
-            self._recorded[size] = (graph, result)
+            given[size] = [own[:size] for own in inputs]
+            self._grow(size, *given[size])  # compiles the kernels; vLLM's context would leave communication out
+        torch.cuda.synchronize()
+        pool = current_platform.get_global_graph_pool()
+        with graph_capture(device=inputs[0].device) as context:
+            for size, parts in given.items():
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=context.stream):
+                    result = self._grow(size, *parts)
+                self._recorded[size] = (graph, result)
         logger.info("tree growth: recorded graphs for %s requests", sizes)
 
     def forget(self) -> None:

@@ -94,6 +94,8 @@ def commit(
 def draft(speculator: TreeSpeculator, input_batch: Any, propose: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Draft one tree per request.  If the drafter fails, the server keeps decoding; its trees then have no nodes.
 
+    With several tensor-parallel ranks the error stops the server.
+
     Args:
         speculator: keeps the parents of the drafted nodes in its trees.
         input_batch: vLLM's.

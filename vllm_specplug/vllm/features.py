@@ -79,6 +79,11 @@ def _given(is_used: Any, option: str) -> str | None:
     return option if is_used else None
 
 
+def _switched_on(setting: Setting, name: str) -> str | None:
+    """Return the option of a switch that is on; an older vLLM may not have it."""
+    return _given(getattr(setting.engine_args, name, False), "--" + name.replace("_", "-"))
+
+
 def _connector(setting: Setting) -> str | None:
     """Return the name of the KV connector, if any."""
     found = setting.engine_args.kv_transfer_config
@@ -169,6 +174,29 @@ REFUSED = (
         "trees support self-attention only",
         "use a decoder-only target",
         {"model.is_encoder_decoder": True},
+    ),
+    Refusal(
+        "batch-sharded sampling",
+        lambda s: _switched_on(s, "enable_batch_sharded_sampling"),
+        "each rank samples the rows of other requests, but the rows of a tree are found by their place in the whole "
+        "batch",
+        "leave the option out",
+        {"enable_batch_sharded_sampling": True},
+    ),
+    Refusal(
+        "fast prefill of layers that share keys and values",
+        lambda s: _switched_on(s, "kv_sharing_fast_prefill"),
+        "these layers skip the rows of prompts, so the hidden states that drafters read are wrong, and tree rows have "
+        "other places in these layers than in the others",
+        "leave the option out",
+        {"kv_sharing_fast_prefill": True},
+    ),
+    Refusal(
+        "dual batch overlap",
+        lambda s: _switched_on(s, "enable_dbo"),
+        "it splits a batch into two forwards, but all trees of a step are verified in one",
+        "leave the option out",
+        {"enable_dbo": True},
     ),
 )
 

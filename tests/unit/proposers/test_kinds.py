@@ -51,6 +51,23 @@ def several_layers(state, count):
     return state | more
 
 
+def more_layers(state, count):
+    """Further layers of an EAGLE-3 head, which read one hidden state."""
+    layer = {
+        name: tensor for name, tensor in state.items() if name.startswith("layers.0.") and "hidden_norm" not in name
+    }
+    for number in range(1, count):
+        for name, tensor in layer.items():
+            one = tensor[:, :HIDDEN] if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else tensor
+            state = state | {name.replace("layers.0.", f"layers.{number}."): one.clone()}
+    return state
+
+
+def of_the_last_state(state):
+    """The drafter reads the target's last hidden state as it is, so that there is nothing to combine."""
+    return without(renamed(state), "fc.weight", "layers.0.hidden_norm.weight")
+
+
 def narrow_state(hidden, target):
     """An EAGLE-3 head that is narrower than its target, with an embedding of its own."""
     return {
@@ -93,6 +110,25 @@ SERVED = {
         EAGLE3 | {"norm_before_fc": True},
         eagle3_state() | {"input_norm.weight": torch.ones(3 * HIDDEN)},
     ),
+    "EAGLE-3.1 of NVIDIA, by another key": (
+        EAGLE3 | {"eagle_config": {"norm_before_fc": True}},
+        eagle3_state() | {"input_norm.weight": torch.ones(3 * HIDDEN)},
+    ),
+    "a Qwen3 layer": (
+        EAGLE3 | {"model_type": "qwen3"},
+        eagle3_state() | norms_of_queries_and_keys("midlayer"),
+    ),
+    "a Qwen3 layer with biases": (
+        EAGLE3 | {"attention_bias": True},
+        eagle3_state()
+        | norms_of_queries_and_keys("midlayer")
+        | {f"midlayer.self_attn.{name}_proj.bias": torch.ones(16 if name == "q" else 8) for name in "qkv"},
+    ),
+    "two layers": (EAGLE3 | {"num_hidden_layers": 2}, more_layers(renamed(eagle3_state()), 2)),
+    "three layers of Qwen3": (
+        EAGLE3 | {"num_hidden_layers": 3},
+        more_layers(renamed(eagle3_state()) | norms_of_queries_and_keys("layers.0"), 3),
+    ),
     "narrower than the target": (NARROW | {"target_hidden_size": HIDDEN}, narrow_state(8, HIDDEN)),
     "narrower, and the config does not say so": (NARROW, narrow_state(8, HIDDEN)),
     "buffers that vLLM leaves out": (
@@ -120,7 +156,20 @@ def test_served(tmp_path, name):
     assert (info.kind, info.aux_layers) == ("eagle3", tuple(ids))
     found = inspect(str(tmp_path))
     assert (found.kind, found.problem, found.hidden_size) == ("eagle3", None, HIDDEN)
-    assert "by the method eagle2" in render(found)
+    text = render(found)
+    layers = "3 layers of the target (vLLM's default)" if tuple(ids) == (2, 15, 27) else f"layers {ids} of the target"
+    assert f"\nreads       {layers}\n" in text
+    assert f'"method": "eagle2", "model": "{tmp_path}"' in text
+
+
+def test_the_last_hidden_state_is_served(tmp_path):
+    write(
+        tmp_path, EAGLE3 | {"eagle_config": {"use_aux_hidden_state": False, AUX: []}}, of_the_last_state(eagle3_state())
+    )
+    info = validate_checkpoint(tmp_path, HIDDEN, VOCAB, num_layers=LAYERS)
+    assert (info.kind, info.aux_layers) == ("eagle3", ())
+    assert "\nreads       the target's last hidden state\n" in render(inspect(str(tmp_path)))
+    assert "reads a target of hidden size 16, this target has 32" in refusal(tmp_path, hidden=32)
 
 
 #: Changes of the config, tensors, and the words of the refusal.
@@ -130,16 +179,30 @@ REFUSED = {
         without(eagle3_state(), "lm_head.weight"),
         "lacks 1 tensor(s): lm_head.weight; the head has a draft vocabulary of 20, the target 60 tokens, so it cannot",
     ),
-    "last hidden state": (
-        EAGLE3 | {"eagle_config": {"use_aux_hidden_state": False}},
-        without(renamed(eagle3_state()), "fc.weight", "layers.0.hidden_norm.weight"),
-        "reads the target's last hidden state (use_aux_hidden_state is false), from which no trees are drafted: vLLM's "
-        "own method 'eagle3'",
-    ),
-    "a Qwen3 layer": (
+    "no fc, and the config does not say so": (
         EAGLE3,
-        eagle3_state() | norms_of_queries_and_keys("midlayer"),
-        "with 2 tensor(s) that are not computed here: midlayer.self_attn.k_norm.weight, midlayer.self_attn.q_norm",
+        of_the_last_state(eagle3_state()),
+        "lacks 2 tensor(s): fc.weight, layers.0.hidden_norm.weight; it is not a complete EAGLE head",
+    ),
+    "an fc of the last hidden state": (
+        EAGLE3 | {"eagle_config": {"use_aux_hidden_state": False}},
+        renamed(eagle3_state()),
+        "with 1 tensor(s) that are not computed here: fc.weight; config.json says use_aux_hidden_state false",
+    ),
+    "norms of queries only": (
+        EAGLE3,
+        eagle3_state() | {"midlayer.self_attn.q_norm.weight": torch.ones(4)},
+        "lacks 1 tensor(s): midlayer.self_attn.k_norm.weight; it is not a complete EAGLE head",
+    ),
+    "an EAGLE-1 head with a Qwen3 layer": (
+        {},
+        eagle_state() | norms_of_queries_and_keys("layers.0"),
+        "with 2 tensor(s) that are not computed here: layers.0.self_attn.k_norm.weight, layers.0.self_attn.q_norm",
+    ),
+    "an EAGLE-1 head of two layers": (
+        {"num_hidden_layers": 2},
+        several_layers(eagle_state(), 2),
+        "an EAGLE-1/2 or HASS head of 2 layers; trees are drafted from such heads of one layer: vLLM's own method",
     ),
     "a layer with MLA": (
         EAGLE3,
@@ -165,10 +228,20 @@ REFUSED = {
         },
         "its weights are quantised: use the head that is not",
     ),
-    "two layers": (
+    "two layers that both read an embedding": (
         EAGLE3 | {"num_hidden_layers": 2},
         several_layers(renamed(eagle3_state()), 2),
-        "an EAGLE-3 head of 2 layers; trees are drafted from heads of one layer: vLLM's own method 'eagle3'",
+        "layers.1.self_attn.k_proj.weight expected [8, 16], found [8, 32]",
+    ),
+    "two layers in the config only": (
+        EAGLE3 | {"num_hidden_layers": 2},
+        eagle3_state(),
+        "says num_hidden_layers 2, the weights have 1 layer: use the config.json",
+    ),
+    "the target's tensors": (
+        EAGLE3,
+        eagle3_state() | {"verifier_norm.weight": torch.ones(HIDDEN)},
+        "verifier_norm.weight; drafts without them would be wrong",
     ),
     "P-EAGLE of one layer": (
         EAGLE3 | {"ptd_token_id": 3},
@@ -250,7 +323,11 @@ REFUSED = {
         full_vocabulary(eagle3_state()) | {"d2t": torch.zeros(VOCAB, dtype=torch.long)},
         "its draft vocabulary is the target's: export it without d2t",
     ),
-    "another activation": (EAGLE3 | {"hidden_act": "gelu"}, eagle3_state(), "hidden_act 'gelu': only heads of a Llama"),
+    "another activation": (
+        EAGLE3 | {"hidden_act": "gelu"},
+        eagle3_state(),
+        "hidden_act 'gelu': only heads of Llama or",
+    ),
     "no architectures": ({"architectures": None}, eagle_state(), "lacks architectures or model_type, which vLLM reads"),
     "no type of model": ({"model_type": None}, eagle_state(), "lacks architectures or model_type, which vLLM reads"),
 }
@@ -337,26 +414,54 @@ SPECULATORS = {
 }
 
 
+QWEN3 = SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, eagle3_state()),
+        ({"transformer_layer_config": QWEN3}, eagle3_state() | norms_of_queries_and_keys("midlayer")),
+        ({"norm_before_fc": True}, eagle3_state() | {"input_norm.weight": torch.ones(3 * HIDDEN)}),
+        (
+            {"transformer_layer_config": QWEN3 | {"num_hidden_layers": 2}},
+            more_layers(renamed(eagle3_state()) | norms_of_queries_and_keys("layers.0"), 2),
+        ),
+    ],
+)
+def test_the_speculators_format_is_served_as_it_is(tmp_path, capsys, changes, state):
+    save_head(tmp_path / "a", SPECULATORS | changes, renamed(state))
+    info = validate_checkpoint(tmp_path / "a", HIDDEN, VOCAB, num_layers=LAYERS)
+    assert (info.kind, info.aux_layers, info.config["norm_before_residual"]) == ("eagle3", (1, 2, 3), True)
+    found = inspect(str(tmp_path / "a"))
+    assert (found.kind, found.problem, found.target) == ("eagle3", None, "org/Target-1B")
+    assert "speculators format" in found.layout
+    assert cli.main(["convert", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 0
+    converted = validate_checkpoint(tmp_path / "b", HIDDEN, VOCAB, num_layers=LAYERS)
+    assert converted.aux_layers == info.aux_layers and converted.config == info.config
+    tensors = load_head(tmp_path / "a")[1]
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_head(tmp_path / "b")[1].items())
+
+
 @pytest.mark.parametrize(
     ("changes", "state", "words"),
     [
         (
-            {"transformer_layer_config": SPECULATORS["transformer_layer_config"] | {"model_type": "qwen3"}},
-            eagle3_state() | norms_of_queries_and_keys("midlayer"),
-            "an EAGLE-3 head of 1 'qwen3' layer(s)",
+            {"transformer_layer_config": SPECULATORS["transformer_layer_config"] | {"model_type": "gemma3"}},
+            eagle3_state(),
+            "an EAGLE-3 head with a 'gemma3' layer; heads with a Llama or Qwen3 layer are served",
         ),
         ({"speculators_model_type": "peagle"}, eagle3_state(), "a P-EAGLE head"),
         ({"speculators_model_type": "dflash2"}, eagle3_state(), "a DFlash drafter"),
         ({"speculators_model_type": "dspark"}, eagle3_state(), "a DSpark drafter"),
         ({"speculators_model_type": "xpress"}, eagle3_state(), "a drafter of the kind 'xpress'"),
         ({}, eagle3_state() | {"mask_hidden": torch.zeros(1, 48)}, "a P-EAGLE head"),
-        ({}, eagle3_state() | norms_of_queries_and_keys("midlayer"), "vLLM's own method 'eagle3'"),
-        ({}, several_layers(renamed(eagle3_state()), 2), "of 2 layers"),
+        ({}, more_layers(renamed(eagle3_state()), 2), "says num_hidden_layers 1, the weights have 2 layers"),
         ({AUX: [-1, 2, 3]}, eagle3_state(), "not different, increasing numbers from 0"),
         ({AUX: [1, 2]}, eagle3_state(), "these are 2 layers, and fc reads 3"),
     ],
 )
-def test_convert_is_promised_only_where_it_converts(tmp_path, capsys, changes, state, words):
+def test_what_the_speculators_format_has_that_is_not_served(tmp_path, capsys, changes, state, words):
     save_head(tmp_path / "a", SPECULATORS | changes, renamed(state))
     message = refusal(tmp_path / "a")
     assert words in message and "specplug convert" not in message
@@ -367,10 +472,12 @@ def test_convert_is_promised_only_where_it_converts(tmp_path, capsys, changes, s
     assert words in capsys.readouterr().err and not (tmp_path / "b").exists()
 
 
-def test_convert_keeps_the_name_of_the_target(tmp_path):
-    save_head(tmp_path / "a", SPECULATORS, renamed(eagle3_state()))
-    assert inspect(str(tmp_path / "a")).target == "org/Target-1B"
-    assert "specplug convert" in refusal(tmp_path / "a")
+def test_the_targets_tensors_are_left_out_by_convert(tmp_path):
+    save_head(
+        tmp_path / "a", SPECULATORS, renamed(eagle3_state()) | {"verifier_lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
+    )
+    message = refusal(tmp_path / "a")
+    assert "verifier_lm_head.weight, which vLLM does not load: `specplug convert" in message
     assert cli.main(["convert", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 0
     found = inspect(str(tmp_path / "b"))
     assert (found.target, found.problem) == ("org/Target-1B", None)

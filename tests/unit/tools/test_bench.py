@@ -416,6 +416,10 @@ def test_bench_of_servers(server, tmp_path, capsys):
     assert "at most 4 to 12 tokens;" in capsys.readouterr().out
     fails_with(capsys, [*command, "--temperature", "3"], "--temperature")
     fails_with(capsys, [*command, "--spread", "1"], "--spread")
+    fake.bodies.clear()
+    assert cli.main([*command, "--server", url, "--server", f"no-drafts={url}", "--out", str(out)]) == 0
+    asked = [body.get("vllm_xargs") for body in fake.bodies]
+    assert asked.count({"speculation": False}) == asked.count(None) == len(asked) / 2
 
 
 @pytest.mark.parametrize(

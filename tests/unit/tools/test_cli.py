@@ -16,7 +16,7 @@ import pytest
 
 from vllm_specplug.bench.methods import METHODS, full_vocabulary_copy, parse_methods
 from vllm_specplug.bench.questions import Question, read_questions
-from vllm_specplug.bench.results import MARKS, build_report, render
+from vllm_specplug.bench.results import MARKS, build_report, render, render_short
 from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.budget import saved
 from vllm_specplug.budget.cost import StepCost
@@ -80,6 +80,7 @@ def test_bad_values_are_one_line_each(capsys, tmp_path, scratch):
     fails_with(capsys, ["demo", "--limit", "99"], "--limit")
     fails_with(capsys, ["demo", "--speculative-config", "{x"], "--speculative-config", "not JSON")
     fails_with(capsys, ["demo", "--speculative-config", "{}"], "'method'")
+    fails_with(capsys, ["demo", "--speculative-config", '{"method": "ngram"}'], "'ngram'")
     for command in (["demo"], ["calibrate", "cost"], ["bench", "--questions", str(questions)]):
         fails_with(capsys, [*command, "--target", str(tmp_path / "nowhere")], "--target", "nowhere", "config.json")
     fails_with(
@@ -350,13 +351,15 @@ def test_counters_add_up_over_label_sets():
 
 def test_demo_report():
     prompts = PROMPTS[:2]
+    Answer = server_process.Answer
     results = [
-        [server_process.Answer("a", 10, 1.0), server_process.Answer("a", 10, 0.5, drafts=4, accepted=6)],
-        [server_process.Answer("b", 20, 1.0), server_process.Answer("c", 20, 1.0, drafts=12, accepted=8)],
+        [Answer("a", 10, 1.0), Answer("a", 10, 0.8), Answer("a", 10, 0.5, drafts=4, accepted=6)],
+        [Answer("b", 20, 1.0), Answer("c", 20, 0.8), Answer("c", 20, 1.0, drafts=12, accepted=8)],
     ]
     lines = demo.report(prompts, results, "eagle2", "bfloat16").splitlines()
-    assert lines[2].split()[-6:] == ["10", "10.0", "20.0", "2.00x", "2.50", "same"]
-    assert lines[4].split() == ["median", "15.0", "20.0", "1.50x", "1.88", "1/2", "same"]
+    assert lines[2].split()[-8:] == ["10", "10.0", "12.5", "20.0", "2.00x", "2.50", "same", "same"]
+    assert lines[3].split()[-2:] == ["same", "differ"]
+    assert lines[4].split() == ["median", "15.0", "18.8", "20.0", "1.50x", "1.88", "2/2", "same", "1/2", "same"]
     assert "--dtype float32" in lines[-1]
     assert "--dtype" not in demo.report(prompts, results, "eagle2", "float32")
 
@@ -368,10 +371,8 @@ def test_the_demo_keeps_its_logs_after_an_error_or_where_asked(monkeypatch, tmp_
             raise RuntimeError("broke off")
         if end == "interrupted":
             raise KeyboardInterrupt
-        return [
-            [server_process.Answer("a", 10, 1.0), server_process.Answer("a", 10, 0.5, drafts=4, accepted=6)]
-            for _ in prompts
-        ]
+        drafted = server_process.Answer("a", 10, 0.5, drafts=4, accepted=6)
+        return [[server_process.Answer("a", 10, 1.0), server_process.Answer("a", 10, 0.8), drafted] for _ in prompts]
 
     def server(name, model, options, log, plugins):
         log.write_text("started")
@@ -528,6 +529,26 @@ def test_report_figures(report):
     assert overall["tau"] == 2.0 and overall["agree"] == 1
     assert report["methods"]["plain"]["overall"]["tau"] is None
     assert report["methods"]["ngram"]["categories"]["category a"]["speedup"] == 2.0
+
+
+def test_a_report_compares_with_the_plugin_without_drafts():
+    def measured(ids):
+        return [Measurement(["a", "b"], "mixed", 1.0, ids, 0, 0)]
+
+    methods = parse_methods("plain,no-drafts,ngram,eagle2")
+    results = {
+        "plain": measured([[1], [2]]),
+        "no-drafts": measured([[1], [3]]),
+        "ngram": measured([[1], [2]]),
+        "eagle2": measured([[1], [3]]),
+    }
+    settings = {"questions": "q.jsonl", "num_questions": 2, "dtype": "bfloat16", "concurrency": 1, "max_tokens": 1}
+    found = build_report(methods, results, dict.fromkeys(results), settings)
+    for table in (render(found, markdown=True), render_short(found)):
+        rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if "|" in line]
+        headers = rows[0]
+        same = {row[1]: [row[headers.index(f"same text as {name}")] for name in ("no-drafts", "plain")] for row in rows}
+        assert same["eagle2"] == ["2/2", "1/2"] and same["no-drafts"] == ["-", "1/2"] and same["ngram"] == ["-", "2/2"]
 
 
 def test_report_round_trips_to_a_table(report, tmp_path, capsys):

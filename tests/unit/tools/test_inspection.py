@@ -71,8 +71,9 @@ def test_eagle3_and_speculators(tmp_path):
     assert (found.kind, found.draft_vocab_size) == ("eagle3", DRAFT) and "20 of 60 ids (33%)" in render(found)
     save_head(tmp_path / "b", SPECULATORS, speculators_state())
     found = inspect(str(tmp_path / "b"))
-    assert (found.kind, found.target, found.hidden_size) == ("speculators", "org/Target-1B", HIDDEN)
+    assert (found.kind, found.target, found.hidden_size) == ("eagle3", "org/Target-1B", HIDDEN)
     assert found.draft_vocab_size == DRAFT and "specplug convert" in found.problem
+    assert "\nlayout      EAGLE-3, speculators format\n" in f"\n{render(found)}"
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
@@ -141,18 +142,12 @@ def test_the_formats_own_default_is_spelled_out(tmp_path):
     assert load_head(tmp_path / "b")[0]["norm_before_residual"] is True
 
 
-def test_serving_a_speculators_checkpoint_names_the_command(tmp_path):
-    save_head(tmp_path, SPECULATORS, speculators_state())
-    with pytest.raises(CheckpointError, match="is in the speculators format: `specplug convert"):
-        validate_checkpoint(tmp_path, HIDDEN, VOCAB)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"speculators_model_type": "dflash"}, "a DFlash drafter.*vLLM's own method 'dflash'"),
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
-        ({"transformer_layer_config": {"model_type": "qwen3"}}, "1 'qwen3' layer"),
+        ({"transformer_layer_config": {"model_type": "gemma3"}}, "a 'gemma3' layer"),
         ({"transformer_layer_config": {"hidden_size": 4}}, "lacks intermediate_size"),
         ({"draft_vocab_size": 7}, "wrong shape: d2t expected"),
     ],

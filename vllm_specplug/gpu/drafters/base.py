@@ -22,7 +22,7 @@ from vllm_specplug.gpu.timing import StepTimer
 from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, find_method
 from vllm_specplug.types import PADDING, Draft
-from vllm_specplug.vllm.ranks import leads
+from vllm_specplug.vllm.ranks import leads, several_ranks
 
 
 class TreeSpeculator:
@@ -32,7 +32,7 @@ class TreeSpeculator:
         options: of the drafter with weights; None for a model-free method.
         trees: the last drafts.
         timer: counts and times the step.
-        guard: catches errors of the drafter.
+        guard: catches errors of the drafter; not with several ranks, which must verify the same trees.
         learning: teaches the method's proposer; None if it does not learn.
         slot_params: sampling parameters by request.
         proposals: the distributions that sampled trees were drawn from, if they are verified by rejection.
@@ -72,7 +72,7 @@ class TreeSpeculator:
         learns = isinstance(self._proposer, DeviceLearner)
         self.learning = LateLearning(self._proposer, device) if learns else None
         self._vocab_size = vllm_config.model_config.get_vocab_size()
-        self.guard = Guard(config.specplug.method)
+        self.guard = Guard(config.specplug.method, raises=several_ranks())
         metrics_file = config.metrics_file if leads() else None  # every tensor-parallel rank does the same
         self.timer = StepTimer(metrics_file, device, vllm_config.parallel_config.data_parallel_index)
         self.trees = DeviceTrees(

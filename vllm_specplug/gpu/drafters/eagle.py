@@ -81,6 +81,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         finally:
             self.num_speculative_steps = steps
         if self.decode_cudagraph_manager is not None and self.decode_cudagraph_manager.needs_capture():
+            self._has_cache = True  # vLLM may capture before the first draft phase on the cache
             self.draft_max_seq_len = self.max_model_len  # bounds the splits of the recorded kernels
             width = self.block_tables.input_block_tables[0].shape[1]
             self._record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device), *self._roots())

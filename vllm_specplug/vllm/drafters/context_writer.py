@@ -8,8 +8,8 @@ drafting paused.
 from __future__ import annotations
 
 import torch
-from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+from vllm_specplug.proposers.eagle2 import EAGLE3_ARCHITECTURES
 from vllm_specplug.vllm.drafters.eagle_model import SpecPlugEagleForCausalLM
 
 
@@ -28,7 +28,8 @@ class ContextWriter:
     @staticmethod
     def supports(model: torch.nn.Module) -> bool:
         """Return whether ``model`` is an EAGLE drafter of one layer as vLLM builds it, and no derived class."""
-        return type(model) in (SpecPlugEagleForCausalLM, Eagle3LlamaForCausalLM) and len(model.model.layers) == 1
+        is_known = type(model) is SpecPlugEagleForCausalLM or type(model).__qualname__ in EAGLE3_ARCHITECTURES
+        return is_known and len(model.model.layers) == 1
 
     def key_value(
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
@@ -38,7 +39,7 @@ class ContextWriter:
         Args:
             token_ids: int ``[num_rows]``; the token after each row's own.
             positions: int ``[num_rows]``.
-            hidden_states: ``[num_rows, hidden_size]``; of EAGLE-3: its three layers combined.
+            hidden_states: ``[num_rows, hidden_size]``; of EAGLE-3: its aux layers combined.
 
         Returns:
             Each ``[num_rows, num_kv_heads, head_size]``.
@@ -51,8 +52,10 @@ class ContextWriter:
             inputs = torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(hidden_states)), dim=-1)
         projected, _ = attention.qkv_proj(inputs)
         query, key, value = projected.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        _, key = attention.rotary_emb(positions, query, key)
         shape = (len(token_ids), -1, attention.head_dim)
+        if hasattr(attention, "k_norm"):  # of Qwen3
+            key = attention.k_norm(key.reshape(shape)).reshape(key.shape)
+        _, key = attention.rotary_emb(positions, query, key)
         return key.reshape(shape), value.reshape(shape)
 
     def write(
@@ -64,9 +67,9 @@ class ContextWriter:
     ) -> None:
         """Write ``key_value`` to the drafter's pages; ``slot_mapping`` int64 ``[num_rows]``.
 
-        ``hidden_states`` are the target's; for EAGLE-3 those of three layers side by side.
+        ``hidden_states`` are the target's; for EAGLE-3 those of its aux layers side by side.
         """
-        if isinstance(self._model, Eagle3LlamaForCausalLM):
+        if not isinstance(self._model, SpecPlugEagleForCausalLM):
             hidden_states = self._model.combine_hidden_states(hidden_states)
         key, value = self.key_value(token_ids, positions, hidden_states)
         layer = self._attention.attn
