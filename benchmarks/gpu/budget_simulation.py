@@ -284,7 +284,7 @@ def main() -> None:
             "slowest": least,
             "runs": found,
         }
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        args.out.write_text(json.dumps(content, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def speculation(method: str, nodes: int, models: dict[str, str], path: str | Non
         "lookup": lookup,
         "union": {"method": "union", "sources": [trees, lookup], **size},
     }[method]
-    return {"speculative_config": {**chosen, **({"tree_attention": path} if path else {})}}
+    attention = {"tree_attention": path} if path else {}
+    return {"speculative_config": {**chosen, "budget": "fixed", **attention}}  # rows are compared by numbers of nodes
 
 
 @contextlib.contextmanager

@@ -20,6 +20,12 @@ def use_interpreter() -> None:
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton is imported already: set TRITON_INTERPRET=1 or call this first")
     os.environ["TRITON_INTERPRET"] = "1"
+    claim_backend()
+    _save_time()
+
+
+def claim_backend() -> None:
+    """Let vLLM use Triton; it asks once, when it is imported."""
     from triton.backends import Backend, backends
 
     class Driver:
@@ -28,7 +34,6 @@ def use_interpreter() -> None:
             return True
 
     backends["cpu"] = Backend(None, Driver)
-    _save_time()
 
 
 def _save_time() -> None:

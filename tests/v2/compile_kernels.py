@@ -2,7 +2,7 @@
 
 ``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` of the attention kernels only.
 ``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: all
-rows of the newest GPU, and the largest launches (``LARGEST``) of the older ones.
+rows of one GPU (``REFERENCE``), the largest launches (``LARGEST``) and the small kernels of the others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import triton
+from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.doubles.attention_inputs import make_inputs
 from tests.doubles.attention_reference import ReferenceContext
+from tests.doubles.interpreter import claim_backend
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
@@ -31,6 +33,7 @@ from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
 from vllm_specplug.gpu.kernels.growth import KERNELS, likeliest, start_levels
 from vllm_specplug.gpu.kernels.lookup import LookupBuffers, continuations, keep_answer, match_keys
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
+from vllm_specplug.gpu.kernels.row_tokens import row_tokens
 from vllm_specplug.gpu.kernels.step import cache_pointers, move_rows, plan_step, stage_rows, store_trees, walk_rows
 from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
@@ -38,11 +41,16 @@ from vllm_specplug.types import Walk
 from vllm_specplug.utils.tables import format_table
 
 #: Bytes of shared memory that a program can have, by compute capability.
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 HEAD_SIZES = (64, 128, 256)
-#: Head sizes and case of the launches that need the most of an older GPU's registers and shared memory.
+#: The GPU that every launch is compiled for, also by the test.
+REFERENCE = 90
+#: Head sizes and case of the launches that need the most of a GPU's registers and shared memory.
 LARGEST = ((128, 256), ("traits",))
-COLUMNS = ("kernel", "sm", "case", "head", "BLOCK_M", "BLOCK_N", "warps", "stages", "registers", "spilled", "shared")
+COLUMNS = (
+    *("kernel", "sm", "case", "head", "BLOCK_M", "BLOCK_N", "warps", "stages"),
+    *("registers", "spilled", "shared", "vectors"),
+)
 #: Rows of the short table: kernel and case, and their name.
 SHORT = {
     ("tree_attention_kernel", "plain"): "tree attention",
@@ -101,6 +109,8 @@ class Compiled:
                 "registers": usage["REG"],
                 "spilled": usage["STACK"] + usage["LOCAL"],
                 "shared": kernel.metadata.shared,
+                # Loads of 16 bytes at once from global memory.
+                "vectors": len(re.findall(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\S*)", kernel.asm["ptx"])),
             }
         )
         if not {"--json", "--short"} & set(sys.argv):
@@ -140,6 +150,7 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     store_trees(parents, slots, parents, parents, bits, 6)
     stage_rows(slots.int(), offsets, ints, offsets, parents, bits, flat, ints, ints, ints, bits, num_reqs)
     _, path, _ = walk_rows(slots.int(), offsets, flat.int(), flat, parents)
+    row_tokens(flat, flat.int(), flat.int(), flat.int(), flat, parents, ints)
     caches = [torch.zeros(2, 2, 16, 256, dtype=torch.bfloat16)]
     move_rows(cache_pointers(caches), caches[0], flat, path, path)
     plan_step(Walk(path, path, ints), ints, num_reqs * width)
@@ -159,6 +170,17 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
         start_levels(given, slots, 5, 10, 4095)
 
 
+def sampling_kernels(num_nodes: int = 20) -> None:
+    """Launch what calls vLLM's own functions; they are compiled with it."""
+    claim_backend()
+    from vllm_specplug.gpu.draft_sampling import sampler_noise
+
+    backends.pop("cpu", None)  # it has no compiler
+    tokens, nodes = torch.zeros(num_nodes, 64, dtype=torch.int64), torch.zeros(num_nodes, dtype=torch.int64)
+    for use_fp64 in (False, True):
+        sampler_noise(tokens, nodes, nodes, use_fp64)
+
+
 def draft_kernels(num_reqs: int = 2, top_k: int = 10, depth: int = 8, num_nodes: int = 63) -> None:
     """Launch the growth of trees and the merging of two of them."""
     roots = torch.zeros(num_reqs, dtype=torch.int64)
@@ -176,13 +198,13 @@ def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
     """Compile; return a row per kernel.
 
     Args:
-        largest_only: on all but the newest GPU.
+        largest_only: of attention, on all GPUs but ``REFERENCE``.
     """
     compiled = Compiled()
     JITFunction.run = lambda self, *args, **kwargs: compiled(self, *args, **kwargs)
     for capability in SHARED_MEMORY:
         compiled.target(capability)
-        few = largest_only and capability != max(SHARED_MEMORY)
+        few = largest_only and capability != REFERENCE
         heads, cases = LARGEST if few else (HEAD_SIZES, tuple(TRAITS))
         for head_size in heads:
             for compiled.case in cases:
@@ -194,9 +216,10 @@ def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
     compiled.case = "float16, smallest"
     attention(1, 64, splits=False, dtype=torch.float16)
     compiled.case = ""
-    for capability in (max(SHARED_MEMORY),) if largest_only else SHARED_MEMORY:
+    for capability in SHARED_MEMORY:
         compiled.target(capability)
         small_kernels()
+        sampling_kernels()
         draft_kernels()
     return compiled.rows
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 #: Bytes that a program can have, by compute capability.
-SHARED_MEMORY = {90: 227 << 10, 89: 99 << 10, 80: 163 << 10}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Bytes that a thread may spill.
 MAX_SPILLED = 128
 CASES = ("plain", "traits")
@@ -29,11 +29,16 @@ def test_every_launch_compiles_and_fits(tmp_path):
         "tree_attention_kernel", "continue_kernel", "merge_kernel", "store_trees_kernel", "stage_rows_kernel",
         "walk_rows_kernel", "move_rows_kernel", "match_keys_kernel", "plan_step_kernel", "best_of_chunk_kernel",
         "best_of_row_kernel", "grow_level_kernel", "rerank_kernel", "start_levels_kernel", "best_matches_kernel",
-        "prefix_tree_kernel", "keep_answer_kernel", "merge_drafts_kernel",
+        "prefix_tree_kernel", "keep_answer_kernel", "merge_drafts_kernel", "row_tokens_kernel", "sampler_noise_kernel",
     }  # fmt: skip
     attention = {(row["sm"], row["head"], row["case"]) for row in rows if row["kernel"] == "tree_attention_kernel"}
     assert attention >= {(90, head, case) for head in (64, 128, 256) for case in CASES}
     assert attention >= {(sm, head, "traits") for sm in SHARED_MEMORY for head in (128, 256)}
+    by_kernel = {}
+    for row in rows:
+        by_kernel.setdefault(row["kernel"], set()).add(row["sm"])
+    assert all(by_kernel[name] == set(SHARED_MEMORY) for name in set(by_kernel) - {"continue_kernel", "merge_kernel"})
+    assert all(row["vectors"] > 0 for row in rows if row["kernel"] == "move_rows_kernel")
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[row["sm"]], row
         assert row["spilled"] <= MAX_SPILLED, row

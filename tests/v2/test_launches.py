@@ -11,6 +11,7 @@ from tests.v2.conftest import ENGINE, answers, same
 from tests.v2.test_identity import TREE
 from tests.v2.test_lookup import LOOKUP, SOURCE
 from tests.v2.test_union import EAGLE
+from vllm_specplug.gpu.kernels.row_tokens import row_tokens
 from vllm_specplug.gpu.late_learning import LateLearning
 from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
@@ -23,6 +24,29 @@ def test_launches_of_a_draft_phase():
     found = counts()
     assert all(kernels <= MOST[name] for name, (_, kernels) in found.items()), found
     assert all(operations > 5 * kernels for operations, kernels in found.values())
+
+
+def rows_by_torch(rows, slots, local, input_ids, positions, depths, prefill_len):
+    pos = positions[rows]
+    placeholder = (local > 0) & (pos - depths[slots, local.long()] < prefill_len[slots])
+    return input_ids[rows].masked_fill(placeholder, -1), pos
+
+
+def test_tokens_of_rows_take_one_launch():
+    """Of 300 trees of 4 rows in another order of slots; of every third the prompt is not read yet."""
+    slots, local = torch.randperm(300, dtype=torch.int32).repeat_interleave(4), torch.arange(4).int().repeat(300)
+    rows = torch.arange(1200) + 5
+    depths = torch.tensor([0, 1, 1, 2]).repeat(300, 1)
+    positions = torch.randint(0, 90, (1210,))
+    given = (rows, slots, local, torch.arange(1210).int(), positions, depths, 60 * (torch.arange(300) % 3 == 0).int())
+    counted = []
+    for compute in (rows_by_torch, row_tokens):
+        with DeviceWork() as work:
+            found = compute(*given)
+        counted.append((sum(work.launches.values()), found))
+    (before, expected), (after, found) = counted
+    assert (before, after) == (10, 1)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and (found[0] == -1).any()
 
 
 # ---- looks at values

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from vllm import LLM
+from vllm.utils import gpu_sync_debug
 
 from tests.hosts import conftest as hosts
 from tests.hosts.conftest import counters
@@ -72,8 +73,15 @@ def a_row_not_moved(monkeypatch):
     monkeypatch.setattr(step, "plan_step", plan_step)
 
 
-def test_it_passes(proven):
+def test_it_passes(proven, monkeypatch):
+    """Also where vLLM refuses that the CPU waits for the device: the proof reads logits, and says so."""
+    monkeypatch.setattr(gpu_sync_debug, "_SYNC_CHECK_MODE", "error")
+    allowed, honest = [], DriverV2._read
+    monkeypatch.setattr(
+        DriverV2, "_read", lambda *args: allowed.append(gpu_sync_debug._allow_depth.get()) or honest(*args)
+    )
     prove_again(proven)
+    assert set(allowed) == {1} and gpu_sync_debug._allow_depth.get() == 0
     (result,) = proof_files.kept()
     assert result["fault"] == "" and result["difference"] <= result["bound"] < result["control"]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.doubles.device_work import DeviceWork
 from tests.v2.conftest import NoLookAtTheDevice
 from vllm_specplug.config import parse_options
 from vllm_specplug.core.pruning import best_nodes
@@ -100,6 +101,17 @@ def test_without_a_number_the_configured_tree_is_drafted(speculator, known, batc
     whole, _ = propose(speculator, known, batch, 15)
     again, _ = propose(speculator, known, batch, None)
     assert torch.equal(whole, again)
+
+
+def test_the_kernel_that_keeps_answers_runs_at_start(speculator, known, batch):
+    """Else it compiles when the first answer ends; here it keeps nothing."""
+    propose(speculator, known, batch, 15)
+    before = [values.clone() for values in (speculator._proposer._buffers.traffic, speculator._proposer._buffers.state)]
+    with DeviceWork() as work:
+        speculator.start_serving()
+    assert work.launches["keep_answer_kernel"] == 1 and speculator.guard.failures == 0
+    after = speculator._proposer._buffers.traffic, speculator._proposer._buffers.state
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_best_nodes_are_a_tree_of_the_largest_values(known):

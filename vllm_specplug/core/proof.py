@@ -136,6 +136,7 @@ class Evidence:
         plain: pairs of two plain runs.
         trees: rows of trees.
         control: rows of a tree without its mask; empty if a tree has too few nodes to need a mask.
+        needs_power: whether a control that arithmetic explains is a fault.
     """
 
     dtype: torch.dtype
@@ -144,6 +145,7 @@ class Evidence:
     plain: list[Row] = field(default_factory=list)
     trees: list[Row] = field(default_factory=list)
     control: list[Row] = field(default_factory=list)
+    needs_power: bool = True
 
     def in_bits(self) -> bool:
         """Return whether bits are compared: two plain runs of the model agree in all of them."""
@@ -180,6 +182,14 @@ class Evidence:
         """Return whether a tree without its mask differs by more than arithmetic explains."""
         return not self.control or self.difference(self.control) > self.noise()
 
+    def is_weak(self) -> bool:
+        """Return whether a proof without power counts as passed."""
+        return not self.needs_power and not self.has_power()
+
+    def is_final(self) -> bool:
+        """Return whether no other text is to be tried."""
+        return self.is_certain() or (not self.fault() and not self.is_weak())
+
     def fault(self) -> str:
         """Return the first error; empty if the proof has passed."""
         return self._fault_in_bits() if self.in_bits() else self._fault_by_bound()
@@ -204,7 +214,7 @@ class Evidence:
             for row in self.trees:
                 if (other := _other_token(row, bound)) is not None:
                     return f"{row.name} has token {other[0]}, plain decoding {other[1]}"
-        if not self.has_power():
+        if self.needs_power and not self.has_power():
             return (
                 "the proof has no power: with the mask off the rows differ by "
                 f"{self.difference(self.control):.2g} from plain decoding, as much as arithmetic explains"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -192,9 +193,27 @@ BACKENDS = {
 }
 
 
-def device_tree_backends() -> AbstractContextManager[None]:
-    """Build attention layers from our backends inside the context."""
-    return overridden_backends(BACKENDS)
+#: vLLM's first choice on Blackwell, without tree attention: a module that does not exist, so that vLLM takes the next.
+HIDDEN = {AttentionBackendEnum.FLASHINFER: f"{__name__}.no_tree_attention.Backend"}
+
+
+def device_tree_backends(chosen: AttentionBackendEnum | None = None) -> AbstractContextManager[None]:
+    """Build attention layers from our backends inside the context.
+
+    Args:
+        chosen: the user's ``attention_config.backend``; None: vLLM takes the first of its list that has tree attention.
+    """
+    return overridden_backends(BACKENDS if chosen is not None else {**BACKENDS, **HIDDEN})
+
+
+def log_backends(layers: dict[str, Any], chosen: AttentionBackendEnum | None) -> None:
+    """Say which attention serves where vLLM would have taken another."""
+    if chosen is None and current_platform.is_device_capability_family(100):
+        names = sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+        logger.info(
+            "vllm-specplug: attention backend %s: FLASHINFER, vLLM's first choice on this GPU, has no tree attention",
+            ", ".join(names),
+        )
 
 
 def use_tree_attention(layers: dict[str, Any], name: str) -> None:

@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_specplug.core.walk import walk_exact
 from vllm_specplug.gpu import step
+from vllm_specplug.gpu.kernels.row_tokens import row_tokens
 from vllm_specplug.gpu.late_learning import LateLearning
 from vllm_specplug.gpu.late_trace import LateTrace
 from vllm_specplug.gpu.settling import Settling, VerifiedRows
@@ -94,16 +95,16 @@ class TreeRejectionSampler(RejectionSampler):
         return None if self._settling is None else self._settling(rows)
 
     def _row_tokens(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and positions of the sampled rows; placeholder drafts of a request without tokens are -1."""
-        rows, slots, local = (
+        """Return tokens and positions of the sampled rows, see ``row_tokens``."""
+        return row_tokens(
             input_batch.logits_indices,
             input_batch.expanded_idx_mapping,
             input_batch.expanded_local_pos,
+            input_batch.input_ids,
+            input_batch.positions,
+            self.trees.depths,
+            self.sampler.req_states.prefill_len.gpu,
         )
-        pos = input_batch.positions[rows]
-        root_pos = pos - self.trees.depths[slots, local.long()]
-        placeholder = (local > 0) & (root_pos < self.sampler.req_states.prefill_len.gpu[slots])
-        return input_batch.input_ids[rows].masked_fill(placeholder, -1), pos
 
     def needs_history(self, input_batch: InputBatch) -> bool:
         """Return whether a row's logits depend on the tokens before it; reads CPU values only."""

@@ -86,7 +86,7 @@ def commit(
         slot_mappings: int64 ``[num_kv_groups, num_rows]``; cache slots of the flat rows.
     """
     row_start = trees.tree_start[: len(walked.path_rows)]
-    plan = trees.plan = plan_step(walked, row_start, trees.max_num_tokens)
+    plan = trees.plan = plan_step(walked, row_start, trees.num_rows)
     for group, cache, pointers in caches:
         move_rows(pointers, cache, slot_mappings[group], plan.source_rows, plan.target_rows)
 

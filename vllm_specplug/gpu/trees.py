@@ -45,8 +45,8 @@ class DeviceTrees:
         #: The commit of the last walk; None before the first.
         self.plan: StepPlan | None = None
         self._flat_positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        #: Whether the current forward has trees; a value on the CPU.
-        self.staged = False
+        #: Whether the current forward has trees, and its rows with padding; values on the CPU.
+        self.staged, self.num_rows = False, 0
 
     def keep(self, tree_parents: torch.Tensor, slots: torch.Tensor) -> None:
         """Keep drafted trees: int64 ``[num_reqs, num_rows]`` parents for int ``[num_reqs]`` slots."""
@@ -63,6 +63,7 @@ class DeviceTrees:
         self.staged = input_batch.num_draft_tokens > 0
         if not self.staged:
             return None
+        self.num_rows = input_batch.num_tokens_after_padding
         num_drafts = np.asarray(input_batch.num_draft_tokens_per_req)
         self._flat_positions[: input_batch.num_tokens].copy_(input_batch.positions[: input_batch.num_tokens])
         stage_rows(

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.gpu.attention import check_layers, device_tree_backends, use_tree_attention
+from vllm_specplug.gpu.attention import check_layers, device_tree_backends, log_backends, use_tree_attention
 from vllm_specplug.gpu.runner import TreeGPUModelRunner, install_v2
 from vllm_specplug.gpu.step_times import measure_if_unknown
 from vllm_specplug.vllm.proof.worker import ProvesTrees
@@ -35,10 +35,12 @@ class TreeWorkerV2(ProvesTrees):
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with device_tree_backends():
+        chosen = self.vllm_config.attention_config.backend
+        with device_tree_backends(chosen):
             super().load_model(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         check_layers(layers)
+        log_backends(layers, chosen)
         with set_current_vllm_config(self.vllm_config):  # names the version of FlashAttention
             use_tree_attention(layers, self.vllm_config.speculative_config.specplug.tree_attention)
 

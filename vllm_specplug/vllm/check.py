@@ -64,7 +64,8 @@ def describe_tests(found: str, runner: str, on_cpu: bool) -> str:
     where = f"the {runner} runner on {'a CPU' if on_cpu else 'CUDA'}"
     parts = PARTS_ON_CPU if on_cpu else {}
     versions = ", ".join(f"{one} ({parts[one]})" if one in parts else one for one in tested) or "no version"
-    return f"tests of {where} have run on {versions}{'' if found in tested else ', not on this one'}"
+    how = "" if on_cpu else " in Triton's interpreter on a CPU, and on no GPU,"
+    return f"tests of {where} have run{how} on {versions}{'' if found in tested else ', not on this one'}"
 
 
 def check_version() -> VllmReport:

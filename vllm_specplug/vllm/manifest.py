@@ -282,6 +282,7 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_V2}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager", ("self", "cudagraph_mode")),
     VllmSymbol(f"{_V2}.cudagraph_utils:CudaGraphManager._init_candidates", ("self",)),
     VllmSymbol(f"{_V2}.cudagraph_utils:BatchExecutionDescriptor"),
+    VllmSymbol("vllm.utils.gpu_sync_debug:gpu_sync_allowed", ()),
     VllmSymbol(f"{_V2_SPECULATOR}.propose", _V2_PROPOSE),
     VllmSymbol(
         f"{_V2}.spec_decode.target_dependent_ar.speculator:prepare_prefill_inputs",

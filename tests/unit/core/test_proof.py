@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def test_the_first_row_that_differs_is_named():
 def test_a_control_that_agrees_has_no_power():
     assert "has no power" in evidence(control=1e-3).fault()
     assert not evidence(control=1e-3).has_power()
+
+
+def test_on_a_gpu_the_trees_alone_decide():
+    """The least control is an estimate there; a tree that differs is a fault all the same."""
+    found, wrong = (replace(evidence(control=1e-3, trees=trees), needs_power=False) for trees in (1e-3, 0.5))
+    assert found.fault() == "" and found.is_weak() and not found.is_final()
+    assert wrong.fault().startswith("first differs by 0.")
+    assert not replace(evidence(), needs_power=False).is_weak() and not evidence(control=1e-3).is_weak()
 
 
 def test_a_tree_without_siblings_needs_no_control():

@@ -127,6 +127,8 @@ class TreeSpeculator:
     def start_serving(self) -> None:
         """Learn from here on, and keep answers; called at the end of the start."""
         self._serves = True
+        if isinstance(self._proposer, DeviceRemembering):  # compiles its kernels; the answer has no token
+            self._finish(0, self._req_states.all_token_ids.gpu.shape[1])
         if self.learning is not None:
             self.learning.start()
 
@@ -138,8 +140,13 @@ class TreeSpeculator:
         for req_id in sorted(req_ids):
             slot = known.req_id_to_index.get(req_id)
             if slot is not None and self.slot_params.speculates[slot]:
-                tokens = known.all_token_ids.gpu, known.total_len.gpu, self.slot_params.namespaces
-                self.guard.run(partial(self._proposer.finish, *tokens, slot, int(known.prompt_len.np[slot])))
+                self._finish(slot, int(known.prompt_len.np[slot]))
+
+    def _finish(self, slot: int, prompt_len: int) -> None:
+        """Let the proposer keep the tokens of a slot after the first ``prompt_len``."""
+        known = self._req_states
+        tokens = known.all_token_ids.gpu, known.total_len.gpu, self.slot_params.namespaces
+        self.guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""

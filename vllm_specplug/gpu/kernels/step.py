@@ -298,7 +298,7 @@ def plan_step(walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPl
     Args:
         walk: of at least one request; its path rows are contiguous.
         row_start: int ``[num_reqs]``, rising; flat row of each root.
-        num_flat_rows: rows of the largest forward.
+        num_flat_rows: of the forward.
     """
     num_reqs, width = walk.path_rows.shape
     sources, targets = torch.empty_like(walk.path_rows), torch.empty_like(walk.path_rows)
@@ -329,6 +329,7 @@ def _move_rows_kernel(
     request = tl.program_id(0)
     head = tl.program_id(1)
     cache = tl.cast(tl.load(caches_ptr + tl.program_id(2)), tl.pointer_type(like_ptr.dtype.element_ty))
+    cache = tl.multiple_of(cache, 16)  # bytes; else elements are loaded one by one
     content = tl.arange(0, CONTENT_PADDED)
     # In path order: a source is never a row that an earlier move has written (see core/kv.py).  So several moves are
     # made at once, all reads before all writes.  The root stays.
@@ -355,13 +356,15 @@ def cache_pointers(caches: list[torch.Tensor]) -> torch.Tensor:
     """Return the addresses of the layers' caches, each once (layers may share one), for ``move_rows``.
 
     Raises:
-        ValueError: the caches differ in shape, strides or dtype.
+        ValueError: the caches differ in shape, strides or dtype, or an address is no multiple of 16.
     """
     first = caches[0]
     for cache in caches:
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise ValueError(f"the layers' caches differ: {cache.shape} {cache.dtype}, {first.shape} {first.dtype}")
     addresses = dict.fromkeys(cache.data_ptr() for cache in caches)
+    if any(address % 16 for address in addresses):
+        raise ValueError("a cache begins at an address that is no multiple of 16 bytes")
     return torch.tensor(list(addresses), dtype=torch.uint64, device=first.device)
 
 
@@ -382,17 +385,7 @@ def move_rows(
     """
     _, num_kv_heads, page, content = like.shape
     _move_rows_kernel[(source_rows.shape[0], num_kv_heads, pointers.shape[0])](
-        pointers,
-        like.stride(0),
-        like.stride(1),
-        like.stride(2),
-        slot_mapping,
-        source_rows,
-        target_rows,
-        like,
-        WIDTH=source_rows.shape[1],
-        PAGE=page,
-        CONTENT=content,
-        CONTENT_PADDED=triton.next_power_of_2(content),
+        pointers, like.stride(0), like.stride(1), like.stride(2), slot_mapping, source_rows, target_rows, like,
+        WIDTH=source_rows.shape[1], PAGE=page, CONTENT=content, CONTENT_PADDED=triton.next_power_of_2(content),
         num_warps=4,
-    )
+    )  # fmt: skip

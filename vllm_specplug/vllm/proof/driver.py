@@ -278,6 +278,8 @@ class DriverV2(Driver):
         self._batch: Any = None
 
     def _enter(self, stack: ExitStack) -> None:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed  # older vLLM, on CPUs only, has none
+
         sample = self.runner.sample
 
         def sample_batch(hidden_states, input_batch, *args):
@@ -289,6 +291,7 @@ class DriverV2(Driver):
         stack.enter_context(attributes(self.speculator, propose=self._propose, timer=timer))
         self.runner.kv_connector.set_disabled(True)
         stack.callback(self.runner.kv_connector.set_disabled, False)
+        stack.enter_context(gpu_sync_allowed())  # logits are read, also with VLLM_GPU_SYNC_CHECK
 
     def _order(self) -> Sequence[str]:
         return self._batch.req_ids

@@ -104,7 +104,9 @@ class Proof:
             [Row(name, logits, plain[position]) for name, position, logits in found]
             for found in (again, self._trees, self._control)
         ]
-        return Evidence(config.dtype, config.hf_text_config.num_hidden_layers, self._driver.keeps_bits, *rows)
+        on_cpu = self._driver.runner.device.type == "cpu"
+        layers = config.hf_text_config.num_hidden_layers
+        return Evidence(config.dtype, layers, self._driver.keeps_bits, *rows, needs_power=on_cpu)
 
     # ---- the prompt
 

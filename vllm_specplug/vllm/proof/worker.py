@@ -77,6 +77,10 @@ def prove(driver: Driver) -> None:
     if not fault:
         if numbers:
             logger.info_once("vllm-specplug: proof at start: passed in %.2f s: %s", seconds, describe(numbers))
+            if isinstance(evidence, Evidence) and evidence.is_weak():
+                logger.warning_once(
+                    "vllm-specplug: the proof at start has no power: trees without their mask pass it too"
+                )
         return
     advice = 'or add "on_failure": "plain", which decodes plainly where trees are not proven'
     if fault.startswith(OTHER_BITS):
@@ -140,7 +144,7 @@ def _run(driver: Driver) -> Evidence | str | None:
                 logger.exception("vllm-specplug: the proof at start broke off")
                 fault = f"{type(error).__name__}: {error}"
                 return fault if proof is None or proof.has_read else f"{WITHOUT_TREES} raised {fault}"
-            if any(_from_all_ranks(evidence is not None and (not evidence.fault() or evidence.is_certain()))):
+            if any(_from_all_ranks(evidence is not None and evidence.is_final())):
                 break
     fault = _fault_of_attention(driver) if isinstance(driver, DriverV1) else ""
     return fault or evidence
