@@ -65,7 +65,7 @@ class Guard:
             self.failures += 1
             Guard.total_failures += 1
             if self.raises:
-                error.add_note(f"vllm-specplug: proposer {self.name!r} failed; other ranks may have drafts")
+                logger.error("vllm-specplug: proposer %r failed; the server stops: other ranks may draft", self.name)
                 raise
             if self.failures == 1:
                 logger.warning(
