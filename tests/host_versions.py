@@ -26,6 +26,9 @@ SAMPLES_GPTQ_EXACTLY = Version("0.31") <= VERSION
 #: Without a Triton for CPUs, vLLM 0.30 fails in its own rejection sampler, with its n-gram speculation and no plugin.
 SPECULATES_ON_CPUS = Version("0.31") <= VERSION or Version("0.30") > VERSION
 
+#: After a step in which no request can use drafts (chunks of prompts), V2 drafts nothing.
+SKIPS_DRAFTS = Version("0.33") <= VERSION
+
 
 def comparable(found: list, expected: list, has_stop_strings: bool) -> list:
     """Tokens (or their logprobs) found, without those that this host hands out behind a stop string."""

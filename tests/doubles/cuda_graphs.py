@@ -99,7 +99,8 @@ class Capture(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        assert name not in (*LOOKS, "lift_fresh"), f"{name} while a graph is captured"
+        copies = name == "lift_fresh" and args[0].dim() > 0  # Python's values; a scalar is an argument of a kernel
+        assert name not in LOOKS and not copies, f"{name} while a graph is captured"
         if func._schema.is_mutable:
             self.record(func, *args, **kwargs)
             return _written(func._schema, args, kwargs)
@@ -170,6 +171,7 @@ def use_graphs(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
     patch.setattr(torch.cuda, "graph", Capture)
-    patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    for module in (torch.cuda, torch.accelerator):
+        patch.setattr(module, "synchronize", lambda *_: None)
     patch.setattr(GridExecutor, "__call__", kernel(GridExecutor.__call__))
     patch.setattr(type(current_platform), "_global_graph_pool", object(), raising=False)

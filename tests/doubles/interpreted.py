@@ -76,11 +76,12 @@ class InterpretedModelRunnerV2(TreeRunner, CPUModelRunnerV2):
 
 
 class _CapturingWorker(CPUWorker):
-    """As vLLM's worker on CUDA, which captures graphs if it is configured to."""
+    """As vLLM's worker on CUDA, which captures graphs if it is configured to, and profiles the memory before that."""
 
     def compile_or_warm_up_model(self):
         times = super().compile_or_warm_up_model()
         if self.model_runner.cudagraph_manager.needs_capture():
+            self.model_runner.profile_run()
             self.model_runner.capture_model(profile_only=True)  # all graphs; locks no workspace, which CUDA has only
         return times
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts.conftest import acceptance_length, broken_plan, runner_of, token_ids
+from tests.doubles.cuda_graphs import Capture
+from tests.host_versions import SKIPS_DRAFTS
+from tests.hosts.conftest import acceptance_length, broken_plan, counters, runner_of, token_ids
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -20,6 +22,7 @@ from tests.v2.conftest import (
 )
 from vllm_specplug.gpu import sampler as v2_sampler
 from vllm_specplug.gpu import step as v2_step
+from vllm_specplug.gpu.drafters import eagle
 from vllm_specplug.gpu.runner import TreeRunner
 from vllm_specplug.gpu.trees import DeviceTrees
 
@@ -76,6 +79,17 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
     check_preemption(engine("eagle", TREE, **SCARCE), prompts, plain)
 
 
+@pytest.mark.skipif(not SKIPS_DRAFTS, reason="this vLLM wants drafts in each step")
+def test_no_drafts_after_chunks_of_prompts(engine, prompts, plain, monkeypatch):
+    """The drafter writes its key/value of these steps, and drafts well afterwards."""
+    llm = engine("eagle", TREE, **SCARCE)
+    speculator, calls = runner_of(llm).speculator, []
+    honest = speculator.keep_up
+    monkeypatch.setattr(speculator, "keep_up", lambda *args, **kwargs: calls.append(1) or honest(*args, **kwargs))
+    assert same(answers(llm, prompts), plain)
+    assert calls and acceptance_length(llm) > 1.2
+
+
 def skip_moves(patch, runner):
     patch.setattr(runner, "commit", lambda *_: None)
 
@@ -117,10 +131,24 @@ def test_controls(llm, prompts, plain, monkeypatch, spoil):
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_cuda_graphs(graph_engine, prompts, plain, async_scheduling):
-    """Verification and the drafter's forwards from recorded graphs."""
-    llm = graph_engine("eagle", TREE, async_scheduling=async_scheduling, max_num_seqs=3, **ENGINE)
-    assert same(answers(llm, prompts), plain)
+def test_cuda_graphs(graph_engine, llm, prompts, plain, monkeypatch, async_scheduling):
+    """Verification and the drafter's forwards with their attention from recorded graphs; they draft as without."""
+    honest, have_cache = eagle.DeviceLevels, []
+
+    def look(model, rows, slots, positions, block_table, *args):
+        if Capture.active is not None:
+            have_cache.append(block_table is not None)
+        return honest(model, rows, slots, positions, block_table, *args)
+
+    monkeypatch.setattr(eagle, "DeviceLevels", look)
+    with_graphs = graph_engine("eagle", TREE, async_scheduling=async_scheduling, max_num_seqs=3, **ENGINE)
+    accepted = []
+    for one in (llm, with_graphs):
+        one.reset_prefix_cache()
+        before = counters(one)
+        assert same(answers(one, prompts), plain)
+        accepted.append(acceptance_length(one, before))
+    assert accepted[0] == accepted[1] and all(have_cache)
 
 
 def test_a_round_never_waits_for_the_device(llm, prompts, plain, monkeypatch):

@@ -129,10 +129,9 @@ def test_asynchronous_scheduling(engine, repeating, expected, sessions, asynchro
     assert run_sessions(llm, sessions, SHORT) == turns
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_graphs(engine, repeating, expected):
+def test_cuda_graphs(graph_engine, repeating, expected):
     """Verification and the search from recorded graphs."""
-    llm = engine(speculative_config=LOOKUP, enforce_eager=False, async_scheduling=True, **OWN)
+    llm = graph_engine(speculative_config=LOOKUP, async_scheduling=True, max_num_seqs=3, **OWN)
     assert same(answers(llm, repeating), expected)
 
 

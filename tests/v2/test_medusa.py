@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.hosts.conftest import acceptance_length, counters, token_ids
 from tests.v2.conftest import (
@@ -55,11 +54,10 @@ def test_forced_preemption_and_chunked_prefill(engine, heads, prompts, plain):
     check_preemption(engine(heads, TREE, **SCARCE), prompts, plain)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", [TREE, DYNAMIC], ids=["static", "dynamic"])
-def test_cuda_graphs(engine, heads, prompts, plain, shape):
+def test_cuda_graphs(graph_engine, heads, prompts, plain, shape):
     """Verification and the heads from recorded graphs."""
-    llm = engine(heads, shape, enforce_eager=False, async_scheduling=True, **ENGINE)
+    llm = graph_engine(heads, shape, async_scheduling=True, max_num_seqs=3, **ENGINE)
     assert same(answers(llm, prompts), plain)
 
 

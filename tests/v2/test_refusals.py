@@ -52,6 +52,14 @@ def test_options(changes, named):
         check_options(options_of(changes))
 
 
+@pytest.mark.parametrize("key", ["rejection_sample_method", "disable_lookahead_block_hashes", "fly_window_size"])
+def test_keys_of_vllms_methods(checkpoints, key):
+    """Other verification, and other hashes of blocks."""
+    given = {"method": "eagle2", "model": str(checkpoints["eagle"]), key: "fly"}
+    with pytest.raises(ValueError, match=f"key '{key}'"):
+        EngineArgs(model=str(checkpoints["target"]), speculative_config=given, **ENGINE).create_engine_config()
+
+
 def options_of(changes):
     given = {"method": "eagle2", "model": "drafter", **changes}
     return parse_options({key: value for key, value in given.items() if value is not None})

@@ -35,7 +35,7 @@ def expected(plainly, mixed):
 def start(engine, checkpoints, heads):
     """``start(drafter, **engine_options)``: an engine that merges it with lookup."""
 
-    def make(drafter, **options):
+    def make(drafter, engine=engine, **options):
         source = {**(MEDUSA if drafter == heads else EAGLE), "model": str(checkpoints[drafter])}
         union = {"method": "union", "sources": [source, LOOKUP], "num_speculative_tokens": 12, "budget": "fixed"}
         return engine(speculative_config=union, **{**ENGINE, **options})
@@ -111,9 +111,8 @@ def test_graphs_are_forgotten_with_their_cache(start, drafter):
     assert growths and not any(growth._recorded for growth in growths)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("drafter", ["eagle", "medusa"])
-def test_cuda_graphs(start, mixed, expected, drafter):
+def test_cuda_graphs(graph_engine, start, mixed, expected, drafter):
     """Verification, drafters, search and merge from recorded graphs."""
-    llm = start(drafter, enforce_eager=False, async_scheduling=True)
+    llm = start(drafter, engine=graph_engine, async_scheduling=True, max_num_seqs=3)
     assert same(answers(llm, mixed), expected)
