@@ -156,7 +156,7 @@ class TreeOptions:
             if not self.has_draft_probs:
                 raise ConfigError(
                     f"verification='rejection' needs draft probabilities, which {self.method} does not have: use "
-                    "eagle2, hass or medusa, or leave it out"
+                    "eagle2, hass, mtp_tree or medusa, or leave it out"
                 )
             if self.budget == "measured":
                 raise ConfigError(

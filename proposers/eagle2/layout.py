@@ -66,6 +66,8 @@ def _check_sizes(path: Path, config: Mapping, kind: str, target_hidden_size: int
     must_match = config.get("target_hidden_size") or reads_last_state(config)
     if must_match and reads != target_hidden_size:
         raise _other_width(path, reads, target_hidden_size)
+    if kind == "eagle3" and reads_last_state(config) and hidden != target_hidden_size:
+        raise _other_width(path, hidden, target_hidden_size)
     if config["vocab_size"] != target_vocab_size:
         raise CheckpointError(
             f"The head at {path} has a vocabulary of {config['vocab_size']}, the target {target_vocab_size}: it was "

@@ -249,7 +249,7 @@ def _facts(config: Any, options: TreeOptions) -> dict[str, Any]:
         "model": config.model_config.model,
         "dtype": str(config.model_config.dtype),
         "method": options.method,
-        "drafter": getattr(drafter, "model", None),
+        "drafter": getattr(drafter, "model", getattr(drafter, "method", None)),
         "int8": getattr(drafter, "draft_int8", False),
         "linear_rows": options.linear_rows,
         "operators": library_name(torch.__version__),

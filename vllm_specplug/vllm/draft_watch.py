@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_specplug.config import TreeOptions, model_drafter
+from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.metrics import Counters
 
 logger = logging.getLogger("vllm_specplug")
@@ -55,8 +56,9 @@ class DraftWatch:
 
     def __init__(self, options: TreeOptions, config_entries: Mapping[str, Any] | None, counters: Counters):
         drafter = model_drafter(options)
-        self._model = getattr(drafter, "model", None)  # None: the target drafts itself
-        self.method = drafter.method if self._model is not None else None
+        self._model = getattr(drafter, "model", None)  # None: the target drafts itself, or by its MTP layers
+        has_layers = drafter is not None and find_method(drafter.method).model.is_vllm_model
+        self.method = drafter.method if self._model is not None or has_layers else None
         self._layers = (config_entries or {}).get("eagle_aux_hidden_state_layer_ids")
         self.is_union = drafter is not None and drafter is not options
         self._counters, self._warned = counters, False
@@ -77,6 +79,14 @@ class DraftWatch:
         if known.drafts < JUDGED_DRAFTS or known.helpful >= USELESS_SHARE * known.drafts:
             return
         self._warned = True
+        if self._model is None:
+            logger.warning(
+                "vllm-specplug: the target's MTP layers do not help: the first token of their drafts was accepted in "
+                "%d of %d drafts. Likely cause: their weights are missing in the checkpoint, or are of another version of "
+                "the model. Use another checkpoint, a drafter, or the method lookup",
+                *(known.helpful, known.drafts),
+            )
+            return
         layers = "" if self._layers is None else f" (it reads {self._layers})"
         logger.warning(
             "vllm-specplug: the drafter %s does not help: the first token of its drafts was accepted in %d of %d "

@@ -102,7 +102,13 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         return f"specplug-{kinds}{super().compute_hash()}"
 
     def __post_init__(self):
+        asked = self.method
         result = super().__post_init__()
+        if asked == "mtp" and self.method != asked:
+            raise ConfigError(
+                f"vLLM takes {self.target_model_config.model!r} for a drafter of its method {self.method!r}, because "
+                "of a word in the path: rename the folder"
+            )
         _register_model()
         if self.method == "mtp":
             check_class(self)
@@ -113,6 +119,10 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         if entries:
             self.update_arch_()
         return result
+
+    def use_multi_module_mtp(self) -> bool:
+        """Return False: the first MTP module drafts all levels, so prompts are read as for one module."""
+        return False
 
     def use_ngram(self) -> bool:
         """Return whether V2 must keep all tokens in device memory: model-free proposers read them there."""
@@ -168,6 +178,9 @@ def build(
         if drafter.vllm_method == "mtp":
             options = fit_modules(options, target_model_config)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
+    revisions = {}
+    if vllm_method == "mtp":  # its layers are in the target's checkpoint
+        revisions = {name: getattr(target_model_config, name) for name in ("revision", "code_revision")}
     if vllm_method == "custom_class":
         vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
     if on_cpu and not v2:
@@ -179,6 +192,7 @@ def build(
     return TreeSpeculativeConfig(
         method=vllm_method,
         model=model,
+        **revisions,
         num_speculative_tokens=options.num_speculative_tokens,
         # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
         # (On V2 the rows themselves are brought into path order.)
@@ -319,7 +333,13 @@ def _published(options: TreeOptions, drafter: DrafterConfig | None) -> tuple[str
     Raises:
         ConfigError: there is none, or this vLLM cannot take other weights.
     """
-    given, folder = getattr(model_drafter(options), "model", None), None
+    own = model_drafter(options)
+    if own is not None and not hasattr(own, "model"):
+        raise ConfigError(
+            f"reload=true needs a drafter in a folder of its own, but {own.method!r} drafts with the target's weights: "
+            "leave reload out"
+        )
+    given, folder = getattr(own, "model", None), None
     if drafter is not None and given is not None and is_published(Path(given).expanduser()):
         folder = drafter.model or drafter.options.model
     if folder is None:

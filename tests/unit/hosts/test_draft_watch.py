@@ -47,6 +47,14 @@ def test_a_drafter_that_never_helps_is_named_once(caplog, drafts, helpful, warns
         assert "`specplug inspect some/head`" in message
 
 
+@pytest.mark.parametrize("options", [{"method": "mtp_tree"}, {"method": "swift"}])
+def test_mtp_layers_that_never_help_are_named(caplog, options):
+    """SWIFT skips layers of the target, and searches by itself for those that help."""
+    run(watch(options), 300, 0)
+    found = ["MTP layers do not help" in message for message in caplog.messages]
+    assert found == [True] * (options["method"] == "mtp_tree")
+
+
 def test_it_is_one_warning_that_names_the_layers(caplog):
     one = watch(entries={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
     run(one, 2000, 0)

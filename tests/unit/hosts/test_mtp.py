@@ -3,17 +3,22 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import Qwen2Config
+from vllm.config import SpeculativeConfig
 
 from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.vllm.drafters.eagle_levels import keep_output
 from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules
+from vllm_specplug.vllm.speculative_config import TreeSpeculativeConfig
 
 
 def target_of(config_class, **entries):
     return SimpleNamespace(hf_config=config_class(**entries), model="org/Target")
 
 
-@pytest.mark.parametrize(("modules", "given", "fitting"), [(1, 8, 8), (3, 8, 6), (3, 2, 3), (2, 8, 8)])
+@pytest.mark.parametrize(("modules", "given", "fitting"), [(1, 8, 8), (3, 8, 6), (3, 2, 2), (2, 8, 8)])
 def test_the_number_of_nodes_is_a_multiple_of_the_modules(modules, given, fitting):
     target = target_of(Qwen2Config, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=modules)
     options = parse_options({"method": "mtp_tree", "num_speculative_tokens": given})
@@ -28,6 +33,60 @@ def test_a_target_without_mtp_layers_is_refused(entries):
         ConfigError, match="vLLM finds no MTP layers in 'org/Target'.*Qwen2ForCausalLM.*the method eagle2"
     ):
         fit_modules(parse_options({"method": "mtp_tree"}), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_weights"),
+    [("model.layers.1.mlp.up_proj.weight", False), ("model.layers.2.enorm.weight", True), ("mtp.fc.weight", True)],
+)
+def test_a_checkpoint_without_the_weights_is_refused(tmp_path, name, has_weights):
+    """Its config still names the layers, and vLLM would draft from what lies in memory."""
+    target = target_of(Qwen2Config, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1, num_hidden_layers=2)
+    target.model = str(tmp_path)
+    save_file({name: torch.zeros(2)}, tmp_path / "model.safetensors")
+    options = parse_options({"method": "mtp_tree"})
+    if has_weights:
+        assert fit_modules(options, target) == options
+        return
+    with pytest.raises(ConfigError, match="names MTP layers, but the checkpoint has no weights of them"):
+        fit_modules(options, target)
+
+
+@pytest.mark.parametrize(("given", "fitting"), [(1, 8), (0, None)])
+def test_a_number_of_layers_that_only_the_text_config_has(monkeypatch, given, fitting):
+    def overridden(config):
+        config.update({"model_type": "glm_ocr_mtp", "n_predict": None})
+        return config
+
+    monkeypatch.setattr(SpeculativeConfig, "hf_config_override", staticmethod(overridden))
+    target, options = target_of(Qwen2Config, num_nextn_predict_layers=given), parse_options({"method": "mtp_tree"})
+    if fitting is None:
+        with pytest.raises(ConfigError, match="finds no MTP layers"):
+            fit_modules(options, target)
+    else:
+        assert fit_modules(options, target).num_speculative_tokens == fitting
+
+
+class CompiledAsAWhole(torch.nn.Module):
+    """Calls no hooks, like a class that vLLM decorates."""
+
+    def __call__(self, x):
+        return self.forward(x)
+
+    def forward(self, x):
+        return x + 1
+
+
+@pytest.mark.parametrize("model", [torch.nn.Identity(), CompiledAsAWhole()])
+def test_outputs_are_kept_of_every_class(model):
+    kept = []
+    keep_output(model, kept.append)
+    assert [model(3)] == kept and type(model).__name__ in ("Identity", "CompiledAsAWhole")
+
+
+def test_prompts_are_read_as_for_one_module():
+    """More modules would need as many positions ahead as there are nodes."""
+    assert TreeSpeculativeConfig.use_multi_module_mtp(SimpleNamespace(method="mtp")) is False
 
 
 @pytest.mark.parametrize("question", ["use_gemma4_mtp", "use_step3p5_mtp", None])

@@ -34,7 +34,7 @@ from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.context_writer import ContextWriter
-from vllm_specplug.vllm.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch, pair_of
+from vllm_specplug.vllm.drafters.eagle_levels import EagleLevels, EagleScorer, LevelScratch, keep_output, pair_of
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetHead, TargetParts
 
@@ -79,13 +79,13 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         self._target_model = target_model
         super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
-        self.model.register_forward_hook(self._keep_output)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
         self._scratch = LevelScratch(self.vllm_config, self.draft_layers, self.options, self.dtype, self.device)
         simple = not (self.needs_extra_input_slots or self.use_heterogeneous_vocab or self.uses_mrope)
         if self.device.type == "cpu" and simple and ContextWriter.supports(self.model):
             self.context = ContextWriter(self.model)
+        keep_output(self.model, self._keep_output)
 
     @functools.cached_property
     def operator(self) -> DraftOperator | None:
@@ -98,7 +98,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         max_position = self.vllm_config.model_config.max_model_len - 1
         return DraftOperator.make(self.model, self.dtype, self._scratch.capacity, max_position)
 
-    def _keep_output(self, _module: Any, _args: Any, output: Any) -> None:
+    def _keep_output(self, output: Any) -> None:
         self._last_output = output
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:

@@ -148,6 +148,21 @@ class EagleLevels:
         return run_level(self._model, self._scratch, token_ids, features, positions, metadata)
 
 
+def keep_output(model: torch.nn.Module, keep: Callable[[Any], None]) -> None:
+    """Pass each output of a drafter to ``keep``.  A class that vLLM compiles as a whole calls no hooks."""
+    kind = type(model)
+    if kind.__call__ is torch.nn.Module.__call__:
+        model.register_forward_hook(lambda _model, _args, output: keep(output))
+        return
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = kind.__call__(self, *args, **kwargs)
+        keep(output)
+        return output
+
+    model.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
 def pair_of(output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a drafter's input of the LM head, and of its next level; many have the same for both."""
     return output if isinstance(output, tuple) else (output, output)

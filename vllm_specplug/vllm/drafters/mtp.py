@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 from vllm.config import SpeculativeConfig
+from vllm.config.speculative import MTPModelTypes
 
 from vllm_specplug.config import ConfigError, TreeOptions
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_shapes
 
 logger = logging.getLogger("vllm_specplug")
 
 #: Questions to vLLM's config whether the MTP layers have a drafter class of their own, with other forwards.
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _OWN_CLASSES = ("use_gemma4_mtp", "use_step3p5_mtp")
 
 
@@ -27,18 +32,41 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
     Raises:
         ConfigError: it has none that vLLM serves.
     """
-    drafter = SpeculativeConfig.hf_config_override(copy.deepcopy(target.hf_config))
-    num_modules = getattr(drafter, "n_predict", None) or 0
+    num_modules = _num_modules(target)
     if num_modules < 1:
         raise ConfigError(
             f"method {options.method!r}: vLLM finds no MTP layers in {target.model!r} (architectures "
             f"{target.hf_config.architectures}): use a model that has some, or the method eagle2, medusa or lookup"
         )
+    if not _has_weights(target):
+        raise ConfigError(
+            f"method {options.method!r}: the config of {target.model!r} names MTP layers, but the checkpoint has no "
+            "weights of them: use a checkpoint with them, or the method eagle2, medusa or lookup"
+        )
     nodes = options.num_speculative_tokens
-    fitting = max(nodes - nodes % num_modules, num_modules)
+    fitting = nodes - nodes % num_modules if nodes > num_modules else nodes
     if num_modules > 1:
         logger.info("the first of %d MTP modules drafts trees of up to %d nodes", num_modules, fitting)
     return replace(options, num_speculative_tokens=fitting)
+
+
+def _num_modules(target: Any) -> int:
+    drafter = SpeculativeConfig.hf_config_override(copy.deepcopy(target.hf_config))
+    found = getattr(drafter, "n_predict", None)
+    if found is None and drafter.model_type in get_args(MTPModelTypes):  # some classes read the text part only
+        found = getattr(drafter.get_text_config(), "num_nextn_predict_layers", None)
+    return found or 0
+
+
+def _has_weights(target: Any) -> bool:
+    """Return whether a folder has tensors of MTP layers: named so, or of layers after the target's last one."""
+    try:
+        names = read_shapes(Path(target.model))
+    except CheckpointError:  # a repository, or another format: vLLM reads it
+        return True
+    num_layers = getattr(target.hf_config.get_text_config(), "num_hidden_layers", 0)
+    layers = (int(found[1]) for name in names if (found := _LAYER.search(name)))
+    return any("mtp" in name for name in names) or any(layer >= num_layers for layer in layers)
 
 
 def check_class(config: SpeculativeConfig) -> None:
