@@ -226,7 +226,7 @@ class GrownOptions(TreeOptions):
 
         If no tree is large enough, the largest is returned, and refused.
         """
-        nodes, depth, top_k = sizes = [given.get(key, getattr(cls, key)) for key in TREE_SIZES]
+        nodes, depth, top_k = sizes = [given.get(key, getattr(cls, key)) for key in _TREE_SIZES]
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
             return {}
         if "num_speculative_tokens" not in given:
@@ -295,7 +295,7 @@ class Eagle2Options(GrownOptions, RecordOptions):
 
 
 #: Options that the size of a tree follows from.
-TREE_SIZES = ("num_speculative_tokens", "draft_depth", "draft_top_k")
+_TREE_SIZES = ("num_speculative_tokens", "draft_depth", "draft_top_k")
 
 
 def max_nodes(draft_depth: int, draft_top_k: int) -> int:

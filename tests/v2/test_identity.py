@@ -90,8 +90,8 @@ def test_no_drafts_after_chunks_of_prompts(engine, prompts, plain, monkeypatch):
     assert calls and acceptance_length(llm) > 1.2
 
 
-def skip_moves(patch, runner):
-    patch.setattr(runner, "commit", lambda *_: None)
+def skip_moves(patch, _):
+    patch.setattr(v2_step, "move_rows", lambda *_: None)
 
 
 def broken_step_plan(patch, _):

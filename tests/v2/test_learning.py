@@ -240,9 +240,10 @@ def test_which_answers_are_kept():
     speculator = TreeSpeculator.__new__(TreeSpeculator)
     speculator._proposer, speculator.guard, speculator.learning = Remembers(), Guard("lookup"), None
     speculator.slot_params = SimpleNamespace(speculates=np.array([True, False, True]), namespaces="names")
+    tokens = torch.zeros(3, 9)
     speculator._req_states = SimpleNamespace(
         req_id_to_index={"b": 0, "silent": 1, "a": 2},
-        all_token_ids=SimpleNamespace(gpu="tokens"),
+        all_token_ids=SimpleNamespace(gpu=tokens),
         total_len=SimpleNamespace(gpu="lens"),
         prompt_len=SimpleNamespace(np=np.array([5, 6, 7])),
     )
@@ -250,8 +251,10 @@ def test_which_answers_are_kept():
     speculator.finish(ended)
     assert not kept
     speculator.start_serving()
+    assert kept == [(tokens, "lens", "names", 0, 9)]  # of no token
+    kept.clear()
     speculator.finish(ended)
-    assert kept == [("tokens", "lens", "names", 2, 7), ("tokens", "lens", "names", 0, 5)]
+    assert kept == [(tokens, "lens", "names", 2, 7), (tokens, "lens", "names", 0, 5)]
     speculator._proposer = object()  # keeps nothing
     speculator.finish(ended)
     assert len(kept) == 2 and not speculator.guard.failures

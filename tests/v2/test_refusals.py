@@ -101,6 +101,22 @@ def test_budgets_are_measured_unless_they_are_fixed():
     assert default(method="eagle2", model="drafter", verification="rejection").budget == "fixed"
 
 
+@pytest.mark.parametrize(
+    ("given", "nodes", "top_k"),
+    [
+        ({"draft_depth": 4}, 63, 8),
+        ({"draft_top_k": 10}, 63, 10),
+        ({"draft_top_k": 3}, 48, 3),
+        ({"num_speculative_tokens": 31}, 31, 8),
+        ({"num_speculative_tokens": 100, "draft_depth": 2}, 100, 10),
+    ],
+)
+def test_sizes_that_are_not_given_fit_those_that_are(given, nodes, top_k):
+    options = default(method="eagle2", model="drafter", **given)
+    assert (options.num_speculative_tokens, options.draft_top_k) == (nodes, top_k)
+    assert default(method="lookup", draft_depth=8).num_speculative_tokens == 63
+
+
 @pytest.fixture
 def start_on_cuda(monkeypatch, checkpoints):
     """The engine's configuration as on CUDA, for us: the host goes on believing in its CPU."""

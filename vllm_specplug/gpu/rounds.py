@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_specplug.budget.shapes import Shape, shapes_of
-from vllm_specplug.config import TREE_SIZES, TreeOptions, model_drafter, parts_of
+from vllm_specplug.config import TreeOptions, max_nodes, model_drafter, parts_of
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.environment import version_of
 from vllm_specplug.vllm.check import find_vllm
@@ -43,16 +43,28 @@ def with_defaults(given: Mapping[str, Any], budget: str | None = "measured") -> 
     """
     if given.get("budget", budget) == "fixed" or given.get("verification") == "rejection":
         return dict(given)
-    sizes = {} if set(TREE_SIZES) & set(given) else dict(find_method(given["method"]).options.device_sizes)
-    found = {**({"budget": budget} if budget else {}), **sizes, **given}
+    found = {**({"budget": budget} if budget else {}), **_sizes(given), **given}
     if sources := given.get("sources"):
         found["sources"] = [with_defaults(source, None) for source in sources]
     return found
 
 
+def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a tree that are not given; the tree holds its nodes."""
+    options = find_method(given["method"]).options
+    sizes = {name: size for name, size in options.device_sizes.items() if name not in given}
+    if "draft_top_k" not in options.device_sizes:
+        return sizes
+    depth, top_k = ({**sizes, **given}.get(name, getattr(options, name)) for name in ("draft_depth", "draft_top_k"))
+    room = max_nodes(depth, top_k)
+    if "num_speculative_tokens" in sizes:
+        return {**sizes, "num_speculative_tokens": min(sizes["num_speculative_tokens"], room)}
+    return sizes if given["num_speculative_tokens"] <= room else {}
+
+
 def most_rows(options: TreeOptions, max_num_tokens: int) -> int:
-    """Return the most rows of a step in which all requests have trees."""
-    return min(max_num_tokens, MEASURED_ROWS) if options.budget == "measured" else max_num_tokens
+    """Return the most rows of a step in which all requests have trees; prompts get half of a step, or more."""
+    return min(max_num_tokens // 2, MEASURED_ROWS) if options.budget == "measured" else max_num_tokens
 
 
 def facts(vllm_config: Any, device: str) -> dict[str, Any]:

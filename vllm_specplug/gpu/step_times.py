@@ -21,6 +21,7 @@ from vllm_specplug.budget.cost import RoundCost
 from vllm_specplug.config import ConfigError
 from vllm_specplug.gpu.budget import device_name
 from vllm_specplug.gpu.rounds import facts, most_rows
+from vllm_specplug.utils.files import kept_path
 
 # vLLM shows its own loggers only, and a start that takes longer is to say why.
 logger = init_logger("vllm.vllm_specplug")
@@ -32,7 +33,11 @@ CONTEXT = 1024
 
 
 def measure_if_unknown(worker: Any) -> None:
-    """Measure the step times of this machine and save them, unless they were saved before; all ranks do the same."""
+    """Measure the step times of this machine and save them, unless they were saved before; all ranks do the same.
+
+    Raises:
+        ConfigError: they cannot be saved, and the scheduler would not find them.
+    """
     runner = worker.model_runner
     known, most = facts(runner.vllm_config, device_name()), runner.max_num_reqs
     found = saved.load(RoundCost, known, most) is not None
@@ -40,9 +45,13 @@ def measure_if_unknown(worker: Any) -> None:
         return
     began = time.perf_counter()
     cost = RoundCost(StepMeasurement(worker).measure(), most)
-    if get_tensor_model_parallel_rank() == 0:
-        path = saved.save(known, cost)
-        logger.info("vllm-specplug: step times measured in %.1f s, kept in %s", time.perf_counter() - began, path)
+    path = saved.save(known, cost) if get_tensor_model_parallel_rank() == 0 else None
+    if (path := get_tp_group().broadcast_object(path, src=0)) is None:
+        raise ConfigError(
+            f"budget='measured' cannot keep its step times in {kept_path(saved.ROUNDS, known).parent} (found: not "
+            "writable): set XDG_CACHE_HOME to a folder that is, or use budget='fixed'"
+        )
+    logger.info("vllm-specplug: step times measured in %.1f s, kept in %s", time.perf_counter() - began, path)
 
 
 class StepMeasurement:

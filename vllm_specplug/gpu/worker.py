@@ -29,7 +29,8 @@ class TreeWorkerV2(ProvesTrees):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        if self.vllm_config.speculative_config.specplug.budget == "measured":
+        plainly = getattr(self.model_runner, "serves_plainly", False)  # the proof failed: no step has trees
+        if self.vllm_config.speculative_config.specplug.budget == "measured" and not plainly:
             measure_if_unknown(self)
         self.model_runner.speculator.start_serving()
         return times

@@ -82,8 +82,8 @@ class DraftWatch:
         if self._model is None:
             logger.warning(
                 "vllm-specplug: the target's MTP layers do not help: the first token of their drafts was accepted in "
-                "%d of %d drafts. Likely cause: their weights are missing in the checkpoint, or are of another version of "
-                "the model. Use another checkpoint, a drafter, or the method lookup",
+                "%d of %d drafts. Likely cause: their weights are missing in the checkpoint, or are of another version "
+                "of the model. Use another checkpoint, a drafter, or the method lookup",
                 *(known.helpful, known.drafts),
             )
             return

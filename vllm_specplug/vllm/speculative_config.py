@@ -241,7 +241,8 @@ def _chosen(given: dict[str, Any], target: Any) -> tuple[dict[str, Any], tuple[s
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
     )
-    return choice.config, choice.trainer
+    sizes = {name: given[name] for name in ("num_speculative_tokens",) if name in given}
+    return {**choice.config, **sizes}, choice.trainer
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:

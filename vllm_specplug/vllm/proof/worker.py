@@ -182,6 +182,7 @@ def serve_plainly(driver: Driver) -> None:
                 impl.computes_all_rows = False  # the fault may be our kernel's
         runner.propose_draft_token_ids = no_drafts_v1(runner)
         return
+    runner.serves_plainly = True
     execute, width = runner.execute_model, driver.speculator.trees.width
 
     def without_drafts(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
