@@ -90,9 +90,11 @@ def validate_checkpoint(
         CheckpointError: one line with the cause and the remedy.
     """
     path = Path(path)
-    info = _check(path, *read_head(path), (target_hidden_size, target_vocab_size), expected_kind, num_layers)
-    names = [name for name in read_shapes(path) if name.startswith(TARGETS)]
-    if names and SPECULATORS_KEY in read_config(path):
+    config, shapes = read_config(path), read_shapes(path)
+    plain = _in_plain_layout(path, config, shapes)
+    info = _check(path, *plain, (target_hidden_size, target_vocab_size), expected_kind, num_layers)
+    names = [name for name in shapes if name.startswith(TARGETS)]
+    if names and SPECULATORS_KEY in config:
         raise CheckpointError(
             f"{path} has tensors of the target, {', '.join(sorted(names))}, which vLLM does not load: "
             f"`specplug convert {path} --out DIR` makes a checkpoint without them."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from vllm import SamplingParams
 from vllm.model_executor.models import registry
 
 from tests.doubles import mtp
@@ -12,23 +11,14 @@ from tests.hosts.conftest import (
     acceptance_length,
     check_prefix_cache_hits,
     counters,
-    make_prompts,
     runner_of,
     token_ids,
 )
+from tests.hosts.test_architectures import PARAMS, PROMPTS
 from vllm_specplug.config import ConfigError
 
 TREE = {"method": "mtp_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
-#: Every other request is sampled; some prompts are longer than a step's tokens.
-PROMPTS = [
-    {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
-    for prompt in make_prompts(8, seed=3, longest=100)
-]
-PARAMS = [
-    SamplingParams(temperature=0.8 * (i % 2), top_p=0.95 if i % 2 else 1.0, seed=i, max_tokens=40, ignore_eos=True)
-    for i in range(len(PROMPTS))
-]
 
 
 @pytest.fixture(scope="module", autouse=True)

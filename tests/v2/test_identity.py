@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.doubles.cuda_graphs import Capture
 from tests.host_versions import SKIPS_DRAFTS
@@ -149,6 +150,7 @@ def test_cuda_graphs(graph_engine, llm, prompts, plain, monkeypatch, async_sched
         assert same(answers(one, prompts), plain)
         accepted.append(acceptance_length(one, before))
     assert accepted[0] == accepted[1] and all(have_cache)
+    assert have_cache or torch.cuda.is_available()  # a GPU's own captures are not seen here
 
 
 def test_a_round_never_waits_for_the_device(llm, prompts, plain, monkeypatch):

@@ -84,11 +84,13 @@ class TreeSpeculator:
         )
         self.proposals = Proposals(scheduler.max_num_seqs)
         self.depths = {shape.nodes: shape.depth for shape in shapes(config.specplug)}
+        rows = most_rows(config.specplug, scheduler.max_num_batched_tokens)
         #: By nodes of a shape, and whether drafts of any request are sampled, which takes more kernels.
         self._growths = {
-            (nodes, samples): Growth(partial(self._grow, nodes, samples), max(min(scheduler.max_num_seqs, most), 1))
+            (nodes, samples): Growth(
+                partial(self._grow, nodes, samples), max(min(scheduler.max_num_seqs, rows // (nodes + 1)), 1)
+            )
             for nodes in self.depths
-            for most in (most_rows(config.specplug, scheduler.max_num_batched_tokens) // (nodes + 1),)
             for samples in (False, True)
         }
 

@@ -7,18 +7,17 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from vllm.config import SpeculativeConfig
-from vllm.config.speculative import MTPModelTypes
 
 from vllm_specplug.config import ConfigError, TreeOptions
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_shapes
 
 logger = logging.getLogger("vllm_specplug")
 
-#: Questions to vLLM's config whether the MTP layers have a drafter class of their own, with other forwards.
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+#: Questions to vLLM's config whether the MTP layers have a drafter class of their own, with other forwards.
 _OWN_CLASSES = ("use_gemma4_mtp", "use_step3p5_mtp")
 
 
@@ -53,7 +52,7 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
 def _num_modules(target: Any) -> int:
     drafter = SpeculativeConfig.hf_config_override(copy.deepcopy(target.hf_config))
     found = getattr(drafter, "n_predict", None)
-    if found is None and drafter.model_type in get_args(MTPModelTypes):  # some classes read the text part only
+    if found is None and drafter.model_type != target.hf_config.model_type:  # some classes read the text part only
         found = getattr(drafter.get_text_config(), "num_nextn_predict_layers", None)
     return found or 0
 
