@@ -2,8 +2,7 @@
 
 ``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` of the attention kernels only.
 ``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: all
-rows of one GPU (``REFERENCE``), the largest launches (``LARGEST``) of the others, and small kernels for the oldest and
-the newest GPU.
+rows of one GPU (``REFERENCE``), the largest launches (``LARGEST``) and the small kernels of the others.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
     """Compile; return a row per kernel.
 
     Args:
-        largest_only: of attention, on all GPUs but ``REFERENCE``; small kernels on the oldest and newest only.
+        largest_only: of attention, on all GPUs but ``REFERENCE``.
     """
     compiled = Compiled()
     JITFunction.run = lambda self, *args, **kwargs: compiled(self, *args, **kwargs)
@@ -217,7 +216,7 @@ def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
     compiled.case = "float16, smallest"
     attention(1, 64, splits=False, dtype=torch.float16)
     compiled.case = ""
-    for capability in (min(SHARED_MEMORY), max(SHARED_MEMORY)) if largest_only else SHARED_MEMORY:
+    for capability in SHARED_MEMORY:
         compiled.target(capability)
         small_kernels()
         sampling_kernels()

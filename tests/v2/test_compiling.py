@@ -37,8 +37,7 @@ def test_every_launch_compiles_and_fits(tmp_path):
     by_kernel = {}
     for row in rows:
         by_kernel.setdefault(row["kernel"], set()).add(row["sm"])
-    assert by_kernel["tree_attention_kernel"] == set(SHARED_MEMORY)
-    assert all(sms >= {min(SHARED_MEMORY), max(SHARED_MEMORY)} for sms in by_kernel.values())
+    assert all(by_kernel[name] == set(SHARED_MEMORY) for name in set(by_kernel) - {"continue_kernel", "merge_kernel"})
     assert all(row["vectors"] > 0 for row in rows if row["kernel"] == "move_rows_kernel")
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[row["sm"]], row
