@@ -14,8 +14,8 @@ from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 
-from tests.doubles.architectures import ARCHITECTURES
-from tests.doubles.quantised import write_quantised
+from tests.doubles.architectures import ARCHITECTURES, Architecture, write_target
+from tests.doubles.quantised import FORMATS, write_quantised
 from tests.hosts.conftest import acceptance_length, counters, make_prompts, needs_avx512
 from tests.hosts.test_architectures import CHUNK, SETTINGS, write_checkpoints
 from tests.hosts.test_attention_traits import known  # noqa: F401
@@ -35,6 +35,21 @@ CROWD, LONG = list(range(8)), [8, 9]
 PROMPTS += [{"prompt_token_ids": [3 + 7 * i % 147 for i in range(length)]} for length in (120, 190)]
 KNOWING = {"method": "knowing", "budget": "fixed"}
 Scored = tuple[list[int], torch.Tensor]
+WIDE = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 1,
+}
+FINE_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+COARSE_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 3584}
+#: One layer whose matrices are as large as those of real models.
+REAL_SIZES = {
+    "fine experts": Architecture("Qwen3MoeConfig", "", {**WIDE, **FINE_EXPERTS}),
+    "coarse experts": Architecture("MixtralConfig", "", {**WIDE, **COARSE_EXPERTS}),
+    "dense": Architecture("Qwen3Config", "", {**WIDE, "intermediate_size": 8192}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +160,29 @@ def test_quantised_weights(tmp_path, start, known, checkpoints, form):  # noqa: 
         path, options = write_quantised(tmp_path / form, path, form, lm_head=form == "w4a16"), {}
     llm = start(path, dtype="bfloat16", num_gpu_blocks_override=24, max_num_batched_tokens=CHUNK, **SCORED, **options)
     check(Asking(llm, None), known)
+
+
+def sized(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.sizes)
+
+
+@needs_avx512
+@pytest.mark.parametrize(
+    "name, form, dtype",
+    [
+        ("fine experts", "", "bfloat16"),
+        *(sized(name, "", "float32") for name in REAL_SIZES),
+        *(sized(name, "", "bfloat16") for name in ("coarse experts", "dense")),
+        *(sized("dense", form, "bfloat16") for form in FORMATS),
+    ],
+)
+def test_real_sizes(tmp_path, start, known, name, form, dtype):  # noqa: F811
+    path = tmp_path / "target"
+    write_target(path, REAL_SIZES[name])
+    if form:
+        path = write_quantised(tmp_path / form, path, form)
+    room = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 64 << 20}
+    check(Asking(start(path, dtype=dtype, **room, **SCORED), None), known)
 
 
 @pytest.mark.parametrize("chunk", [16, 48, 512])
