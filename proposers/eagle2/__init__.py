@@ -1,9 +1,16 @@
 """EAGLE-2: a feature-level drafter whose draft tree follows its own confidence (EAGLE-2, section 4)."""
 
+from __future__ import annotations
+
 import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
+
+if TYPE_CHECKING:
+    from vllm_specplug.proposers.eagle2.checkpoint import CheckpointInfo
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -23,16 +30,7 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
         # vLLM leaves out a bias that the config does not name.
         entries = {"bias": info.has_bias}
         return DrafterConfig(options, info.kind, str(path), supports_int8=True, config_entries=entries)
-    if not info.aux_layers:
-        logger.info("%s reads the target's last hidden state", path)
-    elif AUX_KEY in str(info.config):
-        logger.info("%s reads the target's layers %s (of %d)", path, info.aux_layers, target.num_layers)
-    else:
-        logger.warning(
-            "%s reads the target's layers %s (of %d): vLLM's default, because its config names none. If it was trained "
-            "on others, few of its drafts are accepted: add %s to its config",
-            *(path, info.aux_layers, target.num_layers, AUX_KEY),
-        )
+    _say_layers(path, info, target.num_layers)
     entries = {
         "architectures": [EAGLE3_ARCHITECTURES[info.has_qwen3_layers]],
         AUX_KEY: list(info.aux_layers),
@@ -42,6 +40,35 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
         "head_dim": head_dim_of(info.config),
     }
     return DrafterConfig(options, info.kind, str(path), config_entries=entries)
+
+
+def _say_layers(path: Path, info: CheckpointInfo, num_layers: int) -> None:
+    """Log which layers of the target a head reads, and warn where its training may have read others.
+
+    vLLM's id n is the input of layer n.  Some trainers write the id of the layer whose output it is, which is one less.
+    Their first id is 1 (SGLang adds 1 to such ids: sgl-project/sglang#25454).
+    """
+    from vllm_specplug.proposers.eagle2.layout import AUX_KEY
+
+    layers = info.aux_layers
+    if not layers:
+        logger.info("%s reads the target's last hidden state", path)
+        return
+    reads = f"{path} reads the target's layers {layers} (of {num_layers})"
+    if AUX_KEY not in str(info.config):
+        logger.warning(
+            "%s: vLLM's default, because its config names none. If it was trained on others, few of its drafts are "
+            "accepted: add %s to its config",
+            *(reads, AUX_KEY),
+        )
+    elif layers[0] == 1:
+        logger.warning(
+            "%s, as vLLM counts them: id n is the input of layer n. Some trainers count outputs: their ids begin with "
+            "1 too, and stand for %s. If few of its drafts are accepted, write those as %s in its config",
+            *(reads, [one + 1 for one in layers], AUX_KEY),
+        )
+    else:
+        logger.info("%s", reads)
 
 
 EAGLE = ModelDrafter(

@@ -187,21 +187,34 @@ def test_aux_layers_are_checked_and_reported(args, checkpoints, tmp_path, caplog
     assert any(f"{path} reads the target's layers (0, 1, 2) (of 2)" in message for message in caplog.messages)
 
 
-def test_default_aux_layers_are_named(args, checkpoints, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (
+            None,
+            "reads the target's layers (2, 4, 5) (of 8): vLLM's default, because its config names none. If it was "
+            "trained on others, few of its drafts are accepted: add eagle_aux_hidden_state_layer_ids to its config",
+        ),
+        (
+            [1, 4, 7],
+            "reads the target's layers (1, 4, 7) (of 8), as vLLM counts them: id n is the input of layer n. Some "
+            "trainers count outputs: their ids begin with 1 too, and stand for [2, 5, 8]. If few of its drafts are "
+            "accepted, write those as eagle_aux_hidden_state_layer_ids in its config",
+        ),
+    ],
+)
+def test_doubtful_aux_layers_are_named(args, checkpoints, tmp_path, caplog, ids, words):
     path = tmp_path / "eagle3"
     shutil.copytree(checkpoints["eagle3"], path)
     given = json.loads((path / "config.json").read_text())
-    del given["eagle_aux_hidden_state_layer_ids"]
-    (path / "config.json").write_text(json.dumps(given))
+    given |= {"eagle_aux_hidden_state_layer_ids": ids}
+    (path / "config.json").write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
     with caplog.at_level("INFO", logger="vllm_specplug"):
         speculative = our_config(checkpoints, model=str(path))
         args(speculative, model=str(checkpoints["deep"])).create_engine_config()
     (record,) = (record for record in caplog.records if "reads the target's layers" in record.getMessage())
     assert record.levelname == "WARNING"
-    assert record.getMessage().endswith(
-        "reads the target's layers (2, 4, 5) (of 8): vLLM's default, because its config names none. If it was trained "
-        "on others, few of its drafts are accepted: add eagle_aux_hidden_state_layer_ids to its config"
-    )
+    assert record.getMessage().endswith(words)
 
 
 @pytest.mark.parametrize(
