@@ -19,6 +19,7 @@ from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.utils.published import publish
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 8}
 #: A request's key/value of an older version must not be read again.
 OPTIONS = {**ENGINE, "enable_prefix_caching": False}
@@ -119,6 +120,7 @@ def taken(llm, version):
 
 
 def drafts_of(llm, monkeypatch, prompts):
+    """The drafts of some short answers."""
     with monkeypatch.context() as patch:
         if runner_of(llm).speculative_config.specplug.method == "medusa":
             found, heads = [], runner_of(llm).drafter.heads
@@ -132,7 +134,7 @@ def drafts_of(llm, monkeypatch, prompts):
             patch.setattr(heads, "draft", draft)
         else:
             found = record_drafts(patch)
-        llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.generate(prompts[:8], SHORT, use_tqdm=False)
         return found
 
 
