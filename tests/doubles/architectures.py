@@ -48,6 +48,7 @@ class Architecture:
         num_blocks: KV blocks of 32 tokens, few enough that requests are preempted.
         weights: one of ``FORMATS`` in doubles/quantised.py, or "" for plain ones.
         options: of the engine.  With ``enable_lora``, half of the requests use an adapter.
+        plain: more options of plain vLLM's engine.
     """
 
     config: str
@@ -58,6 +59,7 @@ class Architecture:
     num_blocks: int = 12
     weights: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
 
 
 YARN = {
@@ -69,6 +71,30 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+#: Plain vLLM 0.32 fails on a CPU where it caches prefixes of states: Mamba-2 with prompts of more than a block, and
+#: other layers with seeds of sampled requests, whose prompts it then reads in chunks.
+NO_PREFIXES = {"enable_prefix_caching": False}
+#: A layer of Mamba-2; of each class, those fields that it has.
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "head_dim": 32,
+}
+#: vLLM's operator takes linear heads of 128.  The attention is wide, so that a block holds few tokens.
+GATED_DELTA = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+#: vLLM reads them; transformers has other names for them.
+LFM2_SIZES = {"block_dim": HIDDEN, "conv_dim": HIDDEN, "block_ff_dim": INTERMEDIATE, "block_multiple_of": 16}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -158,6 +184,47 @@ ARCHITECTURES = {
             **EXPERTS,
             **ALTERNATING,
         },
+    ),
+    "Qwen3-Next": Architecture(
+        "Qwen3NextConfig",
+        "gated delta rule (in float32 by a reference operator), MoE",
+        {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
+        plain=NO_PREFIXES,
+    ),
+    "LFM2": Architecture(
+        "Lfm2Config",
+        "short convolutions between attention",
+        {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
+        plain=NO_PREFIXES,
+    ),
+    "Falcon-H1": Architecture(
+        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, options=NO_PREFIXES
+    ),
+    "Nemotron-H": Architecture(
+        "NemotronHConfig",
+        "Mamba-2 layers between attention",
+        {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "head_dim": 32,
+        },
+        options=NO_PREFIXES,
+    ),
+    "Granite 4": Architecture(
+        "GraniteMoeHybridConfig",
+        "Mamba-2 layers between attention, MoE, multipliers",
+        {
+            **MAMBA2,
+            **EXPERTS,
+            "layer_types": ["mamba", "attention"],
+            "layers_block_type": ["mamba", "attention"],
+            "shared_intermediate_size": INTERMEDIATE,
+            "attention_multiplier": 0.2,
+        },
+        options=NO_PREFIXES,
     ),
     "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
     "Granite LoRA": Architecture(

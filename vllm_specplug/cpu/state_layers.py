@@ -13,16 +13,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.cpu.states import Core, StateRows, StateStep, commit_states, compute
+from vllm_specplug.cpu.states import Core, StateRows, StateStep, commit_states, compute, rows_of_one_tree
 from vllm_specplug.vllm.patches import Patch, apply_all
 
 _PREPROCESS = "vllm.v1.worker.mamba_utils"
@@ -163,14 +167,18 @@ class StateBuilder:
     rows_of_step: Callable[[], StateRows | None] = staticmethod(lambda: None)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **_: Any) -> Any:
-        self._template = common_attn_metadata
         rows = self.rows_of_step()
         if rows is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         others = None
         if len(rows.others):
             others = super().build(0, _of_requests(common_attn_metadata, rows.others, rows.other_lens))
-        blocks = self.blocks(common_attn_metadata.block_table_tensor, rows.requests, rows.contexts)
+        return self.of_trees(
+            rows, self.blocks(common_attn_metadata.block_table_tensor, rows.requests, rows.contexts), others
+        )
+
+    def of_trees(self, rows: StateRows, blocks: torch.Tensor, others: Any = None) -> Any:
+        """Return metadata with a ``StateStep``; see there."""
         levels = [self.decodes(torch.arange(1, 1 + len(level.rows))) for level in rows.levels]
         metadata = copy.copy(others or levels[0])
         setattr(metadata, _STEP, StateStep(rows, others, blocks, levels))
@@ -186,7 +194,7 @@ class StateBuilder:
         """Return metadata for decodes of one token on the states in these blocks: int64 ``[num_rows]``."""
         count = len(blocks)
         start = torch.arange(count + 1, dtype=torch.int32)
-        common = self._template.replace(
+        common = CommonAttentionMetadata(
             query_start_loc=start,
             query_start_loc_cpu=start,
             seq_lens=torch.full((count,), 2, dtype=torch.int32),  # with a state, and in the first column
@@ -198,7 +206,6 @@ class StateBuilder:
             block_table_tensor=blocks.to(torch.int32).unsqueeze(1),
             slot_mapping=torch.zeros(count, dtype=torch.int64),
             is_prefilling=torch.zeros(count, dtype=torch.bool),
-            **_NO_CACHES,
         )
         return super().build(0, common)
 
@@ -252,6 +259,9 @@ class StateLayers:
 
     def __init__(self, layers: Mapping[str, MambaBase], vllm_config: Any):
         self._layers, self._config = dict(layers), vllm_config
+        mode = vllm_config.cache_config.mamba_cache_mode
+        if layers and mode not in ("none", "align"):
+            raise ConfigError(f"tree speculation does not support --mamba-cache-mode {mode}: use align or none")
         self._plain = copy.copy(vllm_config)
         self._plain.speculative_config = None
         self._cores = {name: hook(name, layer) for name, layer in layers.items()}
@@ -274,12 +284,33 @@ class StateLayers:
         for group, parts in enumerate(attn_groups):
             for part in parts:
                 if isinstance(part.kv_cache_spec, MambaSpec):
+                    self._check_blocks(part.kv_cache_spec.block_size)
                     base = part.backend.get_builder_cls()
                     cls = type("State" + base.__name__, (StateBuilder, base), {})
                     builder = cls(part.kv_cache_spec, part.layer_names, self._plain, torch.device("cpu"))
                     builder.rows_of_step = rows_of_step
                     part.metadata_builders = [builder]
                     self._builders.append((group, builder))
+
+    def _check_blocks(self, block_size: int) -> None:
+        """A tree may reach into the next block, and no further: vLLM gives out no blocks between these."""
+        rows = self._config.num_speculative_tokens + 1
+        if self._config.cache_config.mamba_cache_mode == "align" and rows > block_size:
+            raise ConfigError(
+                f"num_speculative_tokens={rows - 1} is too large for cached prefixes of states in blocks of "
+                f"{block_size} tokens: use at most {block_size - 1}, or --no-enable-prefix-caching"
+            )
+
+    def timed(self, num_rows: int) -> dict[str, Any] | None:
+        """Return metadata of a step with one tree of no request, for a measurement; None without such layers."""
+        if not self._layers:
+            return None
+        rows = rows_of_one_tree((np.arange(num_rows) - 1) // 2)
+        others = get_layers_from_vllm_config(self._config, AttentionLayerBase)
+        metadata: dict[str, Any] = dict.fromkeys(others)
+        for _, builder in self._builders:
+            metadata |= dict.fromkeys(builder.layer_names, builder.of_trees(rows, torch.zeros(1, dtype=torch.int64)))
+        return metadata
 
     @contextmanager
     def _context(self) -> Any:

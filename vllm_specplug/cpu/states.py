@@ -97,6 +97,15 @@ def state_rows(
     )
 
 
+def rows_of_one_tree(parents: np.ndarray) -> StateRows:
+    """Return the rows of a forward that has this tree only: int64 ``[num_rows]``."""
+    rows, none = np.arange(len(parents)), torch.empty(0, dtype=torch.int64)
+    depths = depths_from_parents(torch.from_numpy(parents).unsqueeze(0)).numpy()
+    levels = _levels(parents[None], depths, np.zeros_like(rows), rows, rows)
+    first = torch.zeros(1, dtype=torch.int64)
+    return StateRows(first, first, torch.from_numpy(rows), levels, none, none, none)
+
+
 def _levels(
     parents: np.ndarray, depths: np.ndarray, request: np.ndarray, row: np.ndarray, flat: np.ndarray
 ) -> list[StateLevel]:
