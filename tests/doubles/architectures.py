@@ -189,6 +189,23 @@ ARCHITECTURES = {
         "Qwen3NextConfig",
         "gated delta rule (in float32 by a reference operator), MoE",
         {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
+        num_blocks=8,
+        plain=NO_PREFIXES,
+    ),
+    "Qwen3.5": Architecture(
+        "Qwen3_5Config",
+        "gated delta rule (in float32 by a reference operator), M-RoPE",
+        {"layer_types": GATED_DELTA["layer_types"]},
+        num_blocks=8,
+        options={"language_model_only": True},
+        plain=NO_PREFIXES,
+    ),
+    "Qwen3.5 MoE": Architecture(
+        "Qwen3_5MoeConfig",
+        "gated delta rule (in float32 by a reference operator), M-RoPE, MoE",
+        {"layer_types": GATED_DELTA["layer_types"], **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
+        num_blocks=8,
+        options={"language_model_only": True},
         plain=NO_PREFIXES,
     ),
     "LFM2": Architecture(
@@ -196,6 +213,7 @@ ARCHITECTURES = {
         "short convolutions between attention",
         {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
         plain=NO_PREFIXES,
+        **TIED,
     ),
     "Falcon-H1": Architecture(
         "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, options=NO_PREFIXES
@@ -224,6 +242,7 @@ ARCHITECTURES = {
             "shared_intermediate_size": INTERMEDIATE,
             "attention_multiplier": 0.2,
         },
+        num_blocks=6,
         options=NO_PREFIXES,
     ),
     "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
@@ -286,13 +305,13 @@ def write_target(path: Path, architecture: Architecture, seed: int = 0) -> Any:
     config = make_config(architecture)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    _scatter(model, architecture, torch.Generator().manual_seed(seed))
+    scatter(model, architecture, torch.Generator().manual_seed(seed))
     model.eval().save_pretrained(path)
     return model
 
 
 @torch.no_grad()
-def _scatter(model: torch.nn.Module, architecture: Architecture, generator: torch.Generator) -> None:
+def scatter(model: torch.nn.Module, architecture: Architecture, generator: torch.Generator) -> None:
     """Draw all weights: queries and keys large, so that attention is sharp and a wrong key/value row shows."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for name, weight in model.named_parameters():
@@ -301,6 +320,8 @@ def _scatter(model: torch.nn.Module, architecture: Architecture, generator: torc
             weight.copy_(architecture.embedding * noise)
         elif weight is head:
             weight.copy_(0.35 * noise)
+        elif name.endswith("A_log"):
+            weight.copy_(noise - 3)  # or a state forgets all but the last tokens
         elif weight.ndim == 1:
             weight.add_(0.1 * noise)
         else:

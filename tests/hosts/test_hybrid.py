@@ -5,7 +5,6 @@ Tokens in float32 are compared with plain vLLM's in ``test_architectures.py``.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,6 @@ from vllm_specplug.cpu.state_layers import hook
 pytestmark = pytest.mark.usefixtures("expert_group")
 PROMPTS = [{"prompt_token_ids": [3 + token % 147 for token in one["prompt_token_ids"]]} for one in make_prompts(8)]
 NO_DRAFTS = {"speculation": False}
-#: With the state of the proof's text.
-BLOCK = 1
 
 
 def params(**more: Any) -> list[SamplingParams]:
@@ -101,18 +98,21 @@ def parents_by_place(patch):
 
 
 def not_restored(patch):
-    """The nodes leave their state behind as the request's own."""
-    honest = states.own_states
+    """The last node leaves its state behind as the request's own."""
+    honest = state_layers.compute
 
-    @contextmanager
-    def leaving(layer, copied):
-        own = layer.kv_cache
-        with honest(layer, copied):
-            yield
-            for one, new in zip(own, copied, strict=True):
-                one[BLOCK] = new[-1]
+    def leaving(layer, name, step, core, inputs, output):
+        last = []
 
-    patch.setattr(states, "own_states", leaving)
+        def watched(*args):
+            core(*args)
+            last[:] = [one[-1].clone() for one in layer.kv_cache]
+
+        honest(layer, name, step, watched, inputs, output)
+        for one, new in zip(layer.kv_cache, last, strict=True):
+            one[step.blocks] = new
+
+    patch.setattr(state_layers, "compute", leaving)
 
 
 def shifted_window(patch):

@@ -262,6 +262,11 @@ class StateLayers:
         mode = vllm_config.cache_config.mamba_cache_mode
         if layers and mode not in ("none", "align"):
             raise ConfigError(f"tree speculation does not support --mamba-cache-mode {mode}: use align or none")
+        if layers and vllm_config.kv_transfer_config is not None:
+            raise ConfigError(
+                f"tree speculation does not support KV connectors with the recurrent state of {next(iter(layers))}: "
+                "leave out --kv-transfer-config"
+            )
         self._plain = copy.copy(vllm_config)
         self._plain.speculative_config = None
         self._cores = {name: hook(name, layer) for name, layer in layers.items()}
