@@ -48,6 +48,7 @@ class Architecture:
         num_blocks: KV blocks of 32 tokens, few enough that requests are preempted.
         weights: one of ``FORMATS`` in doubles/quantised.py, or "" for plain ones.
         options: of the engine.  With ``enable_lora``, half of the requests use an adapter.
+        plain: more options of plain vLLM's engine.
     """
 
     config: str
@@ -58,6 +59,7 @@ class Architecture:
     num_blocks: int = 12
     weights: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
 
 
 YARN = {
@@ -69,6 +71,30 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+#: Plain vLLM 0.32 fails on a CPU where it caches prefixes of states: Mamba-2 with prompts of more than a block, and
+#: other layers with seeds of sampled requests, whose prompts it then reads in chunks.
+NO_PREFIXES = {"enable_prefix_caching": False}
+#: A layer of Mamba-2; of each class, those fields that it has.
+MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "head_dim": 32,
+}
+#: vLLM's operator takes linear heads of 128.  The attention is wide, so that a block holds few tokens.
+GATED_DELTA = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "head_dim": 256,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+#: vLLM reads them; transformers has other names for them.
+LFM2_SIZES = {"block_dim": HIDDEN, "conv_dim": HIDDEN, "block_ff_dim": INTERMEDIATE, "block_multiple_of": 16}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -159,6 +185,66 @@ ARCHITECTURES = {
             **ALTERNATING,
         },
     ),
+    "Qwen3-Next": Architecture(
+        "Qwen3NextConfig",
+        "gated delta rule (in float32 by a reference operator), MoE",
+        {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
+        num_blocks=8,
+        plain=NO_PREFIXES,
+    ),
+    "Qwen3.5": Architecture(
+        "Qwen3_5Config",
+        "gated delta rule (in float32 by a reference operator), M-RoPE",
+        {"layer_types": GATED_DELTA["layer_types"]},
+        num_blocks=8,
+        options={"language_model_only": True},
+        plain=NO_PREFIXES,
+    ),
+    "Qwen3.5 MoE": Architecture(
+        "Qwen3_5MoeConfig",
+        "gated delta rule (in float32 by a reference operator), M-RoPE, MoE",
+        {"layer_types": GATED_DELTA["layer_types"], **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
+        num_blocks=8,
+        options={"language_model_only": True},
+        plain=NO_PREFIXES,
+    ),
+    "LFM2": Architecture(
+        "Lfm2Config",
+        "short convolutions between attention",
+        {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
+        plain=NO_PREFIXES,
+        **TIED,
+    ),
+    "Falcon-H1": Architecture(
+        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, options=NO_PREFIXES
+    ),
+    "Nemotron-H": Architecture(
+        "NemotronHConfig",
+        "Mamba-2 layers between attention",
+        {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "head_dim": 32,
+        },
+        options=NO_PREFIXES,
+    ),
+    "Granite 4": Architecture(
+        "GraniteMoeHybridConfig",
+        "Mamba-2 layers between attention, MoE, multipliers",
+        {
+            **MAMBA2,
+            **EXPERTS,
+            "layer_types": ["mamba", "attention"],
+            "layers_block_type": ["mamba", "attention"],
+            "shared_intermediate_size": INTERMEDIATE,
+            "attention_multiplier": 0.2,
+        },
+        num_blocks=6,
+        options=NO_PREFIXES,
+    ),
     "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
     "Granite LoRA": Architecture(
         "GraniteConfig",
@@ -219,13 +305,13 @@ def write_target(path: Path, architecture: Architecture, seed: int = 0) -> Any:
     config = make_config(architecture)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    _scatter(model, architecture, torch.Generator().manual_seed(seed))
+    scatter(model, architecture, torch.Generator().manual_seed(seed))
     model.eval().save_pretrained(path)
     return model
 
 
 @torch.no_grad()
-def _scatter(model: torch.nn.Module, architecture: Architecture, generator: torch.Generator) -> None:
+def scatter(model: torch.nn.Module, architecture: Architecture, generator: torch.Generator) -> None:
     """Draw all weights: queries and keys large, so that attention is sharp and a wrong key/value row shows."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for name, weight in model.named_parameters():
@@ -234,6 +320,8 @@ def _scatter(model: torch.nn.Module, architecture: Architecture, generator: torc
             weight.copy_(architecture.embedding * noise)
         elif weight is head:
             weight.copy_(0.35 * noise)
+        elif name.endswith("A_log"):
+            weight.copy_(noise - 3)  # or a state forgets all but the last tokens
         elif weight.ndim == 1:
             weight.add_(0.1 * noise)
         else:

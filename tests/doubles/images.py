@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from vllm import ModelRegistry
 
-from tests.doubles import tiny
+from tests.doubles import architectures, tiny
 
 #: Ids of the special tokens, the last of the vocabulary.
 VISION_START, VISION_END, IMAGE, VIDEO = range(tiny.VOCAB - 4, tiny.VOCAB)
@@ -42,24 +43,36 @@ VISION = {
     "in_channels": 3,
 }
 
+VISION_35 = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "deepstack_visual_indexes": [],
+}
 
-def vllm_module() -> ModuleType:
-    """Import and register vLLM's Qwen2-VL.
+
+def vllm_module(module: str = "qwen2_vl", names: tuple[str, ...] = ("Qwen2VLForConditionalGeneration",)) -> ModuleType:
+    """Import a multi-modal model of vLLM, and register its classes.
 
     It imports the video part of transformers, which needs torchvision; a CPU's environment may lack that, and images
     do not need it.
     """
-    names = [".".join(["torchvision", "transforms", "v2", "functional"][: i + 1]) for i in range(4)]
+    parts = [".".join(["torchvision", "transforms", "v2", "functional"][: i + 1]) for i in range(4)]
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("torchvision") is None:
-            modules = [ModuleType(name) for name in names]
-            for module, inner in zip(modules, modules[1:], strict=False):
-                setattr(module, inner.__name__.rpartition(".")[2], inner)
-            for module in modules:
-                patch.setitem(sys.modules, module.__name__, module)
-        found = import_module("vllm.model_executor.models.qwen2_vl")
-    name = "Qwen2VLForConditionalGeneration"
-    ModelRegistry.register_model(name, getattr(found, name))  # else another process would import it
+            modules = [ModuleType(name) for name in parts]
+            for outer, inner in zip(modules, modules[1:], strict=False):
+                setattr(outer, inner.__name__.rpartition(".")[2], inner)
+            for one in modules:
+                patch.setitem(sys.modules, one.__name__, one)
+        found = import_module(f"vllm.model_executor.models.{module}")
+    for name in names:
+        ModelRegistry.register_model(name, getattr(found, name))  # else another process would import it
     return found
 
 
@@ -88,6 +101,27 @@ def write_target(path: Path) -> Path:
     save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
     _write_processor(path)
     return path
+
+
+def write_qwen35(path: Path, experts: dict[str, Any]) -> Any:
+    """Save a random Qwen3.5, dense or with experts, and return it; its vision part is not served."""
+    kind = "Qwen3_5Moe" if experts else "Qwen3_5"
+    vllm_module("qwen3_5", (f"{kind}ForConditionalGeneration",))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**architectures.COMMON, **architectures.GATED_DELTA, "rope_parameters": rope, **experts},
+        vision_config={**VISION_35, "out_hidden_size": tiny.HIDDEN},
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
+    architectures.scatter(model, architectures.ARCHITECTURES["Qwen3.5"], torch.Generator().manual_seed(0))
+    model.eval().save_pretrained(path)
+    return model
 
 
 def _write_processor(path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.architecture_table import METHODS, RESULTS, ROOT, listed, written
 from tests.doubles import images, tiny
 from tests.doubles.adapters import write_adapter
 from tests.doubles.architectures import ARCHITECTURES, REFUSED, Architecture, write_head, write_target
+from tests.doubles.gated_delta import in_float32
 from tests.doubles.quantised import write_quantised
 from tests.host_versions import TAKES_FLOAT32_SINKS
 from tests.hosts.conftest import (
@@ -42,6 +43,8 @@ SETTINGS = {**ENGINE, "block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 #: Prompts of more tokens are read in chunks.  (Plain vLLM fails there on a CPU where a sampled request has a seed.)
 CHUNK = 64
 SPECULATIVE = {"eagle2": TREE, "lookup": {"method": "lookup", "num_speculative_tokens": 12, "budget": "fixed"}}
+#: Where vLLM finds no prefix of these lengths if a head lies beside the target.
+FEW_PREFIXES = ("Gemma 4", "Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE")
 #: Without the ids that stand for images.
 PROMPTS = [
     {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
@@ -87,6 +90,7 @@ def start() -> Iterator[Callable[..., Any]]:
     with pytest.MonkeyPatch.context() as patch:
         # vLLM looks at each model class in a new process, which takes seconds.
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        in_float32(patch)
         yield start
         with no_collections():
             kept.clear()
@@ -109,7 +113,11 @@ def write_checkpoints(folder: Path, name: str) -> None:
         tiny.write_drafter(folder / "head")
         return
     target = folder / "target"
-    write_head(folder / "head", write_target(target, architecture))
+    if name.startswith("Qwen3.5"):
+        model = images.write_qwen35(target, {**architecture.settings} if "MoE" in name else {})
+    else:
+        model = write_target(target, architecture)
+    write_head(folder / "head", model)
     if architecture.weights:
         write_quantised(target, target.rename(folder / "unquantised"), architecture.weights)
     if "enable_lora" in architecture.options:
@@ -131,7 +139,7 @@ def model(request, tmp_path_factory, start) -> tuple[str, Path, Answers]:
     """Name, folder of the checkpoints, and plain vLLM's answers."""
     folder = tmp_path_factory.mktemp("model")
     write_checkpoints(folder, request.param)
-    plain = start(folder / "target", **ARCHITECTURES[request.param].options)
+    plain = start(folder / "target", **ARCHITECTURES[request.param].options, **ARCHITECTURES[request.param].plain)
     mixed = token_ids(generate(plain, folder, PROMPTS, PARAMS))
     first = token_ids(generate(plain, folder, LONG_PROMPT, GREEDY))
     grown = [
@@ -185,7 +193,8 @@ def test_same_as_plain(model, start, results, method):
     assert token_ids(outputs) == plain.second
     cached = sum(output.num_cached_tokens for output in outputs)
     # Where block sizes differ, vLLM finds prefixes at common multiples of them only, one less beside a head.
-    assert cached >= 32 or (name, method) == ("Gemma 4", "eagle2")
+    caches = ARCHITECTURES[name].options.get("enable_prefix_caching", True)
+    assert cached >= 32 or not caches or (name in FEW_PREFIXES and method == "eagle2")
     chunked = sum(len(prompt["prompt_token_ids"]) > CHUNK for prompt in PROMPTS)
     assert chunked > 0
     found = {"greedy": "same", "seeded": "same", "preemptions": preemptions, "cached tokens": cached}

@@ -80,24 +80,6 @@ REFUSED = {
         },
         r"layers\.0\.self_attn\.attn \(MLAAttention\) does not keep one key and one value",
     ),
-    "attention and Mamba": (
-        "FalconH1Config",
-        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-        r"mixer \(MambaMixer2\) has a recurrent state",
-    ),
-    "attention and linear attention": (
-        "Qwen3NextConfig",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 96,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-        },
-        r"linear_attn \(\w*GatedDeltaNet\w*\) has a recurrent state",
-    ),
 }
 
 

@@ -229,7 +229,7 @@ class ServingBudget:
             input_ids, _ = runner._prepare_mm_inputs(rows)
         with (
             runner.maybe_select_dummy_loras(runner.lora_config, counts, num_sampled_tokens=counts, num_active_loras=1),
-            set_forward_context(None, runner.vllm_config, num_tokens=rows),
+            set_forward_context(runner.state_layers.timed(rows), runner.vllm_config, num_tokens=rows),
         ):
             hidden = runner.model(
                 input_ids=input_ids,

@@ -25,14 +25,18 @@ from vllm_specplug.cpu.kv import KeptRows
 from vllm_specplug.cpu.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import attach_drafts
+from vllm_specplug.cpu.state_layers import StateLayers, without_slots_for_drafts
+from vllm_specplug.cpu.states import state_rows
 from vllm_specplug.cpu.step import Step, commit, plain_plan, stage, verify, walk
 from vllm_specplug.cpu.turns import DrawnStates
 from vllm_specplug.cpu.walk import SampledWalk, is_argmax
+from vllm_specplug.types import Walk
 from vllm_specplug.utils.frames import with_room
 from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.utils.processes import ChildProgram
 from vllm_specplug.vllm.kv_groups import alike_layers
 from vllm_specplug.vllm.plain_sampling import limits_of
+from vllm_specplug.vllm.proof.driver import attributes
 from vllm_specplug.vllm.ranks import leads
 from vllm_specplug.vllm.trace import TreeTrace
 
@@ -41,6 +45,8 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
     """vLLM's CPU runner, whose drafts are trees."""
 
     greedy_head: GreedyHead | None = None
+    #: The target's layers with recurrent states; set when it is loaded.
+    state_layers: StateLayers
 
     def __init__(self, vllm_config: Any, device: torch.device):
         with custom_processors_hidden(vllm_config.model_config):
@@ -56,6 +62,8 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         self._step: Step | None = None
         self._drawn_states = DrawnStates()
         self._flat_rows = torch.arange(self.max_num_tokens)
+        self._attn_metadata: dict[str, Any] = {}
+        self.num_accepted_tokens_event = None  # states are those of plain decoding: see ``StateLayers``
         self.reloading: Reloading | None = None
         self.trainer: ChildProgram | None = None
         self._has_custom_processors = restore_processors(self)
@@ -65,10 +73,23 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         super().may_reinitialize_input_batch(*args, **kwargs)
         restore_thinking_budget(self)
 
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return without_slots_for_drafts(super().get_kv_cache_spec())
+
+    def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_metadata_builders(*args, **kwargs)
+        if self.state_layers:
+            self.state_layers.build_by(self.attn_groups, lambda: None if self._step is None else self._step.states)
+            self.calculate_reorder_batch_threshold()
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        target = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
+        target = {
+            name: layer
+            for name, layer in layers.items()
+            if name not in self.drafter.draft_layers and name not in self.state_layers.names
+        }
         #: The target's layers, for the commit.
         self.alike_layers = alike_layers(self.kv_cache_config, target)
         self._kept_rows = KeptRows(self.alike_layers, self.model_config.dtype)
@@ -113,7 +134,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         self._verify_start = time.perf_counter()
-        self._step = None
+        self._step, self._scheduled = None, num_scheduled_tokens
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         if scheduler_output.scheduled_spec_decode_tokens:
             self._step = self._stage(scheduler_output, num_scheduled_tokens, np.asarray(prepared[1].num_draft_tokens))
@@ -136,7 +157,15 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
                 drafts[index] = self._fill_parents(parents[index], req_id, scheduler_output)
         context_lens = self.input_batch.num_computed_tokens_cpu_tensor[: len(num_drafts)]
         sizes = num_scheduled_tokens, num_drafts
-        return stage(self.input_ids.cpu, *sizes, parents, drafts, context_lens, self._kept_rows)
+        step = stage(self.input_ids.cpu, *sizes, parents, drafts, context_lens, self._kept_rows)
+        return self.with_states(step, step.tree.parents)
+
+    def with_states(self, step: Step, parents: torch.Tensor) -> Step:
+        """Add the rows of layers with states, if the target has any: int64 ``[num_reqs, width]``."""
+        if not self.state_layers:
+            return step
+        scheduled, context_lens = self._scheduled, self.input_batch.num_computed_tokens_cpu_tensor
+        return replace(step, states=state_rows(parents, step.tree.num_rows, step.row_start, scheduled, context_lens))
 
     def _move_positions(self, step: Step) -> None:
         """Rewrite the positions of tree rows; vLLM has derived their cache slots from the flat ones."""
@@ -160,17 +189,15 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         attn_metadata, common = super()._build_attention_metadata(*args, **kwargs)
         if self._step is not None and isinstance(attn_metadata, dict):
             verify(self._step, attn_metadata, self.drafter.draft_layers)
+            self._attn_metadata = attn_metadata
         return attn_metadata, common
 
     # ---- after the forward
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Profile the sampler without vLLM's rejection sampler: no tree meets it, and on a CPU vLLM 0.30's fails."""
-        config, self.speculative_config = self.speculative_config, None
-        try:
+        with attributes(self, speculative_config=None):
             return super()._dummy_sampler_run(hidden_states)
-        finally:
-            self.speculative_config = config
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         return self._sample_plainly(logits) if self._step is None else self._walk(self._step, logits)
@@ -182,10 +209,31 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         walked, output = walk(step, logits, walker, active)
         if type(walker) is SampledWalk:  # others do not draw once per token
             self._drawn_states.walked(batch.req_ids, walker.drawn)
-        self._follow(commit(step, walked, self.alike_layers, batch.block_table))
+        plan = commit(step, walked, self.alike_layers, batch.block_table)
+        if step.states is not None:
+            self.state_layers.commit(self._attn_metadata, plan, batch.block_table)
+            self._note_state_blocks(step, walked)
+        self._follow(plan)
         self._walked(step.tree, walked, active)
         self._step = None
         return output
+
+    def _note_state_blocks(self, step: Step, walked: Walk) -> None:
+        """Tell vLLM in which blocks the states are now, where it keeps one per block for later prompts."""
+        for request in step.states.requests.tolist():
+            req_id = self.input_batch.req_ids[request]
+            if req_id in self.mamba_state_idx:
+                first, size = self.mamba_state_idx[req_id], self.cache_config.mamba_block_size
+                last = int(self.input_batch.num_computed_tokens_cpu[request]) + int(walked.num_emitted[request]) - 1
+                self.mamba_state_idx[req_id] = max(first, last // size)
+
+    def _get_mamba_bufs(self) -> Any:
+        """Without drafts: a state is where plain decoding has it."""
+        with attributes(self, speculative_config=None):
+            return super()._get_mamba_bufs()
+
+    def _update_states_after_model_execute(self, *_: Any) -> None:
+        """Nothing: the commit has brought the states to the accepted tokens."""
 
     def greedy_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits as a greedy step computes them: ``[num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``."""

@@ -24,6 +24,7 @@ from vllm_specplug.core.step import StepPlan
 from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
 from vllm_specplug.cpu.kernels.tree_ops import from_flat, lay_out, plan_step
 from vllm_specplug.cpu.kv import KeptRows, write_accepted
+from vllm_specplug.cpu.states import StateRows
 from vllm_specplug.cpu.walk import SampledWalk
 from vllm_specplug.types import TokenTree, Walk
 from vllm_specplug.vllm.kv_groups import AlikeLayers
@@ -43,6 +44,7 @@ class Step:
         rows: arguments of attention for the rows that attend by a mask; None if there are none.
         positions: int64 ``[num_tree_rows]``; rotary positions of these rows.
         moves: int64 ``[num_tree_rows]``; these positions less the flat ones (for M-RoPE).
+        states: the rows as layers with recurrent states compute them; None: the target has no such layers.
     """
 
     tree: TokenTree
@@ -53,6 +55,7 @@ class Step:
     rows: CpuTreeRows | None = None
     positions: torch.Tensor | None = None
     moves: torch.Tensor | None = None
+    states: StateRows | None = None
 
 
 def stage(
@@ -114,10 +117,13 @@ def stage(
 
 
 def verify(step: Step, attn_metadata: dict[str, Any], draft_layers: Collection[str]) -> None:
-    """Give the target's layers metadata with the trees, in place; layers that share metadata share it still."""
+    """Give the target's layers metadata with the trees, in place; layers that share metadata share it still.
+
+    Layers with a recurrent state have theirs from the builder: ``state_layers.py``.
+    """
     with_trees: dict[int, Any] = {}
     for name, metadata in attn_metadata.items():
-        if step.rows is not None and name not in draft_layers:
+        if step.rows is not None and name not in draft_layers and hasattr(metadata, "tree"):
             if id(metadata) not in with_trees:
                 with_trees[id(metadata)] = replace(metadata, tree=step.rows)
             attn_metadata[name] = with_trees[id(metadata)]

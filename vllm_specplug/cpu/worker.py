@@ -12,6 +12,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
@@ -20,6 +21,7 @@ from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
 from vllm_specplug.cpu.row_linear import row_linear_layers
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
+from vllm_specplug.cpu.state_layers import StateLayers
 from vllm_specplug.vllm.proof.driver import attributes
 from vllm_specplug.vllm.proof.worker import ProvesTrees
 
@@ -82,7 +84,10 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         linear_rows = self.vllm_config.speculative_config.specplug.linear_rows
         with tree_backend_selected(), row_linear_layers(linear_rows):
             super().load_model(*args, **kwargs)
-        check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        with_states = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
+        check_layers({name: layer for name, layer in layers.items() if name not in with_states})
+        self.model_runner.state_layers = StateLayers(with_states, self.vllm_config)
 
 
 @contextmanager

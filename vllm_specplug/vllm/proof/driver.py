@@ -249,14 +249,16 @@ class DriverV1(Driver):
 
     @contextmanager
     def mask_off(self) -> Iterator[None]:
-        """Let every row of a tree see all rows before it."""
+        """Let every row of a tree see all rows before it, and its state continue that of the row before it."""
         honest = self.runner._stage
 
         def all_seen(*args):
             step = honest(*args)
             if step.rows is None:
                 return step
-            return replace(step, rows=replace(step.rows, mask=torch.ones_like(step.rows.mask).tril()))
+            step = replace(step, rows=replace(step.rows, mask=torch.ones_like(step.rows.mask).tril()))
+            rows = torch.arange(step.tree.parents.shape[1]).expand_as(step.tree.parents)
+            return self.runner.with_states(step, rows - 1)
 
         with attributes(self.runner, _stage=all_seen):
             yield

@@ -26,7 +26,9 @@ class Places:
     reads: list[tuple[int, int]]
 
 
-def choose_places(page: int, windows: Sequence[int], branch_depth: int, room: int, max_len: int) -> Places | None:
+def choose_places(
+    page: int, windows: Sequence[int], branch_depth: int, room: int, max_len: int, read_all: bool = False
+) -> Places | None:
     """Choose a context after which a tree crosses the end of a page and the reach of sliding windows.
 
     Args:
@@ -35,6 +37,7 @@ def choose_places(page: int, windows: Sequence[int], branch_depth: int, room: in
         branch_depth: depth at which the path comes to the next page.
         room: positions after the root that are needed.
         max_len: positions that a request has.
+        read_all: whether the whole context is read: the target has recurrent states.
 
     Returns:
         None if a request is too short for a proof.
@@ -47,6 +50,8 @@ def choose_places(page: int, windows: Sequence[int], branch_depth: int, room: in
     root = boundary - branch_depth
     if root + room > max_len:
         root, boundary = min(LAST_READ, max_len - room), 0
+    if read_all:
+        return Places(root, boundary, [(0, root)])
     wanted = [(0, ALSO_READ), (root - LAST_READ, root)]
     wanted += [(root - window - ALSO_READ // 2, root - window + ALSO_READ) for window in fitting]
     return Places(root, boundary, _merged(wanted, root))

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_specplug.core.proof import Evidence, ProofTree, Row, grow_proof_tree
 from vllm_specplug.vllm.proof.driver import Driver, Part
@@ -59,8 +60,12 @@ class Proof:
         depth = min(DEPTHS[0], driver.max_depth, max(1, driver.num_nodes // 2))
         self._branch_depth = max(1, depth - 1)
         room = sum(DEPTHS) + len(DEPTHS) + driver.num_nodes + 1
-        page = math.lcm(*(group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups))
-        places = choose_places(page, self._windows(), self._branch_depth, room, runner.max_model_len)
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        self._has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        # A layer that keeps one state for the whole request has a block of all its tokens.
+        sizes = [spec.block_size for spec in specs if spec.block_size < runner.max_model_len]
+        page, read_all = math.lcm(*sizes), self._has_states
+        places = choose_places(page, self._windows(), self._branch_depth, room, runner.max_model_len, read_all)
         if places is None:
             raise CannotProve(f"max_model_len={runner.max_model_len} is too short")
         self._places: Places = places
@@ -69,6 +74,7 @@ class Proof:
             pages = Pages(runner.kv_cache_config, places)
             self._own = pages.table(len(self._text))
             self._branch, self._beside = pages.table(places.boundary + 2), pages.own(2)
+            self._second = pages.own(len(self._text)) if self._has_states else ()
         except ValueError as error:
             raise CannotProve(str(error)) from None
         #: Rows of trees: name, position and logits.  The row of other text has the position ``_BRANCH``.
@@ -95,10 +101,10 @@ class Proof:
             read = self._read()
             self.has_read = True
             self._verify()
-            plain, alone = self._decode_plainly()
-        if alone is None:
+            plain, again = self._decode_on() if self._has_states else self._decode_plainly()
+        if not plain:
             return None
-        again = [*read, ("a row alone", self._last, alone)]
+        again = [*read, *again]
         config = self._driver.runner.model_config
         rows = [
             [Row(name, logits, plain[position]) for name, position, logits in found]
@@ -121,7 +127,7 @@ class Proof:
         ]
         self._tree = self._grow(0, root)
         last = Part(_TEXT, self._text[:root], pieces[-1][0], self._own, [self._text[root]], upcoming=self._tree)
-        found = self._in_batches([*parts, last])
+        found = self._one_by_one([*parts, last]) if self._has_states else self._in_batches([*parts, last])
         return [("the prompt's last row", root - 1, found[_TEXT][0])] if found else []
 
     def _in_batches(self, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
@@ -139,6 +145,13 @@ class Proof:
         for batch in batches:
             found |= self._driver.run(batch)
             self._driver.finish([part for part in batch if part.request_id != _TEXT])
+        return found
+
+    def _one_by_one(self, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
+        """Run parts that continue each other's states."""
+        found: dict[str, torch.Tensor] = {}
+        for part in parts:
+            found |= self._in_batches([part])
         return found
 
     # ---- trees
@@ -165,7 +178,7 @@ class Proof:
             with driver.mask_off() if is_control else nullcontext():
                 logits = driver.run([text, *beside]).get(_TEXT)
             driver.finish(beside + [text] * is_control)
-            if index == 0 and tree.branch_rows and self._places.boundary:
+            if index == 0 and tree.branch_rows and self._places.boundary and not self._has_states:
                 self._other_text = [tree.token_ids[row - 1] for row in tree.branch_rows]
             if logits is not None:
                 self._keep(name, is_control, root, tree, logits)
@@ -187,8 +200,8 @@ class Proof:
 
     # ---- plainly
 
-    def _decode_plainly(self) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
-        """Return plain logits by position, and those of the last one as the only row of a step.
+    def _decode_plainly(self) -> tuple[dict[int, torch.Tensor], list[tuple[str, int, torch.Tensor]]]:
+        """Return plain logits by position, and those of the last one again, as the only row of a step.
 
         Each position is the last row of a request, on the same pages.
         """
@@ -201,7 +214,50 @@ class Proof:
         alone = self._plain("alone", self._last)
         logits = self._in_batches([alone]).get(alone.request_id)
         plain = {position: found[part.request_id][0] for position, part in parts.items()} if found else {}
-        return plain, None if logits is None else logits[0]
+        return plain, [] if logits is None else [("a row alone", self._last, logits[0])]
+
+    def _decode_on(self) -> tuple[dict[int, torch.Tensor], list[tuple[str, int, torch.Tensor]]]:
+        """Return plain logits by position, and each of them again, as one of two rows of a step.
+
+        A target with states decodes a position only after the one before it.
+        """
+        alone = self._chains({"specplug-alone": self._own})
+        tables = {"specplug-first": self._own, "specplug-second": self._second}
+        names = list(tables)[-self._driver.runner.max_num_reqs :]
+        beside = self._chains({name: tables[name] for name in names})
+        plain = {position: logits[0] for (_, position), logits in alone.items()}
+        return plain, [("a row beside another", position, logits[0]) for (_, position), logits in beside.items()]
+
+    def _chains(self, tables: dict[str, tuple[list[int], ...]]) -> dict[tuple[str, int], torch.Tensor]:
+        """Read the context and decode the text after it, for requests side by side; return logits by position."""
+        driver, root, found = self._driver, self._places.root, {}
+        most = driver.runner.max_num_tokens
+        for name, table in tables.items():
+            stops = [*range(most, root, most), root]
+            parts = [
+                Part(name if stop == root else f"{name}-{stop}", self._text[:stop], max(0, first), table, [0])
+                for first, stop in zip([0, *stops], stops, strict=False)
+            ]
+            parts[-1].emitted = [self._text[root]]
+            read = self._kept(parts, name)
+            found |= {(name, root - 1): read[name]} if read else {}
+        for position in range(root, self._last + 1):
+            emitted = [self._text[position + 1]]
+            parts = [
+                Part(name, self._text[: position + 1], position, table, emitted, num_prompt=root)
+                for name, table in tables.items()
+            ]
+            found |= {(name, position): logits for name, logits in driver.run(parts).items()}
+        driver.finish([Part(name, [], 0, table, []) for name, table in tables.items()])
+        return found
+
+    def _kept(self, parts: Sequence[Part], name: str) -> dict[str, torch.Tensor]:
+        """Run parts one by one; their requests end, but for the one of this name."""
+        found: dict[str, torch.Tensor] = {}
+        for part in parts:
+            found |= self._driver.run([part])
+            self._driver.finish([part] if part.request_id != name else [])
+        return found
 
     def _plain(self, name: str, position: int) -> Part:
         return Part(f"specplug-{name}-{position}", self._text[: position + 1], position, self._own, [0])

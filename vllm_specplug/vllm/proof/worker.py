@@ -214,6 +214,7 @@ def facts_of(runner: Any) -> dict[str, Any]:
     config = runner.vllm_config
     options, parallel = config.speculative_config.specplug, config.parallel_config
     layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    impls = [getattr(layer, "impl", layer) for layer in layers]
     return {
         "model": config.model_config.model,
         "weights": fingerprint(runner.get_model()),
@@ -224,7 +225,7 @@ def facts_of(runner: Any) -> dict[str, Any]:
         "nodes": options.num_speculative_tokens,
         "depths": [getattr(part, "draft_depth", None) for part in parts_of(options)],
         "verification": options.verification,
-        "attention": sorted({f"{type(layer.impl).__module__}.{type(layer.impl).__name__}" for layer in layers}),
+        "attention": sorted({f"{type(one).__module__}.{type(one).__name__}" for one in impls}),
         "tree attention": options.tree_attention,
         "linear rows": options.linear_rows,
         "batch invariant": envs.VLLM_BATCH_INVARIANT,

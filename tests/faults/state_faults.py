@@ -1,0 +1,66 @@
+"""Faults of recurrent states."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+STATES, UNIT = "vllm_specplug/cpu/states.py", "tests/unit/hosts/test_states.py::"
+
+STATE_FAULTS = [
+    Fault(
+        "a node continues the state of the row before it",
+        "states",
+        STATES,
+        "above = place[request[at], parents[request[at], row[at]]] if depth",
+        "above = place[request[at], row[at] - 1] if depth",
+        UNIT + "test_a_node_continues_its_parent",
+    ),
+    Fault(
+        "tree rows run on the request's own state",
+        "states",
+        STATES,
+        "        with own_states(layer, states):\n",
+        "        with own_states(layer, layer.kv_cache):\n",
+        UNIT + "test_a_node_continues_its_parent",
+    ),
+    Fault(
+        "the commit leaves the root's state out",
+        "states",
+        STATES,
+        "    for depth in range(paths.shape[1]):\n",
+        "    for depth in range(1, paths.shape[1]):\n",
+        UNIT + "test_commit_follows_the_accepted_path",
+    ),
+    Fault(
+        "a state does not move on to the next block",
+        "states",
+        STATES,
+        "    if moved.any():\n",
+        "    if False:\n",
+        UNIT + "test_commit_follows_the_accepted_path",
+    ),
+    Fault(
+        "drafts behind a prompt change its state",
+        "states",
+        STATES,
+        "lens = (root + 1 - first)[others]",
+        "lens = scheduled[others]",
+        UNIT + "test_rows_are_sorted",
+    ),
+    Fault(
+        "a convolution's window is shifted by one input",
+        "states",
+        STATES,
+        "        new[1:] = one[places]\n",
+        "        new[1:] = one[places].roll(1, 1)\n",
+        "tests/hosts/test_hybrid.py::test_trees_have_the_bits_of_plain_steps",
+    ),
+    Fault(
+        "the proof does not see a state that is not committed",
+        "states",
+        "vllm_specplug/vllm/proof/proof.py",
+        "plain, again = self._decode_on() if self._has_states else self._decode_plainly()",
+        "plain, again = self._decode_plainly()",
+        "tests/hosts/test_hybrid.py::test_the_proof_passes",
+    ),
+]

@@ -1,0 +1,179 @@
+"""Targets with recurrent states: bits with vLLM's own operators, the proof at start, what is refused.
+
+Tokens in float32 are compared with plain vLLM's in ``test_architectures.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from tests.doubles.architectures import ARCHITECTURES, write_head, write_target
+from tests.hosts.conftest import TREE, acceptance_length, make_prompts, runner_of, token_ids
+from tests.hosts.test_proof import kept_nothing, prove_again  # noqa: F401
+from vllm_specplug.config import ConfigError
+from vllm_specplug.core.proof import ProofFailed
+from vllm_specplug.cpu import runner, state_layers, states
+from vllm_specplug.cpu.state_layers import hook
+
+pytestmark = pytest.mark.usefixtures("expert_group")
+PROMPTS = [{"prompt_token_ids": [3 + token % 147 for token in one["prompt_token_ids"]]} for one in make_prompts(8)]
+NO_DRAFTS = {"speculation": False}
+
+
+def params(**more: Any) -> list[SamplingParams]:
+    """Every other request is sampled."""
+    return [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40, ignore_eos=True, **more)
+        for i in range(len(PROMPTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def gated_delta(checkpoints, tmp_path_factory):
+    """A target with gated delta rule, and a head."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = write_target(folder / "target", ARCHITECTURES["Qwen3-Next"])
+    write_head(folder / "head", model)
+    checkpoints |= {"gated delta": folder / "target", "gated delta head": folder / "head"}
+    return "gated delta"
+
+
+@pytest.fixture
+def served(engine, expert_group, gated_delta):
+    options = {"dtype": "bfloat16", "block_size": 32, "max_num_batched_tokens": 64}
+    return engine("gated delta head", TREE, target=gated_delta, **options)
+
+
+def test_trees_have_the_bits_of_plain_steps(served):
+    """With chunked prompts, rows of trees, of prompts and single ones in a step, and requests that begin anew."""
+    alone = [
+        token_ids(served.generate([one], [how], use_tqdm=False))[0] for one, how in zip(PROMPTS, params(), strict=True)
+    ]
+    assert token_ids(served.generate(PROMPTS, params(), use_tqdm=False)) == alone
+    assert acceptance_length(served) > 1.3
+    assert token_ids(served.generate(PROMPTS, params(extra_args=NO_DRAFTS), use_tqdm=False)) == alone
+    mixed = [
+        how if i % 3 else other
+        for i, (how, other) in enumerate(zip(params(), params(extra_args=NO_DRAFTS), strict=True))
+    ]
+    assert token_ids(served.generate(PROMPTS, mixed, use_tqdm=False)) == alone
+
+
+def test_a_request_has_one_state(served):
+    specs = [group.kv_cache_spec for group in runner_of(served).kv_cache_config.kv_cache_groups]
+    found = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    assert found and all(spec.num_speculative_blocks == 0 for spec in found)
+
+
+# ---- planted faults
+
+
+def wrong_parents(patch):
+    """Each node continues the state of the first row of the depth before it."""
+    honest = runner.state_rows
+
+    def faulty(*args):
+        rows = honest(*args)
+        levels = [replace(one, parents=one.parents.clamp(max=1)) for one in rows.levels]
+        return replace(rows, levels=levels)
+
+    patch.setattr(runner, "state_rows", faulty)
+
+
+def parents_by_place(patch):
+    """Each node continues the state of the row before it."""
+    honest = runner.state_rows
+    patch.setattr(
+        runner,
+        "state_rows",
+        lambda parents, *rest: honest(torch.arange(parents.shape[1]).expand_as(parents) - 1, *rest),
+    )
+
+
+def not_restored(patch):
+    """The last node leaves its state behind as the request's own."""
+    honest = state_layers.compute
+
+    def leaving(layer, name, step, core, inputs, output):
+        last = []
+
+        def watched(*args):
+            core(*args)
+            last[:] = [one[-1].clone() for one in layer.kv_cache]
+
+        honest(layer, name, step, watched, inputs, output)
+        for one, new in zip(layer.kv_cache, last, strict=True):
+            one[step.blocks] = new
+
+    patch.setattr(state_layers, "compute", leaving)
+
+
+def shifted_window(patch):
+    """The convolution sees the inputs one token too late."""
+    honest = states.copies
+    patch.setattr(states, "copies", lambda *args: (honest(*args)[0].roll(1, 1), *honest(*args)[1:]))
+
+
+def not_committed(patch):
+    patch.setattr(state_layers, "commit_states", lambda *_: None)
+
+
+def root_not_committed(patch):
+    honest = state_layers.commit_states
+    patch.setattr(state_layers, "commit_states", lambda step, sources, *rest: honest(step, sources[:, 1:], *rest))
+
+
+def commits_first_rows(patch):
+    """As for a chain."""
+    honest = state_layers.commit_states
+
+    def faulty(step, sources, *rest):
+        depths = torch.arange(sources.shape[1])
+        honest(step, torch.where(sources >= 0, sources[:, :1] + depths, sources), *rest)
+
+    patch.setattr(state_layers, "commit_states", faulty)
+
+
+FAULTS = (
+    wrong_parents,
+    parents_by_place,
+    not_restored,
+    shifted_window,
+    not_committed,
+    root_not_committed,
+    commits_first_rows,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("kept_nothing")
+def test_the_proof_finds_faults(served, fault):
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(ProofFailed, match="differs from plain decoding"):
+            prove_again(served)
+
+
+@pytest.mark.usefixtures("kept_nothing")
+def test_the_proof_passes(served, caplog):
+    caplog.set_level("INFO")
+    prove_again(served)
+    assert "have the bits of plain decoding" in caplog.text
+
+
+# ---- refused
+
+
+def test_other_states_are_refused():
+    layer = SimpleNamespace(prefix="model.layers.3.mixer")
+    with pytest.raises(
+        ConfigError, match=r"layer model.layers.3.mixer \(SimpleNamespace\), which has a recurrent state"
+    ):
+        hook("model.layers.3.mixer", layer)
