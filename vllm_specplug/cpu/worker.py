@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.cpu.attention import check_layers, tree_backend_selected
+from vllm_specplug.cpu.attention import check_model, tree_backend_selected
 from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
 from vllm_specplug.cpu.row_linear import row_linear_layers
@@ -82,7 +82,8 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         linear_rows = self.vllm_config.speculative_config.specplug.linear_rows
         with tree_backend_selected(), row_linear_layers(linear_rows):
             super().load_model(*args, **kwargs)
-        check_layers(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        check_model(self.model_runner.get_model(), layers)
 
 
 @contextmanager

@@ -60,7 +60,10 @@ class Proof:
         self._branch_depth = max(1, depth - 1)
         room = sum(DEPTHS) + len(DEPTHS) + driver.num_nodes + 1
         page = math.lcm(*(group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups))
-        places = choose_places(page, self._windows(), self._branch_depth, room, runner.max_model_len)
+        arguments = (self._windows(), self._branch_depth, room, runner.max_model_len)
+        places = choose_places(math.lcm(page, *self._chunks()), *arguments)  # the tree crosses the end of a chunk
+        if places is None or not places.boundary:
+            places = choose_places(page, *arguments)
         if places is None:
             raise CannotProve(f"max_model_len={runner.max_model_len} is too short")
         self._places: Places = places
@@ -80,6 +83,11 @@ class Proof:
     def _windows(self) -> list[int]:
         layers = get_layers_from_vllm_config(self._driver.runner.vllm_config, AttentionLayerBase).values()
         return sorted({layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)})
+
+    def _chunks(self) -> set[int]:
+        """Return the sizes of chunks of local attention."""
+        layers = get_layers_from_vllm_config(self._driver.runner.vllm_config, AttentionLayerBase).values()
+        return {layer.attention_chunk_size for layer in layers if getattr(layer, "attention_chunk_size", None)}
 
     @torch.inference_mode()
     def run(self) -> Evidence | None:
