@@ -47,8 +47,8 @@ class Architecture:
         embedding: scale of the embedding; small where the model multiplies it by the root of its hidden size.
         num_blocks: KV blocks of 32 tokens, few enough that requests are preempted.
         weights: one of ``FORMATS`` in doubles/quantised.py, or "" for plain ones.
-        options: of the engine.  With ``enable_lora``, half of the requests use an adapter.
         plain: more options of plain vLLM's engine.
+        options: of the engine.  With ``enable_lora``, half of the requests use an adapter.
     """
 
     config: str
@@ -58,8 +58,8 @@ class Architecture:
     embedding: float = 1.0
     num_blocks: int = 12
     weights: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 YARN = {
@@ -95,6 +95,26 @@ GATED_DELTA = {
 }
 #: vLLM reads them; transformers has other names for them.
 LFM2_SIZES = {"block_dim": HIDDEN, "conv_dim": HIDDEN, "block_ff_dim": INTERMEDIATE, "block_multiple_of": 16}
+#: The sizes that vLLM's CPU kernels take; with AMX it packs heads in steps of 32.
+LATENTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": HEADS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    **EXPERTS,
+}
+#: With AMX, vLLM's own choice takes bfloat16 only.
+PLAIN_LATENTS = {"plain": {"attention_config": {"backend": "CPU_MLA"}}}
+#: vLLM's operator for rotary positions is wrong for MLA; it is used in eager mode, but for YaRN.
+TORCH_POSITIONS = {"options": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
+DEEPSEEK_YARN = {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -245,6 +265,41 @@ ARCHITECTURES = {
         num_blocks=6,
         options=NO_PREFIXES,
     ),
+    "Llama 4": Architecture(
+        "Llama4TextConfig",
+        "MoE, chunked local attention, a layer without positions",
+        {
+            "head_dim": 32,
+            "intermediate_size_mlp": INTERMEDIATE,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": True,
+            "floor_scale": 16,
+            **EXPERTS,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "DeepSeek-V2": Architecture(
+        "DeepseekV2Config",
+        "MLA, queries not compressed, MoE",
+        {**LATENTS, **DEEPSEEK_YARN, "q_lora_rank": None},
+        **PLAIN_LATENTS,
+    ),
+    "DeepSeek-V3": Architecture(
+        "DeepseekV3Config",
+        "MLA, MoE with biases of the router",
+        {**LATENTS, **DEEPSEEK_YARN, "topk_method": "noaux_tc"},
+        **PLAIN_LATENTS,
+    ),
+    "Moonlight": Architecture(
+        "DeepseekV3Config",
+        "as DeepSeek-V3, queries not compressed (as Kimi-VL)",
+        {**LATENTS, "topk_method": "noaux_tc", "q_lora_rank": None},
+        **PLAIN_LATENTS,
+        **TORCH_POSITIONS,
+    ),
+    "GLM-4.7-Flash": Architecture("Glm4MoeLiteConfig", "MLA, MoE", LATENTS, **PLAIN_LATENTS, **TORCH_POSITIONS),
     "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
     "Granite LoRA": Architecture(
         "GraniteConfig",
@@ -269,27 +324,6 @@ REFUSED = {
         "recurrent state",
     ),
     "Mamba": (Architecture("MambaConfig", "", {"state_size": 16}), "layers.0.mixer", "recurrent state"),
-    "DeepSeek-V2": (
-        Architecture(
-            "DeepseekV2Config",
-            "",
-            {
-                "kv_lora_rank": 32,
-                "q_lora_rank": None,
-                "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 32,  # with AMX, vLLM packs these in steps of 32
-                "v_head_dim": 32,
-                "num_key_value_heads": HEADS,
-                "n_routed_experts": 4,
-                "n_shared_experts": 1,
-                "n_group": 1,
-                "topk_group": 1,
-                **EXPERTS,
-            },
-        ),
-        "model.layers.0.self_attn",
-        "one key and one value",
-    ),
 }
 
 
@@ -325,7 +359,7 @@ def scatter(model: torch.nn.Module, architecture: Architecture, generator: torch
         elif weight.ndim == 1:
             weight.add_(0.1 * noise)
         else:
-            sharp = any(part in name for part in ("q_proj", "k_proj", "qkv", "query", "c_attn", "Wqkv"))
+            sharp = any(part in name for part in ("q_proj", "k_proj", "q_b", "kv_a", "qkv", "query", "c_attn", "Wqkv"))
             weight.copy_(noise * architecture.gain * (3.0 if sharp else 1.0) / HIDDEN**0.5)
 
 

@@ -24,7 +24,7 @@ def attention_by_position(inputs: dict[str, Any], traits: AttentionTraits = NO_T
     names = ("context_lens", "query_start", "query_lens", "tree_start")
     for r, (context, q0, rows, t0) in enumerate(zip(*(inputs[name].tolist() for name in names), strict=True)):
         pages = inputs["kv_cache"][inputs["block_table"][r, : -(-context // block_size)].long()]
-        contexts = [t[:, :context].double() for t in unpack_pages(pages, inputs["kv_layout"])]
+        contexts = [t[:, :context].double() for t in unpack_pages(pages, inputs["kv_layout"], result.shape[2])]
         trees = [inputs[name][t0 : t0 + rows].transpose(0, 1).double() for name in ("tree_key", "tree_value")]
         mask = inputs["mask"][r, :rows, :rows]
         tree_positions = context + mask.sum(1) - 1
@@ -34,6 +34,8 @@ def attention_by_position(inputs: dict[str, Any], traits: AttentionTraits = NO_T
             seen = torch.cat([torch.ones(context, dtype=torch.bool), mask[row]])
             if traits.window:
                 seen &= key_positions > position - traits.window
+            if traits.local:
+                seen &= key_positions // traits.local == position // traits.local
             for head in range(query.shape[1]):
                 key, value = (torch.cat([c, t], dim=1)[head // group] for c, t in zip(contexts, trees, strict=True))
                 scores = key[seen] @ query[q0 + row, head] * inputs["scale"]

@@ -18,6 +18,7 @@ def make_inputs(
     num_heads: int = 9,
     num_kv_heads: int = 3,
     head_size: int = 64,
+    value_size: int | None = None,
     block_size: int = 128,
     dtype: torch.dtype = torch.float32,
     kv_layout: str = "vec",
@@ -36,6 +37,7 @@ def make_inputs(
         context_lens: per request.
         query_lens: per request.
         tree_lens: per request; by default ``query_lens`` (verification).
+        value_size: of latents, whose values are the first part of the keys; None: there are keys and values.
         causal: use a chain mask over the last ``query_len`` tree rows instead of a random tree.
         garbage: value of never-written slots, of unused rows and of ``output``.
         gap: rows between two requests, and at both ends.
@@ -74,6 +76,8 @@ def make_inputs(
     query_rows, tree_rows = (sum(lens) + gap * (num_reqs + 1) for lens in (query_lens, tree_lens))
     fused = torch.randn(max(query_rows, tree_rows), heads, head_size, dtype=dtype, **place)
     query, tree_key, tree_value = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if value_size is not None:
+        tree_value = tree_key[..., :value_size]
 
     on_cpu = torch.Generator().manual_seed(seed)
     mask = torch.zeros(num_reqs, rows, nodes, dtype=torch.bool)
@@ -83,7 +87,7 @@ def make_inputs(
         mask[r, t:q, :t] = True  # more rows than nodes: the additional rows see all of them
     return dict(
         query=query[:query_rows],
-        output=torch.full((query_rows, num_heads, head_size), garbage, dtype=dtype, device=device),
+        output=torch.full((query_rows, num_heads, value_size or head_size), garbage, dtype=dtype, device=device),
         kv_cache=pack_pages(key, value, kv_layout),
         kv_layout=kv_layout,
         block_table=block_table,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.doubles import tiny
-from tests.doubles.architectures import EXPERTS, HIDDEN, LAYERS, Architecture, write_target
+from tests.doubles.architectures import ARCHITECTURES, EXPERTS, HIDDEN, LAYERS, Architecture, write_target
 
 Tensors = dict[str, torch.Tensor]
 
@@ -83,6 +83,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], object], Callable[[Tensors], Tensors]
     "MiMo": (lambda path: tiny.write_target(path, family="qwen2"), _mimo),
     "GLM-4 MoE": (lambda path: write_target(path, GLM), _glm),
     "ERNIE": (lambda path: write_target(path, ERNIE), _ernie),
+    "DeepSeek-V3": (lambda path: write_target(path, ARCHITECTURES["DeepSeek-V3"]), _glm),
 }
 
 

@@ -139,7 +139,8 @@ def model(request, tmp_path_factory, start) -> tuple[str, Path, Answers]:
     """Name, folder of the checkpoints, and plain vLLM's answers."""
     folder = tmp_path_factory.mktemp("model")
     write_checkpoints(folder, request.param)
-    plain = start(folder / "target", **ARCHITECTURES[request.param].options, **ARCHITECTURES[request.param].plain)
+    architecture = ARCHITECTURES[request.param]
+    plain = start(folder / "target", **architecture.options, **architecture.plain)
     mixed = token_ids(generate(plain, folder, PROMPTS, PARAMS))
     first = token_ids(generate(plain, folder, LONG_PROMPT, GREEDY))
     grown = [

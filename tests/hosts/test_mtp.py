@@ -6,6 +6,7 @@ import pytest
 from vllm.model_executor.models import registry
 
 from tests.doubles import mtp
+from tests.doubles.architectures import ARCHITECTURES
 from tests.hosts.conftest import (
     WHOLE,
     acceptance_length,
@@ -37,7 +38,8 @@ def target(request, checkpoints, tmp_path_factory) -> str:
 
 def test_same_as_plain(engine, target, expert_group):
     """Too few KV blocks, chunked prefill, then prompts that continue answers."""
-    plain = engine(target=target, **SETTINGS)
+    other = ARCHITECTURES[target].plain if target in ARCHITECTURES else {}
+    plain = engine(target=target, **SETTINGS, **other)
     expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
     scarce = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64}
     llm = engine(target=target, speculative_config=TREE, **scarce, **SETTINGS)

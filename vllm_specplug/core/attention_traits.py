@@ -15,6 +15,7 @@ class AttentionTraits:
 
     Attributes:
         window: a row sees the keys at distances below it, itself included; 0 for all visible keys.
+        local: a row sees the keys since the last position that is a multiple of it; 0 for all visible keys.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``, after the scale; 0 for no cap.
         sinks: float32 ``[num_heads]``; one more score per head in the softmax's denominator, without a value.
         alibi_slopes: float32 ``[num_heads]``; slope times distance is subtracted from a capped score.
@@ -24,10 +25,11 @@ class AttentionTraits:
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    local: int = 0
 
     @property
     def adds_nothing(self) -> bool:
-        return not (self.window or self.soft_cap) and self.sinks is None and self.alibi_slopes is None
+        return not (self.window or self.local or self.soft_cap) and self.sinks is None and self.alibi_slopes is None
 
 
 NO_TRAITS = AttentionTraits()

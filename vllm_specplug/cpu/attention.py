@@ -7,11 +7,13 @@ operators (no compiler) vLLM's kernel computes rows without trees.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import ChunkedLocalAttention, MLAAttention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -21,19 +23,25 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_specplug.config import ConfigError
 from vllm_specplug.core.attention_traits import AttentionTraits
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.tree_attention import causal_attention, tree_attention
-from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
+from vllm_specplug.vllm.attention_backends import (
+    TreeBuilder,
+    check_attention,
+    local_attention_from,
+    overridden_backends,
+)
 from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 
-@dataclass
-class TreeAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata with the tree rows of this forward, if any."""
+class RowsWithoutTree:
+    """Mixed into metadata of vLLM with a field ``tree``."""
 
-    tree: CpuTreeRows | None = None
+    #: vLLM's MLA then sends all rows through one function.
+    num_decodes, num_prefills = 0, 0
 
     @functools.cached_property
     def rows_without_tree(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +49,13 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
         start = self.query_start_loc[:-1]
         lens = self.query_start_loc[1:] - start
         return start, lens if self.tree is None else lens.masked_fill(self.tree.query_lens > 0, 0)
+
+
+@dataclass
+class TreeAttentionMetadata(RowsWithoutTree, CPUAttentionMetadata):
+    """vLLM's metadata with the tree rows of this forward, if any."""
+
+    tree: CpuTreeRows | None = None
 
 
 def level_metadata(
@@ -78,15 +93,48 @@ class TreeAttentionMetadataBuilder(TreeBuilder, CPUAttentionMetadataBuilder):
     metadata = TreeAttentionMetadata
 
 
-class TreeAttentionImpl(CPUAttentionBackendImpl):
+class TreeImpl:
+    """Mixed into each attention of vLLM that reads trees here."""
+
+
+def keep_rows(
+    tree: CpuTreeRows, layer_name: str, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keep the key/value of a forward's tree rows, for later draft levels or for the commit.
+
+    Args:
+        tree: of the forward.
+        layer_name: of a layer with a KV cache of its own.
+        key, value: of the forward's rows, ``[num_tokens, num_kv_heads, head_size]``.
+
+    Returns:
+        Key and value that the tree's rows attend to; ``kept`` of ``tree_attention``.
+    """
+    if tree.scratch is not None:
+        return *tree.scratch[layer_name].write(key, value), None
+    if tree.commit_rows is None:
+        return key, value, None
+    # They are copied, because compiled graphs reuse the buffers of key and value.
+    kept = tree.kept_of[layer_name]
+    if tree.all_rows:
+        return key, value, kept
+    for part, rows in zip(kept, (key, value), strict=False):  # of latents there are keys only
+        part.copy_(rows[tree.commit_rows])
+    return key, value, None
+
+
+class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
     #: Whether our kernel computes rows without trees too.
     computes_all_rows = True
+    #: Tokens of a chunk of local attention; 0: there are no chunks.
+    local = 0
 
     @functools.cached_property
     def traits(self) -> AttentionTraits:
         """Additions of this layer to plain softmax; read from the loaded weights, on first use."""
         return AttentionTraits(
             window=max(self.sliding_window, 0),
+            local=self.local,
             soft_cap=float(self.logits_soft_cap),
             sinks=None if self.sinks is None else self.sinks.detach().float(),
             alibi_slopes=self.alibi_slopes,
@@ -127,14 +175,8 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         tree_start, kept = tree.tree_start, None
         if source is not None:
             key, value, tree_start = tree.rows_of(source)
-        elif tree.scratch is not None:
-            key, value = tree.scratch[layer.layer_name].write(key, value)
-        elif tree.commit_rows is not None:
-            # They are copied, because compiled graphs reuse the buffers of key and value.
-            kept = tree.kept_of[layer.layer_name]
-            if not tree.all_rows:
-                kept[0], kept[1] = key[tree.commit_rows], value[tree.commit_rows]
-                kept = None
+        else:
+            key, value, kept = keep_rows(tree, layer.layer_name, key, value)
         tree_attention(
             query,
             output,
@@ -179,14 +221,39 @@ class TreeAttentionBackend(CPUAttentionBackend):
         return TreeAttentionMetadataBuilder
 
 
+@functools.cache
+def local_backend(underlying: type[TreeAttentionBackend], chunk: int) -> type[TreeAttentionBackend]:
+    """Make the backend of layers that attend within chunks; vLLM's shows its kernel a request as one for each chunk."""
+    if operators() is None:
+        raise ConfigError("tree speculation reads chunks of local attention with the C++ operators only: install g++")
+    impl = type(f"TreeLocalImpl{chunk}", (underlying.get_impl_cls(),), {"local": chunk})
+    return type(f"TreeLocalBackend{chunk}", (underlying,), {"get_impl_cls": staticmethod(lambda: impl)})
+
+
 _PATH = f"{TreeAttentionBackend.__module__}.{TreeAttentionBackend.__qualname__}"
+_MLA_PATH = "vllm_specplug.cpu.mla.TreeMLABackend"
 
 
-def tree_backend_selected() -> AbstractContextManager[None]:
-    """Build attention layers from our backend inside the context."""
-    return overridden_backends({AttentionBackendEnum.CPU_ATTN: _PATH})
+@contextmanager
+def tree_backend_selected() -> Iterator[None]:
+    """Build attention layers from our backends inside the context."""
+    known = AttentionBackendEnum.__members__
+    mla = {known[name]: _MLA_PATH for name in ("CPU_MLA", "AMX_MLA") if name in known}
+    with overridden_backends({AttentionBackendEnum.CPU_ATTN: _PATH, **mla}), local_attention_from(local_backend):
+        yield
+
+
+def check_model(model: torch.nn.Module, layers: dict[str, object]) -> None:
+    """Refuse a model with layers that tree attention cannot serve, or that vLLM computes wrongly."""
+    check_layers(layers)
+    if any(isinstance(layer, MLAAttention) for layer in layers.values()):
+        from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
+
+        check_rotary_positions(model)
 
 
 def check_layers(layers: dict[str, object]) -> None:
     """Refuse layers whose attention tree attention cannot serve, see ``check_attention``."""
-    check_attention(layers, TreeAttentionImpl, "serve this model without speculation")
+    check_attention(
+        layers, TreeImpl, "serve this model without speculation", also=(MLAAttention, ChunkedLocalAttention)
+    )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.cpu.kernels.tree_attention import write_rows
+from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT, write_rows
 from vllm_specplug.vllm.kv_groups import AlikeLayers
 from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
@@ -47,13 +47,19 @@ class KeptRows:
     @staticmethod
     def _shape(alike: AlikeLayers, num_rows: int) -> tuple[int, ...]:
         impl = next(iter(alike.layers.values())).impl
-        return len(alike.layers), 2, num_rows, impl.num_kv_heads, impl.head_size
+        parts = 1 if _layout(alike) == LATENT_LAYOUT else 2
+        return len(alike.layers), parts, num_rows, impl.num_kv_heads, impl.head_size
 
     def _with_names(self, kept: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         kept_of: dict[str, torch.Tensor] = {}
         for alike, rows in zip(self._layers, kept, strict=True):
             kept_of.update(zip(alike.layers, rows.unbind(0), strict=True))
         return tuple(kept), kept_of
+
+
+def _layout(alike: AlikeLayers) -> str:
+    """Return how the layers' pages are packed; vLLM says it of layers with keys and values."""
+    return getattr(next(iter(alike.layers.values())), "isa", LATENT_LAYOUT)
 
 
 def write_accepted(rows: CpuTreeRows, plan: StepPlan, layers: Sequence[AlikeLayers], block_table: Any) -> None:
@@ -77,5 +83,4 @@ def write_accepted(rows: CpuTreeRows, plan: StepPlan, layers: Sequence[AlikeLaye
         sources = np.searchsorted(rows.commit_rows.numpy(), sources)
     for alike, kept in zip(layers, rows.kept, strict=True):
         slots = block_table[alike.group].slot_mapping.gpu.numpy()[targets]
-        isa = next(iter(alike.layers.values())).isa
-        write_rows(kept, alike.caches, isa, torch.from_numpy(sources), torch.from_numpy(slots))
+        write_rows(kept, alike.caches, _layout(alike), torch.from_numpy(sources), torch.from_numpy(slots))

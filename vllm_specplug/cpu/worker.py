@@ -16,7 +16,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.cpu.attention import check_layers, tree_backend_selected
+from vllm_specplug.cpu.attention import check_model, tree_backend_selected
 from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
 from vllm_specplug.cpu.row_linear import row_linear_layers
@@ -86,7 +86,8 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
             super().load_model(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         with_states = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
-        check_layers({name: layer for name, layer in layers.items() if name not in with_states})
+        others = {name: layer for name, layer in layers.items() if name not in with_states}
+        check_model(self.model_runner.get_model(), others)
         self.model_runner.state_layers = StateLayers(with_states, self.vllm_config)
 
 

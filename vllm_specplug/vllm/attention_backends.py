@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention, chunked_local_attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
@@ -32,6 +32,17 @@ def overridden_backends(overrides: Mapping[AttentionBackendEnum, str]) -> Iterat
         selector._cached_get_attn_backend.cache_clear()
 
 
+@contextlib.contextmanager
+def local_attention_from(make: Callable[[type, int], type]) -> Iterator[None]:
+    """Build layers of chunked local attention from ``make(backend, tokens of a chunk)`` inside the context only."""
+    honest = chunked_local_attention.create_chunked_local_attention_backend
+    chunked_local_attention.create_chunked_local_attention_backend = make
+    try:
+        yield
+    finally:
+        chunked_local_attention.create_chunked_local_attention_backend = honest
+
+
 class TreeBuilder:
     """Mixed into a metadata builder of vLLM: its metadata gets a field ``tree``, None at first.
 
@@ -45,19 +56,20 @@ class TreeBuilder:
         return self.metadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
 
 
-def check_attention(layers: Mapping[str, Any], implementation: type, fix: str) -> None:
+def check_attention(layers: Mapping[str, Any], implementation: type, fix: str, also: tuple[type, ...] = ()) -> None:
     """Refuse a layer unless it is causal self-attention over a paged KV cache, in a backend with tree attention.
 
     Args:
         layers: all layers that keep something per token or attend (vLLM's ``AttentionLayerBase``), by name.
         implementation: the tree attention that every layer must have.
         fix: advice for a layer that has another one.
+        also: classes of vLLM besides ``Attention`` whose layers the implementation serves.
 
     Raises:
         ConfigError: naming the first layer and the reason.
     """
     for name, layer in layers.items():
-        reason = _other_mechanism(layer)
+        reason = _other_mechanism(layer, also)
         if reason is not None:
             raise ConfigError(
                 f"tree speculation needs layers of causal self-attention: {name} ({type(layer).__name__}) {reason}; "
@@ -72,10 +84,12 @@ def check_attention(layers: Mapping[str, Any], implementation: type, fix: str) -
             )
 
 
-def _other_mechanism(layer: Any) -> str | None:
+def _other_mechanism(layer: Any, also: tuple[type, ...]) -> str | None:
     """Return why a tree mask over keys and values cannot express what the layer does, or None."""
     if isinstance(layer, MambaBase):
         return "has a recurrent state, which cannot be rolled back to the accepted tokens"
+    if isinstance(layer, MLAAttention) and MLAAttention in also:
+        return _other_latents(layer)
     if not isinstance(layer, Attention):
         return "does not keep one key and one value per KV head and token"
     if layer.attn_type == AttentionType.ENCODER_DECODER:
@@ -83,10 +97,19 @@ def _other_mechanism(layer: Any) -> str | None:
     if layer.attn_type != AttentionType.DECODER:
         return "attends to later tokens too"
     # vLLM describes every other rule of what a token sees, or of what is kept, as a KV cache of another kind.
-    if type(layer).get_kv_cache_spec is not Attention.get_kv_cache_spec:
+    if type(layer).get_kv_cache_spec is not Attention.get_kv_cache_spec and type(layer) not in also:
         return "does not show a token all tokens before it, or the last ones only"
     if layer.head_size_v != layer.head_size:
         return f"has keys of size {layer.head_size} and values of size {layer.head_size_v}"
     if layer.use_alibi_sqrt:
         return "has position biases that grow with the square root of the distance"
+    return None
+
+
+def _other_latents(layer: Any) -> str | None:
+    """Return why a tree mask over latents cannot express what this layer of MLA does, or None."""
+    if layer.use_sparse or layer.indexer is not None:
+        return "reads only the tokens that its indexer selects"
+    if getattr(layer, "sliding_window", None) is not None or getattr(layer, "non_causal_multi_token_decode", False):
+        return "does not show a token all tokens before it"
     return None

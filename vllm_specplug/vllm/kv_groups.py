@@ -24,7 +24,8 @@ class AlikeLayers:
     @property
     def caches(self) -> list[torch.Tensor]:
         """The layers' caches, ``[num_blocks, num_kv_heads, block_size, content]`` each."""
-        return [layer.kv_cache for layer in self.layers.values()]
+        caches = [layer.kv_cache for layer in self.layers.values()]
+        return [cache.unsqueeze(1) if cache.ndim == 3 else cache for cache in caches]  # latents have no heads
 
 
 def alike_layers(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[AlikeLayers]:

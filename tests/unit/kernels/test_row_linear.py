@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from vllm_specplug.cpu.kernels.cpu_ops import operators
-from vllm_specplug.cpu.kernels.row_linear import CODED, DTYPES, exact_dtype, make_row_linear, uses_tiles
+from vllm_specplug.cpu.kernels.row_linear import (
+    CODED,
+    DTYPES,
+    exact_dtype,
+    head_linear,
+    make_row_linear,
+    pack_heads,
+    uses_tiles,
+)
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="the C++ operators cannot be built")
 CPUINFO = Path("/proc/cpuinfo")
@@ -38,6 +46,19 @@ def test_same_as_torch(dtype, outputs, size):
                 check(linear(x, weight, added), x, weight, added)
             else:
                 assert linear(x, weight, added).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "size"), [(33, 30), (512, 32), (128, 512)])
+def test_a_weight_for_each_head(dtype, outputs, size):
+    generator = torch.Generator().manual_seed(0)
+    x, weights = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((40, 5, size), (5, outputs, size)))
+    found = head_linear(x, packed := pack_heads(weights), outputs)
+    for head in range(5):
+        check(found[:, head], x[:, head], weights[head], None)
+    for rows in (1, 7):  # with the same bits
+        assert torch.equal(head_linear(x[-rows:], packed, outputs), found[-rows:])
+    assert head_linear(x[:0], packed, outputs).shape == (0, 5, outputs)
 
 
 @pytest.mark.parametrize(

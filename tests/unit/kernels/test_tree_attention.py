@@ -15,6 +15,8 @@ from vllm_specplug.cpu.kernels.tree_attention import pack_pages, tree_attention,
 
 #: Largest deviation allowed, relative to the largest output.  Outputs of 16 bits are rounded once, to 2^-9 or 2^-12.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+#: Sizes as DeepSeek's, and small ones.
+LATENTS = [{"head_size": 576, "value_size": 512}, {"head_size": 48, "value_size": 32}]
 LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.bfloat16), ("vec", torch.float16)]
 BACKENDS = {"cpp": tree_attention, "torch": kernels.tree_attention_reference}
 
@@ -131,6 +133,10 @@ TRAITS = {
     "window of some context": AttentionTraits(window=40),
     "window of more than a page": AttentionTraits(window=170),
     "window of more than all": AttentionTraits(window=10_000),
+    "chunks within the tree": AttentionTraits(local=3),
+    "chunks of some context": AttentionTraits(local=50),
+    "chunks of more than a page": AttentionTraits(local=170),
+    "chunks of more than all": AttentionTraits(local=10_000),
     "soft cap": AttentionTraits(soft_cap=0.7),
     "sinks": AttentionTraits(sinks=HEADS),
     "ALiBi": AttentionTraits(alibi_slopes=0.5 ** (HEADS + 2)),
@@ -159,6 +165,8 @@ def test_the_reference_is_attention_by_position(name):
         ("window within the tree", {"window": 4}),
         ("window of some context", {"window": 39}),
         ("window of more than a page", {"window": 171}),
+        ("chunks within the tree", {"local": 4}),
+        ("chunks of some context", {"local": 49}),
         ("soft cap", {"soft_cap": 0.0}),
         ("sinks", {"sinks": None}),
         ("sinks", {"sinks": HEADS.flip(0)}),
@@ -196,13 +204,15 @@ def test_traits_at_draft_levels(backend, name):
 
 @pytest.mark.parametrize("block_size", [32, 128])
 @pytest.mark.parametrize("context", [30, 500, 1000, 1020])
-def test_pages_before_the_window_are_not_read(context, block_size):
+@pytest.mark.parametrize("kind", ["window", "local"])
+def test_pages_before_the_window_are_not_read(context, block_size, kind):
     """vLLM frees them, and may give them to other requests."""
     if kernels.select_backend() != "cpp":
         pytest.skip("the C++ op cannot be built here")
-    inputs, traits = make_inputs((context,), (17,), block_size=block_size), AttentionTraits(window=100)
+    inputs, traits = make_inputs((context,), (17,), block_size=block_size), AttentionTraits(**{kind: 100})
     expected = exact(inputs, traits)
-    freed = max(0, context + 1 - 100) // block_size  # whole pages before the root's window
+    seen = context + 1 - 100 if kind == "window" else context // 100 * 100  # by the root, from this position on
+    freed = max(0, seen) // block_size
     inputs["kv_cache"][inputs["block_table"][0, :freed].long()] = float("nan")
     tree_attention(**inputs, traits=traits)
     assert deviation(inputs["output"], expected) <= TOLERANCE[torch.float32]
@@ -212,7 +222,7 @@ def test_pages_before_the_window_are_not_read(context, block_size):
 def test_unknown_layout_is_refused(backend_name):
     inputs = make_inputs()
     inputs["kv_layout"] = "neon"
-    with pytest.raises(ValueError, match="valid: vec, vec16, amx"):
+    with pytest.raises(ValueError, match="valid: vec, vec16, amx, latent"):
         BACKENDS[backend_name](**inputs)
 
 
@@ -228,6 +238,9 @@ def test_unknown_layout_is_refused(backend_name):
         ("traits", AttentionTraits(sinks=HEADS[:3])),
         ("traits", AttentionTraits(alibi_slopes=HEADS.bfloat16())),
         ("traits", AttentionTraits(window=-1)),
+        ("traits", AttentionTraits(window=8, local=8)),
+        ("output", torch.zeros(19, 9, 48)),
+        ("kv_layout", "latent"),
     ],
 )
 def test_wrong_arguments_are_refused(name, value):
@@ -239,7 +252,7 @@ def test_wrong_arguments_are_refused(name, value):
         tree_attention(**inputs)
 
 
-@pytest.mark.parametrize("kv_layout", kernels.KV_LAYOUTS)
+@pytest.mark.parametrize("kv_layout", ["vec", "vec16", "amx"])
 def test_pack_and_unpack_are_inverse(kv_layout):
     key, value = torch.randn(2, 3, 2, 32, 48)
     unpacked_key, unpacked_value = unpack_pages(pack_pages(key, value, kv_layout), kv_layout)
@@ -300,6 +313,60 @@ def test_tree_rows_are_kept(backend, kv_layout, dtype):
     if backend is tree_attention:
         with pytest.raises(RuntimeError, match="tree_attention: kept"):
             backend(**inputs, kept=kept[:, 1:])
+
+
+def latent_inputs(dtype, context_lens=(5, 300, 0, 129), query_lens=(17, 3, 8, 40), **changes):
+    """Eight heads are more rows than read values of 16 bits in place, two are fewer."""
+    sizes = {"num_heads": 8, "num_kv_heads": 1, "kv_layout": "latent", **LATENTS[1]}
+    return make_inputs(context_lens, query_lens, dtype=dtype, **{**sizes, **changes})
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("block_size, num_heads", [(16, 8), (128, 8), (32, 2)])
+@pytest.mark.parametrize("sizes", LATENTS)
+def test_latents(backend, dtype, block_size, num_heads, sizes):
+    inputs = latent_inputs(dtype, block_size=block_size, num_heads=num_heads, **sizes)
+    kept = inputs["tree_key"].new_zeros(1, *inputs["tree_key"].shape)
+    backend(**inputs, kept=kept)
+    assert deviation(inputs["output"], exact(inputs)) <= TOLERANCE[dtype]
+    assert torch.equal(kept[0], inputs["tree_key"])
+
+
+def test_latents_by_position():
+    inputs = latent_inputs(torch.float32)
+    assert deviation(exact(inputs), attention_by_position(inputs)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_latents_of_accepted_rows_are_read_from_the_pages_alike(dtype):
+    """The rows of a chain, committed one by one, then attend as plain rows: with the same bits."""
+    if kernels.select_backend() != "cpp":
+        pytest.skip("the C++ op cannot be built here")
+    inputs = latent_inputs(dtype, (120,), (17,), block_size=32, causal=True, garbage=0.0)
+    tree_attention(**inputs)
+    cache = torch.cat([inputs["kv_cache"], inputs["kv_cache"].new_zeros(2, *inputs["kv_cache"].shape[1:])])
+    table = torch.cat([inputs["block_table"], torch.tensor([[5, 6]], dtype=torch.int32)], dim=1)
+    positions = torch.arange(120, 137)
+    slots = table[0, positions // 32].long() * 32 + positions % 32
+    kept = inputs["tree_key"].unsqueeze(1)[None, None, :, 0].contiguous()
+    kernels.write_rows(kept, [cache], "latent", positions - 120 + int(inputs["tree_start"][0]), slots)
+    for row in (0, 7, 16):
+        query = inputs["query"][inputs["query_start"][0] + row][None]
+        output = query.new_zeros(1, 8, 32)
+        lens, start = torch.tensor([[121 + row], [0], [1]], dtype=torch.int32), (cache, "latent", table)
+        kernels.causal_attention(query, output, *start, lens[0], lens[1], lens[2], inputs["scale"])
+        assert torch.equal(output[0], inputs["output"][inputs["query_start"][0] + row])
+
+
+@pytest.mark.parametrize("name", ["write_rows", "write_rows_reference"])
+def test_latents_are_written_to_their_slots(name):
+    kept, caches = torch.randn(2, 1, 9, 1, 48), [torch.randn(3, 1, 32, 48) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    rows, slots = torch.tensor([4, 0, 8]), torch.tensor([49, 5, 95])
+    getattr(kernels, name)(kept, caches, "latent", rows, slots)
+    for new, old, cache in zip(kept, before, caches, strict=True):
+        old.view(-1, 48)[slots] = new[0, rows, 0]
+        assert torch.equal(cache, old)
 
 
 def test_fallback_is_announced_once(monkeypatch, caplog):
@@ -419,7 +486,7 @@ def test_chain_mask_gives_the_output_of_vllm(backend, vllm_ops, dtype, rows, con
     assert chain_deviation(vllm_ops, inputs, backend) <= 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", [name for name in TRAITS if not TRAITS[name].local])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_traits_mean_what_they_mean_in_vllm(backend, vllm_ops, dtype, name):
     inputs = make_inputs((200,), (17,), dtype=dtype, causal=True)

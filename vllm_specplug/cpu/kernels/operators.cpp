@@ -128,6 +128,7 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def("row_linear(Tensor x, Tensor weight, Tensor? codes, Tensor? bias, int outputs, Tensor? handle, int max_rows) -> Tensor");
   m.impl("row_linear", cpu, &row_linear);
   m.impl("row_linear", meta, &row_linear_meta);
+  m.def("head_linear(Tensor x, Tensor[] weights, int outputs) -> Tensor", &head_linear);
   m.def("row_linear_shape(Tensor weight) -> int[]", &row_linear_shape);
   m.def("row_linear_codes(Tensor weight, ScalarType rows) -> Tensor", &row_linear_codes);
   m.def("row_linear_pack_coded(Tensor weight, Tensor(a!) packed, Tensor codes) -> ()", &row_linear_pack_coded);
@@ -136,16 +137,16 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.impl("row_linear_pack", cpu, &row_linear_pack);
 
   m.def(
-      "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
+      "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, int layout, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
       "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
-      "Tensor? sinks, Tensor? slopes) -> ()");
+      "Tensor? sinks, Tensor? slopes, int local) -> ()");
   m.impl("tree_attention", cpu, &tree_attention);
   m.def(
-      "causal_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, bool amx, Tensor block_table, "
+      "causal_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, int layout, Tensor block_table, "
       "Tensor seq_lens, Tensor query_start, Tensor query_lens, float scale, int window, float soft_cap, Tensor? sinks, "
-      "Tensor? slopes) -> ()");
+      "Tensor? slopes, int local) -> ()");
   m.impl("causal_attention", cpu, &causal_attention);
-  m.def("write_rows(Tensor kept, Tensor(a!)[] kv_caches, bool amx, Tensor rows, Tensor slots) -> ()");
+  m.def("write_rows(Tensor kept, Tensor(a!)[] kv_caches, int layout, Tensor rows, Tensor slots) -> ()");
   m.impl("write_rows", cpu, &write_rows);
 }

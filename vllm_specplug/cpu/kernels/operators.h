@@ -43,6 +43,8 @@ bool row_linear_in_tiles(const at::Tensor& weight, at::ScalarType rows);
 at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                       const std::optional<at::Tensor>& bias, int64_t outputs, const std::optional<at::Tensor>& handle,
                       int64_t max_rows);
+// x: [num_rows, heads, inputs]; each head has a packed weight of its own.  Returns [num_rows, heads, outputs].
+at::Tensor head_linear(const at::Tensor& x, at::TensorList weights, int64_t outputs);
 // The same of some blocks of outputs, of two vectors each and not in tiles of AMX; the other outputs are -infinity.
 // x: [num_rows, inputs], contiguous, of few rows.
 at::Tensor row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
@@ -85,16 +87,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     at::TensorList token_ids, at::TensorList parents, at::TensorList num_rows, at::TensorList log_values,
     at::IntArrayRef sources, int64_t num_sources, int64_t num_reqs, double limit);
 
-void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
                     const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
                     const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-                    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes);
-void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+                    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local = 0);
+void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                       const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
                       const at::Tensor& query_lens, double scale, int64_t window, double soft_cap,
-                      const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes);
-void write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows, const at::Tensor& slots);
+                      const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local = 0);
+void write_rows(const at::Tensor& kept, at::TensorList kv_caches, int64_t layout, const at::Tensor& rows, const at::Tensor& slots);
 
 } // namespace specplug

@@ -262,6 +262,22 @@ at::Tensor specplug::row_linear(const at::Tensor& x, const at::Tensor& weight, c
   return output;
 }
 
+at::Tensor specplug::head_linear(const at::Tensor& x, at::TensorList weights, int64_t outputs) {
+  const int64_t heads = weights.size();
+  TORCH_CHECK(x.dim() == 3 && x.size(1) == heads, "head_linear: x must be [rows, ", heads, ", inputs]");
+  const at::Tensor by_head = x.transpose(0, 1).contiguous(), output = x.new_empty({heads, x.size(0), outputs});
+  std::vector<at::Tensor> from, to;
+  for (int64_t head = 0; head < heads; ++head) {
+    TORCH_CHECK(weights[head].size(1) == x.size(2), "head_linear: weights must take ", x.size(2), " inputs");
+    from.push_back(by_head[head]), to.push_back(output[head]);
+  }
+  at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head)
+      multiply_typed(from[head], weights[head], std::nullopt, std::nullopt, to[head], nullptr);
+  });
+  return output.transpose(0, 1);
+}
+
 at::Tensor specplug::row_linear_blocks(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& codes,
                                        int64_t outputs, const std::vector<int64_t>& blocks) {
   at::Tensor output = x.new_full({x.size(0), outputs}, -std::numeric_limits<float>::infinity());

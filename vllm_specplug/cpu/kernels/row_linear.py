@@ -56,6 +56,32 @@ def make_row_linear(
     return row_linear
 
 
+def pack_heads(weights: torch.Tensor) -> list[torch.Tensor]:
+    """Pack the weights of ``head_linear``, ``[heads, outputs, inputs]``, one of ``DTYPES``; they are copied."""
+    ops = operators()
+    assert ops is not None
+    kept = weights.detach().to(exact_dtype(weights)).contiguous()
+    packed = kept.new_empty(len(kept), *ops.row_linear_shape.default(kept[0]))
+    for one, to in zip(kept, packed, strict=True):
+        ops.row_linear_pack.default(one, to, weights.dtype)
+    return list(packed.unbind(0))
+
+
+def head_linear(x: torch.Tensor, weights: list[torch.Tensor], outputs: int) -> torch.Tensor:
+    """Multiply each head with weights of its own; a row's result does not depend on the other rows.
+
+    Args:
+        x: ``[num_rows, heads, inputs]``, of the weights' type.
+        weights: of ``pack_heads``.
+
+    Returns:
+        ``[num_rows, heads, outputs]``; the strides of the first two are any.
+    """
+    ops = operators()
+    assert ops is not None
+    return ops.head_linear.default(x, weights, outputs)
+
+
 class RowLinearOnUse:
     """Result of ``make_row_linear``, made at its first use: an input embedding has a weight, but often no product.
 

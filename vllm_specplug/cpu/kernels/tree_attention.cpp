@@ -140,14 +140,15 @@ inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns,
   for (int i = 0; i < kLanes; ++i) store(static_cast<uint32_t*>(out) + i * ld_out, x[i]);
 }
 
-enum class Layout { columns, amx };
+// latent: a page is [block_size][head_size], and a key's first value_size numbers are its value.
+enum class Layout { columns, amx, latent };
 
 // One layer's cache and the shapes that all requests share.  Strides are in elements.
 template <typename T>
 struct Problem {
   const T* cache;
   int64_t page_stride, head_stride;
-  int block_size, head_size, num_kv_heads, group; // group: query heads per KV head
+  int block_size, head_size, value_size, num_kv_heads, group; // group: query heads per KV head
   Layout layout;
   const T *query, *tree_key, *tree_value;
   int64_t query_stride, query_head_stride, output_stride, output_head_stride;
@@ -156,14 +157,20 @@ struct Problem {
   const int32_t *block_table, *context_lens, *query_start, *query_lens, *tree_start, *tree_lens;
   const uint8_t* mask;
   int64_t table_stride, mask_request_stride, mask_row_stride;
-  float scale, soft_cap;       // soft_cap, window: 0 for none
-  int window;
+  float scale, soft_cap;       // soft_cap, window, local: 0 for none
+  int window, local;           // local: a row sees the keys since the last multiple of it
   bool causal; // the queries are the context's last tokens
   const float *sinks, *slopes; // by query head; null for none
 
   // What softmax_row multiplies scores by: capped and biased scores are scaled already.
   float softmax_scale() const { return soft_cap || slopes ? kLog2E : scale * kLog2E; }
   int query_head(int kv_head, int row) const { return kv_head * group + row % group; }
+
+  // The first position that a row sees, whose own is the last before `end`; it can be negative.
+  int first_seen(int end) const {
+    if (local) return std::max(end - 1, 0) / local * local;
+    return window ? end - window : 0;
+  }
 };
 
 struct Unit {
@@ -281,10 +288,39 @@ void unpack_amx_page(const Problem<uint16_t>& p, const uint16_t* page_key, const
   }
 }
 
+// Copies keys [count][head_size] to key[head_size or words][stride]; up to the next multiple of kLanes, keys count as 0.
+template <typename T>
+void transpose_rows(const T* rows, int64_t row_stride, int count, int head_size, KeyElement<T>* key, int64_t stride) {
+  const int words = head_size / kPerWord<T>;
+  for (int j = 0; j < count; j += kLanes)
+    for (int word = 0; word < words; word += kLanes) {
+      const T* in = rows + j * row_stride + word * kPerWord<T>;
+      auto* const out = key + word * stride + j;
+      const int tile_rows = std::min(kLanes, count - j);
+      if constexpr (std::is_same_v<T, Half>) {
+        float tile[kLanes][kLanes];
+        for (int i = 0; i < tile_rows; ++i) store(tile[i], widen(in + i * row_stride));
+        transpose_tile(tile, sizeof(tile[0]), tile_rows, kLanes, out, stride);
+      } else {
+        transpose_tile(in, row_stride * sizeof(T), tile_rows, words - word, out, stride);
+      }
+    }
+}
+
+// unpack_page for the latent layout; `rows`: of the page, from the first key on.
+template <typename T>
+void unpack_latent(const Problem<T>& p, const T* rows, int columns, KeyElement<T>* key, float* value) {
+  transpose_rows(rows, p.head_size, columns, p.head_size, key, kChunk);
+  if constexpr (!std::is_same_v<T, float>) {
+    for (int j = 0; value && j < columns; ++j)
+      for (int d = 0; d < p.value_size; d += kLanes) store(value + j * p.value_size + d, widen(rows + j * p.head_size + d));
+  }
+}
+
 // Fills in the segments of the cached keys at `position` up to `until`, at most kChunk.
 template <typename T>
 void context_chunk(const Problem<T>& p, const Unit& unit, int position, int until, Scratch& scratch, Segment<T>* segments) {
-  const bool value_in_place = p.layout == Layout::columns && unit.num_rows <= kInPlaceRows;
+  const bool value_in_place = p.layout != Layout::amx && unit.num_rows <= kInPlaceRows;
   int filled = 0, num_segments = 0;
   while (position < until) {
     const int offset = position % p.block_size;
@@ -293,7 +329,13 @@ void context_chunk(const Problem<T>& p, const Unit& unit, int position, int unti
     const T* page_key = p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
     const T* page_value = page_key + (int64_t)p.block_size * p.head_size;
     const T* value = page_value + (int64_t)offset * p.head_size;
-    if constexpr (std::is_same_v<T, float>) {
+    if (p.layout == Layout::latent) {
+      const T* rows = page_key + (int64_t)offset * p.head_size;
+      auto* key = reinterpret_cast<KeyElement<T>*>(scratch.key) + filled;
+      float* wide = value_in_place || std::is_same_v<T, float> ? nullptr : scratch.value + filled * p.value_size;
+      unpack_latent(p, rows, columns, key, wide);
+      segments[num_segments++] = {key, kChunk, rows, wide, wide ? p.value_size : p.head_size, columns};
+    } else if constexpr (std::is_same_v<T, float>) {
       segments[num_segments++] = {page_key + offset, p.block_size, value, nullptr, p.head_size, columns};
     } else {
       auto* key = reinterpret_cast<KeyElement<T>*>(scratch.key) + filled;
@@ -339,22 +381,9 @@ void find_visible(const Problem<T>& p, const Unit& unit, int context, int tree_l
 // Copies all tree keys of the unit to scratch.tree_key.
 template <typename T>
 void transpose_tree(const Problem<T>& p, const Unit& unit, int tree_len, Scratch& scratch) {
-  const int words = p.head_size / kPerWord<T>;
   const T* rows = p.tree_key + p.tree_start[unit.request] * p.key_stride + unit.kv_head * p.key_head_stride;
-  auto* key = reinterpret_cast<KeyElement<T>*>(scratch.tree_key);
-  for (int j = 0; j < tree_len; j += kLanes)
-    for (int word = 0; word < words; word += kLanes) {
-      const T* in = rows + j * p.key_stride + word * kPerWord<T>;
-      auto* const out = key + word * scratch.tree_stride + j;
-      const int tile_rows = std::min(kLanes, tree_len - j);
-      if constexpr (std::is_same_v<T, Half>) {
-        float tile[kLanes][kLanes];
-        for (int i = 0; i < tile_rows; ++i) store(tile[i], widen(in + i * p.key_stride));
-        transpose_tile(tile, sizeof(tile[0]), tile_rows, kLanes, out, scratch.tree_stride);
-      } else {
-        transpose_tile(in, p.key_stride * sizeof(T), tile_rows, words - word, out, scratch.tree_stride);
-      }
-    }
+  transpose_rows(rows, p.key_stride, tree_len, p.head_size, reinterpret_cast<KeyElement<T>*>(scratch.tree_key),
+                 scratch.tree_stride);
 }
 
 // Scales scores, caps them and subtracts slope * distance; slope 0 for none.  `distance`: of the first key.
@@ -463,7 +492,7 @@ void weigh_rows(const Problem<T>& p, const Unit& unit, const Positions& chunk, c
 template <typename T>
 void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, const Segment<T>* segments,
                  const RowTile& tile, int context, int tree_len, Scratch& scratch) {
-  const int head_size = p.head_size, words = head_size / kPerWord<T>, rows = tile.rows;
+  const int value_size = p.value_size, words = p.head_size / kPerWord<T>, rows = tile.rows;
   int columns = 0; // up to the last one that a row sees
   for (int r = 0; r < rows; ++r) columns = std::max(columns, scratch.chunk[tile.query[r]].shown);
   if (columns <= chunk.skipped) return;
@@ -484,9 +513,9 @@ void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, 
   float row_scale[kMostRows];
   weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale,
              [&](int r, int column, Vec weights) { store(scratch.scores + r * kChunk + column, weights); });
-  float* const accumulator = scratch.accumulator + tile.row * head_size;
+  float* const accumulator = scratch.accumulator + tile.row * value_size;
   const auto add = [&](const float* weights, int stride, const auto* value, int64_t value_stride, int depth) {
-    multiply(rows, weights, stride, value, value_stride, depth, head_size, accumulator, head_size, row_scale);
+    multiply(rows, weights, stride, value, value_stride, depth, value_size, accumulator, value_size, row_scale);
     std::fill_n(row_scale, rows, 1.0f);
   };
   for (int s = 0, column = chunk.skipped; column < cached; column += segments[s++].columns) {
@@ -756,7 +785,7 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, int first, int context,
   int last = 0;
   for (int i = 0, queries = num_queries(unit, p.group); i < queries; ++i) {
     const int end = scratch.end[i] - first;
-    const int shown = std::clamp(end, 0, kChunk), hidden = p.window ? std::clamp(end - p.window, 0, shown) : 0;
+    const int shown = std::clamp(end, 0, kChunk), hidden = std::clamp(p.first_seen(scratch.end[i]) - first, 0, shown);
     scratch.chunk[i] = {hidden, shown};
     if (hidden < shown) chunk.skipped = std::min(chunk.skipped, hidden / kSkipped * kSkipped);
     last = std::max(last, shown);
@@ -807,7 +836,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
     scratch.maxima[row] = -1e30f; // finite, so that a chunk without visible keys does not change the row
     scratch.totals[row] = Vec{};
   }
-  std::fill_n(scratch.accumulator, unit.num_rows * head_size, 0.0f);
+  std::fill_n(scratch.accumulator, unit.num_rows * p.value_size, 0.0f);
 
   find_visible(p, unit, context, tree_len, scratch);
   transpose_tree(p, unit, tree_len, scratch);
@@ -817,7 +846,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
   if (const int height = std::min(unit.num_rows, kMostRows); tiles) in_use.emplace(height, height);
 #endif
   const auto [least, most] = std::minmax_element(scratch.end, scratch.end + num_queries(unit, p.group));
-  const int first = p.window ? std::max(*least - p.window, 0) : 0, until = *most;
+  const int first = std::max(p.first_seen(*least), 0), until = *most;
   for (int position = first / kChunk * kChunk; position < until; position += kChunk)
     attend_chunk(p, unit, position, std::min(context, until), tree_len, tiles, scratch);
 
@@ -826,7 +855,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
     if (p.sinks && total > 0.0f)
       total += std::exp2(p.sinks[head(row)] * kLog2E - scratch.maxima[row] * p.softmax_scale());
     store_output(p.output + token(row) * p.output_stride + head(row) * p.output_head_stride,
-                 scratch.accumulator + row * head_size, total == 0.0f ? 0.0f : 1.0f / total, head_size);
+                 scratch.accumulator + row * p.value_size, total == 0.0f ? 0.0f : 1.0f / total, p.value_size);
   }
 }
 
@@ -870,20 +899,20 @@ void run(const Problem<T>& p, int num_reqs) {
 }
 
 template <typename T>
-void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tensor& kv_cache, bool amx,
+void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tensor& kv_cache, int64_t layout,
               const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
               const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
               const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
               const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, bool causal) {
+              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local, bool causal) {
   const auto data = [](const at::Tensor& t) { return static_cast<T*>(t.data_ptr()); };
   const auto ints = [](const at::Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
   Problem<T> p{};
   p.cache = data(kv_cache);
   p.page_stride = kv_cache.stride(0), p.head_stride = kv_cache.stride(1);
   p.num_kv_heads = kv_cache.size(1), p.block_size = kv_cache.size(2), p.head_size = query.size(2);
-  p.group = query.size(1) / p.num_kv_heads;
-  p.layout = amx ? Layout::amx : Layout::columns;
+  p.value_size = output.size(2), p.group = query.size(1) / p.num_kv_heads;
+  p.layout = static_cast<Layout>(layout);
   p.query = data(query), p.query_stride = query.stride(0), p.query_head_stride = query.stride(1);
   p.output = data(output), p.output_stride = output.stride(0), p.output_head_stride = output.stride(1);
   p.tree_key = data(tree_key), p.key_stride = tree_key.stride(0), p.key_head_stride = tree_key.stride(1);
@@ -895,6 +924,7 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   p.mask_request_stride = mask.stride(0), p.mask_row_stride = mask.stride(1);
   p.scale = scale, p.soft_cap = soft_cap, p.causal = causal;
   p.window = std::min<int64_t>(window, std::numeric_limits<int>::max());
+  p.local = std::min<int64_t>(local, std::numeric_limits<int>::max());
   p.sinks = sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr;
   p.slopes = slopes ? static_cast<const float*>(slopes->data_ptr()) : nullptr;
 
@@ -918,7 +948,9 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   run(p, num_reqs);
   if (kept) {
     T* copy = static_cast<T*>(kept->data_ptr());
-    for (const at::Tensor& t : {tree_key, tree_value})
+    std::vector<at::Tensor> parts{tree_key, tree_value};
+    parts.resize(kept->size(0));
+    for (const at::Tensor& t : parts)
       for (int64_t row = 0; row < t.size(0); ++row)
         for (int64_t head = 0; head < t.size(1); ++head, copy += p.head_size)
           std::memcpy(copy, data(t) + row * t.stride(0) + head * t.stride(1), p.head_size * sizeof(T));
@@ -926,24 +958,32 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
 }
 
 // Checks the tensors, and attends; `causal`: the queries are the context's last tokens, and there are no tree keys.
-void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
             const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
             const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
             const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
             const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-            const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, bool causal) {
+            const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local, bool causal) {
   const auto dtype = query.scalar_type();
-  const int64_t head_size = query.size(-1);
+  const bool amx = layout == int64_t(Layout::amx), latent = layout == int64_t(Layout::latent);
+  const int64_t head_size = query.size(-1), value_size = output.size(-1);
   for (const at::Tensor& t : {query, output, tree_key, tree_value})
-    TORCH_CHECK(t.dim() == 3 && t.stride(2) == 1 && t.scalar_type() == dtype && t.size(2) == head_size,
+    TORCH_CHECK(t.dim() == 3 && t.stride(2) == 1 && t.scalar_type() == dtype,
                 "tree_attention: query, output and tree rows must be [rows, heads, head_size] of one dtype");
+  TORCH_CHECK(tree_key.size(2) == head_size && tree_value.size(2) == value_size &&
+                  (latent ? value_size <= head_size && value_size % kGroup == 0 : value_size == head_size),
+              "tree_attention: query and tree keys must have one size, output and tree values another; these sizes are "
+              "equal but in the latent layout");
+  TORCH_CHECK(layout >= 0 && layout <= int64_t(Layout::latent), "tree_attention: there is no such layout");
   for (const at::Tensor& t : {context_lens, query_start, query_lens, tree_start, tree_lens})
     TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kInt && t.is_contiguous() && t.size(0) == context_lens.size(0),
                 "tree_attention: lengths and starts must be int32 [num_reqs]");
   const int64_t num_reqs = context_lens.size(0);
-  TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.scalar_type() == dtype && kv_cache.size(3) == 2 * head_size &&
-                  kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * head_size,
-              "tree_attention: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size], query's dtype");
+  const int64_t content = latent ? head_size : 2 * head_size;
+  TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.scalar_type() == dtype && kv_cache.size(3) == content &&
+                  kv_cache.stride(3) == 1 && kv_cache.stride(2) == content,
+              "tree_attention: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size], query's dtype; "
+              "latents have one head_size");
   TORCH_CHECK(head_size % kGroup == 0 && kv_cache.size(2) % kGroup == 0,
               "tree_attention: head and block sizes must be multiples of 16");
   TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0 && output.size(1) == query.size(1) &&
@@ -956,22 +996,23 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
                   (mask.stride(2) == 1 || mask.size(2) <= 1),
               "tree_attention: mask must be bool [num_reqs, max_query_len, max_tree_len]");
   TORCH_CHECK(!kept || (kept->dim() == 4 && kept->is_contiguous() && kept->scalar_type() == dtype &&
-                        kept->size(0) == 2 && kept->size(1) == tree_key.size(0) &&
+                        kept->size(0) == (latent ? 1 : 2) && kept->size(1) == tree_key.size(0) &&
                         kept->size(1) == tree_value.size(0) && kept->size(2) == tree_key.size(1) &&
                         kept->size(3) == head_size),
-              "tree_attention: kept must be [2, num_tree_rows, num_kv_heads, head_size], query's dtype");
+              "tree_attention: kept must be [2, num_tree_rows, num_kv_heads, head_size], query's dtype; [1, ...] of latents");
   for (const auto& t : {sinks, slopes})
     TORCH_CHECK(!t || (t->dim() == 1 && t->scalar_type() == at::kFloat && t->is_contiguous() &&
                        t->size(0) == query.size(1)),
                 "tree_attention: sinks and slopes must be float32 [num_heads]");
-  TORCH_CHECK(window >= 0 && soft_cap >= 0, "tree_attention: window and soft cap must not be negative");
+  TORCH_CHECK(window >= 0 && soft_cap >= 0 && local >= 0 && !(window && local),
+              "tree_attention: window, soft cap and local must not be negative; only one of window and local is given");
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
               "tree_attention: dtype must be float32, bfloat16 or float16");
   TORCH_CHECK(!amx || dtype == at::kBFloat16, "tree_attention: the amx layout is bfloat16");
   const auto run_as = [&](auto element) {
-    dispatch<decltype(element)>(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens,
+    dispatch<decltype(element)>(query, output, kv_cache, layout, block_table, context_lens, query_start, query_lens,
                                 tree_key, tree_value, tree_start, tree_lens, mask, scale, kept, window, soft_cap, sinks,
-                                slopes, causal);
+                                slopes, local, causal);
   };
   if (dtype == at::kFloat)
     run_as(float{});
@@ -983,27 +1024,28 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
 
 } // namespace
 
-void specplug::causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+void specplug::causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                                 const at::Tensor& block_table, const at::Tensor& seq_lens,
                                 const at::Tensor& query_start, const at::Tensor& query_lens, double scale,
                                 int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks,
-                                const std::optional<at::Tensor>& slopes) {
+                                const std::optional<at::Tensor>& slopes, int64_t local) {
   const at::Tensor no_keys = query.new_empty({0, kv_cache.size(1), query.size(-1)});
+  const at::Tensor no_values = query.new_empty({0, kv_cache.size(1), output.size(-1)});
   const at::Tensor none = seq_lens.new_zeros({seq_lens.size(0)});
   const at::Tensor mask = query.new_empty({seq_lens.size(0), 0, 0}, at::kBool);
-  attend(query, output, kv_cache, amx, block_table, seq_lens, query_start, query_lens, no_keys, no_keys, none, none, mask,
-         scale, std::nullopt, window, soft_cap, sinks, slopes, true);
+  attend(query, output, kv_cache, layout, block_table, seq_lens, query_start, query_lens, no_keys, no_values, none, none,
+         mask, scale, std::nullopt, window, soft_cap, sinks, slopes, local, true);
 }
 
-void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, bool amx,
+void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                               const at::Tensor& block_table, const at::Tensor& context_lens,
                               const at::Tensor& query_start, const at::Tensor& query_lens, const at::Tensor& tree_key,
                               const at::Tensor& tree_value, const at::Tensor& tree_start, const at::Tensor& tree_lens,
                               const at::Tensor& mask, double scale, const std::optional<at::Tensor>& kept, int64_t window,
                               double soft_cap, const std::optional<at::Tensor>& sinks,
-                              const std::optional<at::Tensor>& slopes) {
-  attend(query, output, kv_cache, amx, block_table, context_lens, query_start, query_lens, tree_key, tree_value, tree_start,
-         tree_lens, mask, scale, kept, window, soft_cap, sinks, slopes, false);
+                              const std::optional<at::Tensor>& slopes, int64_t local) {
+  attend(query, output, kv_cache, layout, block_table, context_lens, query_start, query_lens, tree_key, tree_value, tree_start,
+         tree_lens, mask, scale, kept, window, soft_cap, sinks, slopes, local, false);
 }
 
 namespace {
@@ -1034,26 +1076,40 @@ void write_layer(const T* keys, const T* values, const at::Tensor& kv_cache, boo
   }
 }
 
+// Writes rows[i] of one layer's latents, each [num_rows][head_size], to slot slots[i].
 template <typename T>
-void write_layers(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
+void write_latents(const T* latents, const at::Tensor& kv_cache, const int64_t* rows, const int64_t* slots, int64_t count) {
+  const int64_t block_size = kv_cache.size(2), head_size = kv_cache.size(3);
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(static_cast<T*>(kv_cache.data_ptr()) + slots[i] / block_size * kv_cache.stride(0) + slots[i] % block_size * head_size,
+                latents + rows[i] * head_size, head_size * sizeof(T));
+}
+
+template <typename T>
+void write_layers(const at::Tensor& kept, at::TensorList kv_caches, Layout layout, const at::Tensor& rows,
                   const at::Tensor& slots) {
   const auto ints = [](const at::Tensor& t) { return static_cast<const int64_t*>(t.data_ptr()); };
   const T* data = static_cast<const T*>(kept.data_ptr());
   at::parallel_for(0, kv_caches.size(), 1, [&](int64_t first, int64_t last) {
     for (int64_t layer = first; layer < last; ++layer) {
       const T* keys = data + layer * kept.stride(0);
-      write_layer(keys, keys + kept.stride(1), kv_caches[layer], amx, ints(rows), ints(slots), rows.numel());
+      if (layout == Layout::latent)
+        write_latents(keys, kv_caches[layer], ints(rows), ints(slots), rows.numel());
+      else
+        write_layer(keys, keys + kept.stride(1), kv_caches[layer], layout == Layout::amx, ints(rows), ints(slots), rows.numel());
     }
   });
 }
 
 } // namespace
 
-void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool amx, const at::Tensor& rows,
+void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, int64_t layout, const at::Tensor& rows,
                 const at::Tensor& slots) {
   const auto dtype = kept.scalar_type();
-  TORCH_CHECK(kept.dim() == 5 && kept.is_contiguous() && kept.size(0) == (int64_t)kv_caches.size() && kept.size(1) == 2,
-              "write_rows: kept must be [num_layers, 2, num_rows, num_kv_heads, head_size]");
+  const bool amx = layout == int64_t(Layout::amx);
+  const int64_t parts = layout == int64_t(Layout::latent) ? 1 : 2;
+  TORCH_CHECK(kept.dim() == 5 && kept.is_contiguous() && kept.size(0) == (int64_t)kv_caches.size() && kept.size(1) == parts,
+              "write_rows: kept must be [num_layers, 2, num_rows, num_kv_heads, head_size]; [num_layers, 1, ...] of latents");
   TORCH_CHECK(dtype == at::kBFloat16 || ((dtype == at::kFloat || dtype == at::kHalf) && !amx),
               "write_rows: dtype must be float32, bfloat16 or float16, with the amx layout bfloat16");
   for (const at::Tensor& t : {rows, slots})
@@ -1064,7 +1120,7 @@ void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool
   for (const at::Tensor& cache : kv_caches) {
     TORCH_CHECK(cache.dim() == 4 && cache.scalar_type() == dtype && cache.stride(3) == 1 &&
                     cache.stride(2) == cache.size(3) && cache.size(1) == kept.size(3) &&
-                    cache.size(3) == 2 * kept.size(4),
+                    cache.size(3) == parts * kept.size(4),
                 "write_rows: kv_caches must be [num_blocks, num_kv_heads, block_size, 2 * head_size], as kept is");
     const int64_t num_slots = cache.size(0) * cache.size(2);
     for (int64_t i = 0; i < rows.numel(); ++i)
@@ -1072,7 +1128,7 @@ void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, bool
                   row[i], " or slot ", slot[i], " out of range");
   }
   if (dtype == at::kFloat)
-    write_layers<float>(kept, kv_caches, amx, rows, slots);
+    write_layers<float>(kept, kv_caches, static_cast<Layout>(layout), rows, slots);
   else
-    write_layers<uint16_t>(kept, kv_caches, amx, rows, slots);
+    write_layers<uint16_t>(kept, kv_caches, static_cast<Layout>(layout), rows, slots);
 }

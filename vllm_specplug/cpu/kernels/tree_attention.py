@@ -11,6 +11,9 @@ vec, vec16 ``[head_size][block_size]``           ``[block_size][head_size]``
 amx        ``[block/16][head_size/2][16][2]``    ``[head_size/16][block/2][16][2]``
 ========== ===================================== =====================================
 
+Pages of latents (MLA) have the layout ``latent``: ``[block_size][head_size]``, one KV head.  A token's value is the
+first ``value_size`` numbers of its key.
+
 The references also support the layout of CUDA backends, ``token``: ``[block_size][K | V]``, a token's key and value
 side by side.
 """
@@ -25,9 +28,10 @@ import torch
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 
-#: Layouts of the CPU op.
-KV_LAYOUTS = ("vec", "vec16", "amx")
+#: Layouts of the CPU op, and the op's numbers for them.
+KV_LAYOUTS = {"vec": 0, "vec16": 0, "amx": 1, "latent": 2}
 TOKEN_LAYOUT = "token"
+LATENT_LAYOUT = "latent"
 
 
 def tree_attention(
@@ -54,21 +58,23 @@ def tree_attention(
 
     Args:
         query: float32, bfloat16 or float16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
-        output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
-        kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+        output: ``[num_tokens, num_heads, value_size]``; only the rows that ``query_start`` and ``query_lens`` name are
+            written.  ``value_size`` is ``head_size``, or less with latents.
+        kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; of latents
+            ``[num_blocks, 1, block_size, head_size]``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS`` (vLLM's ``layer.isa``).
         block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
         context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
         query_start: int32 ``[num_reqs]``; the request's first row in ``query`` and ``output``.
         query_lens: int32 ``[num_reqs]``; the request's rows there; 0 leaves the request out.
         tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, ``query``'s dtype; any strides but the last.
-        tree_value: as ``tree_key``.
+        tree_value: as ``tree_key``, of ``value_size``.
         tree_start: int32 ``[num_reqs]``; the request's first row in ``tree_key`` and ``tree_value``.
         tree_lens: int32 ``[num_reqs]``; the request's rows there.
         mask: bool ``[num_reqs, max_query_len, max_tree_len]``; row i attends to tree row j.
         scale: factor of the scores.
         kept: receives copies of ``tree_key`` and ``tree_value``: ``[2, num_tree_rows, num_kv_heads, head_size]``,
-            contiguous.
+            contiguous; of latents ``[1, ...]``, without the values.
         traits: what the layer adds to plain softmax.  Distances are counted along a row's visible keys: its context,
             then the tree rows that its mask shows, in order.
     """
@@ -115,9 +121,9 @@ def causal_attention(
     """
     ops = operators()
     assert ops is not None
-    extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
     rows = (seq_lens, query_start, query_lens)
-    ops.causal_attention.default(query, output, kv_cache, _is_amx(kv_layout), block_table, *rows, scale, *extras)
+    layout = _number_of(kv_layout)
+    ops.causal_attention.default(query, output, kv_cache, layout, block_table, *rows, scale, *_extras(traits))
 
 
 def write_rows(
@@ -127,7 +133,7 @@ def write_rows(
 
     Args:
         kept: float32, bfloat16 or float16 ``[num_layers, 2, num_rows, num_kv_heads, head_size]``, contiguous; keys,
-            then values.
+            then values.  Of latents ``[num_layers, 1, ...]``.
         kv_caches: one per layer, as ``kv_cache`` of ``tree_attention``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS``.
         rows: int64 ``[num_written]``; the rows of ``kept`` to write.
@@ -136,7 +142,7 @@ def write_rows(
     ops = operators()
     if ops is None:
         return write_rows_reference(kept, kv_caches, kv_layout, rows, slots)
-    ops.write_rows.default(kept, kv_caches, _is_amx(kv_layout), rows, slots)
+    ops.write_rows.default(kept, kv_caches, _number_of(kv_layout), rows, slots)
 
 
 def select_backend() -> str:
@@ -153,16 +159,19 @@ def _implementation() -> Callable[..., None]:
 
     def call(query, output, kv_cache, kv_layout, *rest_and_traits):
         *rest, traits = rest_and_traits
-        extras = (traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes)
-        op(query, output, kv_cache, _is_amx(kv_layout), *rest, *extras)
+        op(query, output, kv_cache, _number_of(kv_layout), *rest, *_extras(traits))
 
     return call
 
 
-def _is_amx(kv_layout: str) -> bool:
+def _extras(traits: AttentionTraits) -> tuple[object, ...]:
+    return traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes, traits.local
+
+
+def _number_of(kv_layout: str) -> int:
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"unknown kv_layout {kv_layout!r}; valid: {', '.join(KV_LAYOUTS)}")
-    return kv_layout == "amx"
+    return KV_LAYOUTS[kv_layout]
 
 
 def tree_attention_reference(
@@ -192,7 +201,7 @@ def tree_attention_reference(
         if rows == 0:
             continue
         pages = kv_cache[block_table[r, : -(-context // block_size)].long()]
-        context_key, context_value = (t[:, :context] for t in unpack_pages(pages, kv_layout))
+        context_key, context_value = (t[:, :context] for t in unpack_pages(pages, kv_layout, output.shape[2]))
         key = torch.cat([context_key, tree_key[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
         value = torch.cat([context_value, tree_value[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
         # [num_kv_heads, group, rows, head_size] against [num_kv_heads, 1, context + nodes, head_size]
@@ -203,7 +212,7 @@ def tree_attention_reference(
         result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
         output[q0 : q0 + rows] = result.to(output.dtype)
     if kept is not None:
-        kept[0], kept[1] = tree_key, tree_value
+        kept[0], kept[-1] = tree_key, tree_key if kv_layout == LATENT_LAYOUT else tree_value
 
 
 def _softmax(scores: torch.Tensor, visible: torch.Tensor, traits: AttentionTraits) -> torch.Tensor:
@@ -216,6 +225,9 @@ def _softmax(scores: torch.Tensor, visible: torch.Tensor, traits: AttentionTrait
         scores = scores - slopes * distance
     if traits.window:
         visible = visible & (distance < traits.window)
+    if traits.local:
+        own = visible.sum(dim=1, keepdim=True) - 1  # positions of the rows, and of their visible keys
+        visible = visible & (distance <= own % traits.local)
     scores = scores.masked_fill(~visible, float("-inf"))
     if traits.sinks is not None:
         sinks = traits.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
@@ -228,7 +240,11 @@ def write_rows_reference(
     kept: torch.Tensor, kv_caches: Sequence[torch.Tensor], kv_layout: str, rows: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Do ``write_rows`` in plain torch: each page is unpacked and packed again."""
-    for (key, value), kv_cache in zip(kept, kv_caches, strict=True):
+    for tensors, kv_cache in zip(kept, kv_caches, strict=True):
+        if kv_layout == LATENT_LAYOUT:
+            kv_cache[slots // kv_cache.shape[2], 0, slots % kv_cache.shape[2]] = tensors[0, rows, 0]
+            continue
+        key, value = tensors
         block_size = kv_cache.shape[2]
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             block, offset = divmod(slot, block_size)
@@ -237,12 +253,17 @@ def write_rows_reference(
             kv_cache[block] = pack_pages(page[0][None], page[1][None], kv_layout)[0]
 
 
-def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extract keys and values from ``[num_pages, num_kv_heads, block_size, 2 * head_size]`` pages.
+def unpack_pages(
+    pages: torch.Tensor, kv_layout: str, value_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Extract keys and values from ``[num_pages, num_kv_heads, block_size, 2 * head_size]`` pages, or from latents.
 
     Returns:
-        Two ``[num_kv_heads, num_pages * block_size, head_size]`` tensors.
+        Two ``[num_kv_heads, num_pages * block_size, head_size]`` tensors; values of latents have ``value_size``.
     """
+    if kv_layout == LATENT_LAYOUT:
+        latents = pages.transpose(0, 1).flatten(1, 2)
+        return latents, latents[..., :value_size]
     num_pages, num_kv_heads, block_size, width = pages.shape
     head_size = width // 2
     if kv_layout == TOKEN_LAYOUT:
@@ -250,7 +271,7 @@ def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, tor
         return key, value
     key, value = pages.reshape(num_pages, num_kv_heads, 2, block_size, head_size).unbind(2)
     shape = (num_pages, num_kv_heads)
-    if _is_amx(kv_layout):
+    if _number_of(kv_layout) == KV_LAYOUTS["amx"]:
         key = key.reshape(*shape, block_size // 16, head_size // 2, 16, 2).permute(1, 0, 2, 4, 3, 5)
         value = value.reshape(*shape, head_size // 16, block_size // 2, 16, 2).permute(1, 0, 3, 5, 2, 4)
     else:
@@ -261,16 +282,18 @@ def unpack_pages(pages: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, tor
 
 
 def pack_pages(key: torch.Tensor, value: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    """Pack one page per leading index: the inverse of ``unpack_pages``.
+    """Pack one page per leading index: the inverse of ``unpack_pages``; latents are packed from the keys.
 
     Args:
         key: ``[num_pages, num_kv_heads, block_size, head_size]``.
         value: as ``key``.
     """
     shape, (block_size, head_size) = key.shape[:2], key.shape[2:]
+    if kv_layout == LATENT_LAYOUT:
+        return key
     if kv_layout == TOKEN_LAYOUT:
         return torch.cat([key, value], dim=-1)
-    if _is_amx(kv_layout):
+    if _number_of(kv_layout) == KV_LAYOUTS["amx"]:
         key = key.reshape(*shape, block_size // 16, 16, head_size // 2, 2).transpose(3, 4)
         value = value.reshape(*shape, block_size // 2, 2, head_size // 16, 16).permute(0, 1, 4, 2, 5, 3)
     else:

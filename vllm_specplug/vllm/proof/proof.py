@@ -63,9 +63,11 @@ class Proof:
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._has_states = any(isinstance(spec, MambaSpec) for spec in specs)
         # A layer that keeps one state for the whole request has a block of all its tokens.
-        sizes = [spec.block_size for spec in specs if spec.block_size < runner.max_model_len]
-        page, read_all = math.lcm(*sizes), self._has_states
-        places = choose_places(page, self._windows(), self._branch_depth, room, runner.max_model_len, read_all)
+        page = math.lcm(*(spec.block_size for spec in specs if spec.block_size < runner.max_model_len))
+        arguments = (self._windows(), self._branch_depth, room, runner.max_model_len, self._has_states)
+        places = choose_places(math.lcm(page, *self._chunks()), *arguments)  # the tree crosses the end of a chunk
+        if places is None or not places.boundary:
+            places = choose_places(page, *arguments)
         if places is None:
             raise CannotProve(f"max_model_len={runner.max_model_len} is too short")
         self._places: Places = places
@@ -86,6 +88,11 @@ class Proof:
     def _windows(self) -> list[int]:
         layers = get_layers_from_vllm_config(self._driver.runner.vllm_config, AttentionLayerBase).values()
         return sorted({layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)})
+
+    def _chunks(self) -> set[int]:
+        """Return the sizes of chunks of local attention."""
+        layers = get_layers_from_vllm_config(self._driver.runner.vllm_config, AttentionLayerBase).values()
+        return {layer.attention_chunk_size for layer in layers if getattr(layer, "attention_chunk_size", None)}
 
     @torch.inference_mode()
     def run(self) -> Evidence | None:

@@ -178,7 +178,7 @@ def serve_plainly(driver: Driver) -> None:
     runner = driver.runner
     if isinstance(driver, DriverV1):
         for layer in get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase).values():
-            if isinstance(impl := getattr(layer, "impl", None), TreeAttentionImpl):
+            if isinstance(impl := getattr(layer, "impl", None), TreeAttentionImpl) and not impl.local:
                 impl.computes_all_rows = False  # the fault may be our kernel's
         runner.propose_draft_token_ids = no_drafts_v1(runner)
         return
