@@ -31,7 +31,7 @@ _REFUSED = {
         f"a P-EAGLE head, {_PARALLEL}",
         "vLLM's own method 'eagle3' with \"parallel_drafting\": true drafts chains from it",
     ),
-    "dflash": (f"a DFlash drafter, {_PARALLEL}", "vLLM's own method 'dflash' drafts chains from it"),
+    "dflash": (f"a DFlash drafter, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
     "dspark": (f"a DSpark drafter, {_PARALLEL}", "vLLM's own method 'dspark' drafts chains from it"),
     "mtp": (
         "MTP layers, which belong to a target's own checkpoint",
@@ -42,9 +42,17 @@ _REFUSED = {
     "medusa": ("a set of Medusa heads", "the method 'medusa' serves it"),
     "model": (
         "a whole language model and not a draft head",
-        "is this the target's own folder? Give the head's folder; a small model drafts chains with vLLM's own method "
-        "'draft_model'",
+        "is this the target's own folder? Give the head's folder; the method 'draft_tree' drafts trees with "
+        "a small model",
     ),
+}
+#: By kind: the method that drafts trees from such a checkpoint.
+METHOD_OF = {
+    "eagle": "eagle2",
+    "eagle3": "eagle2",
+    "medusa": "medusa",
+    "dflash": "dflash_tree",
+    "model": "draft_tree",
 }
 _NAMES = {"eagle": "an EAGLE-1/2 or HASS head", "eagle3": "an EAGLE-3 head"}
 
@@ -123,6 +131,13 @@ def name_of(kind: str) -> str:
     return _REFUSED[kind][0] if kind in _REFUSED else f"a drafter of the kind {kind!r}"
 
 
+def served_by(kind: str) -> str:
+    """Return what serves a kind that no EAGLE drafter is."""
+    if kind in _NAMES:
+        return "the method 'eagle2' serves it"
+    return _REFUSED.get(kind, ("", "use an EAGLE, HASS or EAGLE-3 head for this target"))[1]
+
+
 def refuse_others(path: object, kind: str, config: Mapping, shapes: Mapping) -> None:
     """Refuse all but an EAGLE-3 head, and an EAGLE-1/2 or HASS head of one layer.
 
@@ -130,7 +145,7 @@ def refuse_others(path: object, kind: str, config: Mapping, shapes: Mapping) -> 
         CheckpointError: with the kind, and what serves it.
     """
     if kind not in _NAMES:
-        fix = _REFUSED.get(kind, ("", "use an EAGLE, HASS or EAGLE-3 head for this target"))[1]
+        fix = served_by(kind)
         if kind == "unknown":
             names = f"its tensors are {', '.join(sorted(shapes)[:3])}, ..." if shapes else "it has no tensors"
             raise CheckpointError(f"{path} is not a draft checkpoint of a known kind: {names}; {fix}.")

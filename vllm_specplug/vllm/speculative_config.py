@@ -31,7 +31,8 @@ from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multipl
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 from vllm_specplug.vllm.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
-from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules
+from vllm_specplug.vllm.drafters.draft_model import check_draft_model
+from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules, has_layers
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.features import (
     V2_NAME,
@@ -61,7 +62,7 @@ EAGLE_MODEL = "vllm_specplug.vllm.drafters.eagle_model:SpecPlugEagleForCausalLM"
 
 @config
 class TreeSpeculativeConfig(SpeculativeConfig):
-    """vLLM's configuration of ``eagle``, ``eagle3``, ``mtp`` or a custom drafter, with our options beside it.
+    """vLLM's configuration of its method that loads the drafter, or of a custom drafter, with our options beside it.
 
     vLLM does what it does for those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
     lookahead slots.  The class is importable and picklable, because it is sent to the engine core and the workers.
@@ -104,10 +105,12 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self):
         asked = self.method
         result = super().__post_init__()
-        if asked == "mtp" and self.method != asked:
+        if asked in ("mtp", "draft_model") and self.method != asked:
+            cause = "because of a word in the path: rename the folder"
+            if self.method == "mtp":
+                cause = "because its config names MTP layers: use another model, or the method eagle2 or lookup"
             raise ConfigError(
-                f"vLLM takes {self.target_model_config.model!r} for a drafter of its method {self.method!r}, because "
-                "of a word in the path: rename the folder"
+                f"vLLM takes {self.draft_model_config.model!r} for a drafter of its method {self.method!r}, {cause}"
             )
         _register_model()
         if self.method == "mtp":
@@ -119,6 +122,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         if entries:
             self.update_arch_()
         return result
+
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """Do nothing: ``check_draft_model`` compares the tokens, and accepts padded vocabularies."""
 
     def use_multi_module_mtp(self) -> bool:
         """Return False: the first MTP module drafts all levels, so prompts are read as for one module."""
@@ -189,7 +195,7 @@ def build(
     target_parallel_config.worker_cls = path_of_mixed(setting.worker, theirs) if theirs else setting.worker
     theirs = users_class(engine_args.scheduler_cls)
     engine_args.scheduler_cls = path_of_mixed(setting.scheduler, theirs) if theirs else setting.scheduler
-    return TreeSpeculativeConfig(
+    config = TreeSpeculativeConfig(
         method=vllm_method,
         model=model,
         **revisions,
@@ -208,6 +214,9 @@ def build(
         published_folder=folder,
         trainer=(sys.executable, "-m", "vllm_specplug.cli.cli", *trainer) if trainer else (),
     )
+    if vllm_method == "draft_model":
+        check_draft_model(config)
+    return config
 
 
 def _chooses_graph_sizes(engine_args: Any) -> bool:
@@ -237,7 +246,8 @@ def _chosen(given: dict[str, Any], target: Any) -> tuple[dict[str, Any], tuple[s
     options = parse_options(given)
     if (choose := find_method(options.method).choose) is None:
         return given, ()
-    choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
+    info = replace(target_info(target), has_mtp_layers=has_layers(target))
+    choice = choose(options, info, target.model, current_platform.is_cpu())
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
     )

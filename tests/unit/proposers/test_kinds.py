@@ -266,7 +266,7 @@ REFUSED = {
             | {"layers.0.input_layernorm.weight": torch.ones(HIDDEN), "hidden_norm.weight": torch.ones(HIDDEN)},
             5,
         ),
-        "a DFlash drafter, which drafts all positions in one forward: vLLM's own method 'dflash'",
+        "a DFlash drafter, which drafts all positions in one forward: the method 'dflash_tree'",
     ),
     "DFlash of the last hidden state": (
         {"architectures": ["DFlashDraftModel"], "dflash_config": {"use_aux_hidden_state": False}},
@@ -347,7 +347,7 @@ def test_a_whole_model_is_no_head(tmp_path):
     write(tmp_path, {"num_hidden_layers": 3}, without(state, "fc.weight") | {"norm.weight": torch.ones(HIDDEN)})
     message = refusal(tmp_path)
     assert "is a whole language model and not a draft head: is this the target's own folder?" in message
-    assert "vLLM's own method 'draft_model'" in message
+    assert "the method 'draft_tree' drafts trees with a small model" in message
 
 
 @pytest.mark.parametrize(

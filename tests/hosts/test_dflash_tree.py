@@ -1,0 +1,48 @@
+"""Trees from a DFlash head: the tokens are those of plain vLLM, and drafts are accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.doubles import dflash
+from tests.hosts.conftest import (
+    SEEDED,
+    acceptance_length,
+    check_prefix_cache_hits,
+    counters,
+    make_prompts,
+    runner_of,
+    token_ids,
+)
+from tests.hosts.test_architectures import PARAMS, PROMPTS
+
+TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
+SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
+
+
+@pytest.fixture(scope="module")
+def head(checkpoints, tmp_path_factory) -> str:
+    """It knows the greedy answers to every other prompt by heart."""
+    known = [prompt["prompt_token_ids"] for prompt in PROMPTS[::2]]
+    folder = tmp_path_factory.mktemp("dflash") / "head"
+    checkpoints["dflash"] = dflash.write_head(folder, checkpoints["target"], known, answer_len=40)
+    return "dflash"
+
+
+def test_same_as_plain(engine, head):
+    """Greedy and seeded; too few KV blocks, chunked prefill, then prompts that continue answers."""
+    plain = engine(**SETTINGS)
+    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
+    scarce = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64}
+    llm = engine(head, TREE, **scarce, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert counters(llm)["preemptions"] > 0
+    assert runner_of(llm).drafter.draft_layers
+    before = counters(llm)
+    known = token_ids(plain.generate(PROMPTS[::2], PARAMS[::2], use_tqdm=False))
+    assert token_ids(llm.generate(PROMPTS[::2], PARAMS[::2], use_tqdm=False)) == known
+    assert acceptance_length(llm, before) > 3
+    prompts = make_prompts(4)
+    expected = token_ids(plain.generate(prompts, SEEDED, use_tqdm=False))
+    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
+    check_prefix_cache_hits(plain, llm, PROMPTS[:2])
