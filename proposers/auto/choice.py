@@ -67,9 +67,11 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
             source["record_mib"] = options.record_mib
         trainer = ("learn", str(recorded), "--target", name, "--out", str(head), "--nice", TRAINER_NICE)
     elif drafter is None and method != "mtp_tree":
-        why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, it has no MTP layers, and no 'model' was given"
+        missing = "it has no MTP layers, and no drafter was given as 'model'"
+        why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, {missing}"
         return Choice({**lookup, **common}, why)
-    if on_cpu and "model" in source and is_published(Path(source["model"]).expanduser()) and common.setdefault("reload", True):
+    published = "model" in source and is_published(Path(source["model"]).expanduser())
+    if on_cpu and published and common.setdefault("reload", True):
         why += ", whose new versions are taken while serving"
     config = {"method": "union", "sources": [source, lookup], **common}
     return Choice(config, f"lookup and {why}, {how}", trainer)

@@ -42,7 +42,7 @@ def configure(options: DraftTreeOptions, target: TargetInfo) -> DrafterConfig:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse draft heads.
+    """Refuse draft heads; whether the vocabulary fits is known when vLLM has read the tokenizers.
 
     Raises:
         CheckpointError: with the kind, and what serves it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -135,7 +136,13 @@ def write_head(
         optimiser.zero_grad()
         torch.stack(losses).mean().backward()
         optimiser.step()
-    return _write(path, config(positions), {name: one.detach() for name, one in head.state_dict().items()})
+    return write(path, head, positions)
+
+
+def write(path: Path, head: Head | None = None, positions: int = 4, **changes: Any) -> Path:
+    """Write a head, untrained if none is given, with ``changes`` of its config."""
+    state = {name: one.detach() for name, one in (head or Head()).state_dict().items()}
+    return _write(path, config(positions) | changes, state)
 
 
 def config(positions: int) -> dict:

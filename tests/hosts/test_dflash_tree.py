@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from vllm import SamplingParams
 
 from tests.doubles import dflash
 from tests.hosts.conftest import (
@@ -10,6 +11,7 @@ from tests.hosts.conftest import (
     acceptance_length,
     check_prefix_cache_hits,
     counters,
+    drafts_after_pauses,
     make_prompts,
     runner_of,
     token_ids,
@@ -38,11 +40,28 @@ def test_same_as_plain(engine, head):
     assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
     assert counters(llm)["preemptions"] > 0
     assert runner_of(llm).drafter.draft_layers
-    before = counters(llm)
-    known = token_ids(plain.generate(PROMPTS[::2], PARAMS[::2], use_tqdm=False))
-    assert token_ids(llm.generate(PROMPTS[::2], PARAMS[::2], use_tqdm=False)) == known
-    assert acceptance_length(llm, before) > 3
     prompts = make_prompts(4)
     expected = token_ids(plain.generate(prompts, SEEDED, use_tqdm=False))
     assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
     check_prefix_cache_hits(plain, llm, PROMPTS[:2])
+
+
+def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, head):
+    """The same head, and the same number of verified tokens; it knows some answers by heart."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    chain = {"method": "dflash", "model": str(checkpoints[head]), "num_speculative_tokens": 4}
+    stock = engine(speculative_config=chain, **SETTINGS)
+    expected = token_ids(stock.generate(PROMPTS, params, use_tqdm=False))
+    llm = engine(head, {**TREE, "num_speculative_tokens": 4}, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    assert acceptance_length(llm) >= acceptance_length(stock) > 2
+
+
+def test_a_union_with_a_measured_budget(engine, checkpoints, head, monkeypatch):
+    expected = token_ids(engine(**SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    sources = [{"method": "dflash_tree", "model": str(checkpoints[head])}, {"method": "lookup"}]
+    union = {"method": "union", "sources": sources, "budget": "measured", "num_speculative_tokens": 12}
+    llm = engine(speculative_config=union, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    answers, _ = drafts_after_pauses(monkeypatch, llm, PROMPTS, PARAMS)
+    assert answers == expected

@@ -123,6 +123,11 @@ class TreeSpeculativeConfig(SpeculativeConfig):
             self.update_arch_()
         return result
 
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Return the rows that vLLM's proposer adds to those of each request; a DFlash block is no part of them."""
+        return int(self.uses_draft_model())
+
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Do nothing: ``check_draft_model`` compares the tokens, and accepts padded vocabularies."""
 

@@ -10,10 +10,12 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_specplug.config import ConfigError
 from vllm_specplug.cpu.drafters.catch_up import MissedRows
 from vllm_specplug.cpu.drafters.levels import LevelDrafter, slots_of
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.draft_model import DraftModelScorer
+from vllm_specplug.vllm.kv_groups import groups_by_layer
 
 #: Of a row whose key/value is not written.
 NO_SLOT = -1
@@ -41,6 +43,19 @@ class TreeDraftModelProposer(LevelDrafter, DraftModelProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(torch.nn.Module())  # nothing is shared with the target
         self._scorer = DraftModelScorer(self.model, self.vllm_config)
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Refuse a drafter whose layers have several block tables.
+
+        Raises:
+            ConfigError: with the fix.
+        """
+        if len({group for name, group in groups_by_layer(kv_cache_config).items() if name in self.draft_layers}) > 1:
+            raise ConfigError(
+                f"method {self.options.method!r}: vLLM keeps layers of the drafter {self.options.model!r} in several "
+                "KV cache groups, because some have a sliding window: start with --disable-hybrid-kv-cache-manager, or "
+                "use another drafter"
+            )
 
     def _forward(self, hidden_states: torch.Tensor | None = None, **inputs: Any) -> Any:
         return self.model(**inputs)

@@ -85,10 +85,11 @@ def _check_vocabulary(method: str, drafter: Any, target: Any) -> None:
             raise ConfigError(f"{found}: the sizes differ, and there are no tokenizers to compare; {fix}")
         logger.warning("the tokenizers of %s and its drafter %s are not compared", target.model, drafter.model)
         return
-    if missing := [token for token, number in tokens[1].items() if number >= sizes[0]]:
+    own = sorted(tokens[1].items(), key=lambda item: item[1])
+    if missing := [token for token, number in own if number >= sizes[0]]:
         raise ConfigError(f"{found}: it lacks {len(missing)} of its tokens ({_some(missing)}); {fix}")
     by_id = {number: token for token, number in tokens[0].items()}
-    differing = [token for token, number in tokens[1].items() if by_id.get(number, token) != token]
+    differing = [token for token, number in own if by_id.get(number, token) != token]
     if differing:
         raise ConfigError(f"{found}: {len(differing)} token ids mean other tokens ({_some(differing)}); {fix}")
 
