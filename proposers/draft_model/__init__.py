@@ -62,6 +62,9 @@ METHOD = Method(
     "draft_tree",
     DraftTreeOptions,
     model=ModelDrafter(
-        configure, v1="vllm_specplug.cpu.drafters.draft_model:TreeDraftModelProposer", v2=None, is_vllm_model=True
+        configure,
+        v1="vllm_specplug.cpu.drafters.draft_model:TreeDraftModelProposer",
+        v2="vllm_specplug.gpu.drafters.draft_model:TreeDraftModelSpeculator",
+        is_vllm_model=True,
     ),
 )

@@ -21,6 +21,7 @@ from tests.hosts.test_architectures import PARAMS, PROMPTS
 from vllm_specplug.config import ConfigError
 
 TREE = {"method": "draft_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
+LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 
 
@@ -66,13 +67,14 @@ def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path, monkeypat
     )
     for folder in (checkpoints["named"], padded):
         tiny.write_tokenizer(folder)
-    expected = token_ids(engine(target="named", **SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    plain = engine(target="named", **SETTINGS)
+    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
     sources = [{"method": "draft_tree", "model": str(padded)}, {"method": "lookup"}]
     union = {"method": "union", "sources": sources, "budget": "measured", "num_speculative_tokens": 12}
     llm = engine(target="named", speculative_config=union, **SETTINGS)
     assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    answers, share = drafts_after_pauses(monkeypatch, llm, PROMPTS, PARAMS)
-    assert answers == expected and share == 1
+    answers, share = drafts_after_pauses(monkeypatch, llm, PROMPTS, LONG)
+    assert answers == token_ids(plain.generate(PROMPTS, LONG, use_tqdm=False)) and share == 1
 
 
 def test_a_drafter_with_windows_in_some_layers(engine, checkpoints, tmp_path):

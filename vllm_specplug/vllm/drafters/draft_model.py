@@ -25,13 +25,17 @@ class DraftModelScorer:
 
     Attributes:
         max_position: the last position that the drafter knows.
+        has_all: whether it has all of the target's token ids.
+        draft_ids: None: a token has the same id in both.
     """
+
+    draft_ids = None
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any):
         target, drafter = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
         self._model, self._draft_vocab = model, drafter.get_vocab_size()
         self._size = min(self._draft_vocab, target.get_vocab_size())
-        self._has_all = self._draft_vocab >= target.get_vocab_size()
+        self.has_all = self._draft_vocab >= target.get_vocab_size()
         self.max_position = min(drafter.max_model_len, target.max_model_len) - 1
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,7 @@ class DraftModelScorer:
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return token ids that the drafter's embedding has; ids of the target's padding become its last one."""
-        return token_ids if self._has_all else token_ids.clamp(max=self._draft_vocab - 1)
+        return token_ids if self.has_all else token_ids.clamp(max=self._draft_vocab - 1)
 
 
 def check_draft_model(speculative_config: Any) -> None:
