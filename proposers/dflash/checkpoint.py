@@ -61,23 +61,29 @@ def _geometry(config: Mapping) -> Mapping:
 
 def _check_kind(path: Path, config: Mapping, shapes: Mapping) -> None:
     """Refuse heads that compute more than DFlash's layers."""
-    names = " ".join(architectures(config)).lower()
+    names, given = " ".join(architectures(config)).lower(), config.get("dflash_config") or {}
     found = None
     if "dflash2" in names or config.get(SPECULATORS_KEY) == "dflash2":
         found = "a DFlash 2 head, whose convolution vLLM computes on CUDA only"
     elif "lilicorr" in names:
         found = "a LiLiCorr head, which vLLM serves on CUDA only"
-    elif _WINDOWS in (_geometry(config).get("layer_types") or []) or (config.get("dflash_config") or {}).get("use_swa"):
+    elif given.get("use_aux_hidden_state") is False:
+        found = "a DFlash head that reads the target's last hidden state"
+    elif _WINDOWS in (_geometry(config).get("layer_types") or []) or given.get("use_swa"):
         found = "a DFlash head with sliding windows"
     if found is not None:
         raise CheckpointError(
-            f"{path} is {found}: trees are drafted by DFlash heads with full attention; vLLM's own method 'dflash' "
-            "drafts chains from it"
+            f"{path} is {found}: trees are drafted by DFlash heads with full attention that read layers of the target; "
+            "vLLM's own method 'dflash' drafts chains from it"
         )
 
 
 def _check_layers(path: Path, layers: Any, num_layers: int) -> None:
-    if not isinstance(layers, list) or not all(isinstance(one, int) and 0 <= one < num_layers for one in layers):
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or not all(isinstance(one, int) and 0 <= one < num_layers for one in layers)
+    ):
         raise CheckpointError(
             f"{path}/config.json has target_layer_ids {layers}: the target has layers 0 to {num_layers - 1}; use a "
             "head that was trained for this target"

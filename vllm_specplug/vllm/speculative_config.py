@@ -43,7 +43,7 @@ from vllm_specplug.vllm.features import (
     check_tree_attention,
     uses_v2_runner,
 )
-from vllm_specplug.vllm.manifest import MANIFEST_RELOAD
+from vllm_specplug.vllm.manifest import MANIFEST_DRAFTERS, MANIFEST_RELOAD
 from vllm_specplug.vllm.mixed import path_of_mixed, users_class
 from vllm_specplug.vllm.sources import installed_sources
 
@@ -189,6 +189,7 @@ def build(
         if drafter.vllm_method == "mtp":
             options = fit_modules(options, target_model_config)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
+    _check_class(options.method, vllm_method, v2)
     revisions = {}
     if vllm_method == "mtp":  # its layers are in the target's checkpoint
         revisions = {name: getattr(target_model_config, name) for name in ("revision", "code_revision")}
@@ -277,6 +278,20 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
             f"Install {report.distribution} {REFERENCE_VERSION} or a vllm-specplug for this version"
         )
     logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
+
+
+def _check_class(method: str, vllm_method: str, v2: bool) -> None:
+    """Refuse a method whose drafter's class this vLLM lacks.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    report = check_symbols(MANIFEST_DRAFTERS.get((vllm_method, v2), ()), installed_sources().problem)
+    if not report.supported:
+        raise ConfigError(
+            f"method {method!r} cannot run on {report.distribution} {report.version}: {'; '.join(report.problems)}. "
+            f"Install {report.distribution} {REFERENCE_VERSION}, or use the method eagle2 or lookup"
+        )
 
 
 def _check_batch_invariance(options: TreeOptions, on_cpu: bool, v2: bool) -> None:

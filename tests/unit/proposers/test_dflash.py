@@ -44,6 +44,11 @@ GIVEN = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
             {"dflash_config": GIVEN | {"target_layer_ids": [1]}},
             "combines 128 numbers, but 1 layers of the target have 64",
         ),
+        ({"dflash_config": GIVEN | {"target_layer_ids": []}}, "target_layer_ids \\[\\]: the target has layers 0 to 1"),
+        (
+            {"dflash_config": GIVEN | {"use_aux_hidden_state": False}},
+            "a DFlash head that reads the target's last hidden",
+        ),
         ({"dflash_config": GIVEN | {"use_swa": True}}, "a DFlash head with sliding windows"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "a DFlash head with sliding windows"),
         ({"architectures": ["DFlash2DraftModel"]}, "a DFlash 2 head, .*vLLM's own method 'dflash' drafts chains"),

@@ -12,7 +12,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.core.marginals import best_first_tree
 from vllm_specplug.cpu.attention import level_metadata
-from vllm_specplug.cpu.drafters.levels import LevelDrafter
+from vllm_specplug.cpu.drafters.levels import LevelDrafter, plain_positions
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.setup import target_info
@@ -46,7 +46,7 @@ class TreeDFlashProposer(LevelDrafter, DFlashProposer):
         **_: Any,
     ) -> None:
         """Write the keys and values of context rows."""
-        positions = target_positions if target_positions.dim() == 1 else target_positions[0]
+        positions = plain_positions(target_positions)
         context = self.model.combine_hidden_states(target_hidden_states)
         slots = common_attn_metadata.slot_mapping[: len(context)]
         self.model.precompute_and_store_context_kv(context, positions, slots)
@@ -55,7 +55,8 @@ class TreeDFlashProposer(LevelDrafter, DFlashProposer):
         """Draft one tree per request; vLLM would draft a chain."""
         self._read(**kwargs)
         metadata = kwargs["common_attn_metadata"]
-        hidden = self._predict(next_token_ids, metadata.seq_lens, metadata.block_table_tensor)
+        last = plain_positions(kwargs["target_positions"])[metadata.query_start_loc[1:].long() - 1]
+        hidden = self._predict(next_token_ids, last + 1, metadata.seq_lens, metadata.block_table_tensor)
         children = self._children(hidden)
         draft = best_first_tree(
             next_token_ids.long(),
@@ -67,14 +68,18 @@ class TreeDFlashProposer(LevelDrafter, DFlashProposer):
         return self._without_unread(draft)
 
     def _predict(
-        self, root_token_ids: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor
+        self,
+        root_token_ids: torch.Tensor,
+        root_positions: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
     ) -> torch.Tensor:
         """Run the head over the blocks: hidden states ``[num_reqs, num_positions, hidden_size]`` of the mask tokens."""
         num_reqs, size = len(root_token_ids), self.options.scratch_rows
         token_ids = torch.full((num_reqs, size), self.parallel_drafting_token_id, dtype=torch.int32)
         token_ids[:, 0] = root_token_ids
         # Near max_model_len the last positions cannot be emitted anyway.
-        positions = (context_lens.long().unsqueeze(1) + torch.arange(size)).clamp(max=self.max_model_len - 1)
+        positions = (root_positions.unsqueeze(1) + torch.arange(size)).clamp(max=self.max_model_len - 1)
         starts, rows = self._scratch.places(num_reqs, size, 0)
         scratch = self._scratch.scratch.at(rows, num_reqs * size)
         mask = self._mask.expand(num_reqs, -1, -1)

@@ -17,7 +17,7 @@ from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.cpu.drafters.draft_operator import DraftOperator
 from vllm_specplug.cpu.drafters.eagle_version import NewEagleVersion
 from vllm_specplug.cpu.drafters.growth import Growth
-from vllm_specplug.cpu.drafters.levels import LevelDrafter, draft_metadata
+from vllm_specplug.cpu.drafters.levels import LevelDrafter, draft_metadata, plain_positions
 from vllm_specplug.cpu.kernels.draft_layer import DraftVocabulary
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
@@ -105,7 +105,7 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
         metadata = kwargs["common_attn_metadata"]
         last = metadata.query_start_loc[1:] - 1
         shifted = rotated(kwargs["target_token_ids"], last, kwargs["next_token_ids"])
-        positions = _plain(kwargs["target_positions"])
+        positions = plain_positions(kwargs["target_positions"])
         self.context.write(shifted, positions, kwargs["target_hidden_states"], metadata.slot_mapping)
 
     def propose_by_operator(
@@ -163,7 +163,7 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
         last = metadata.query_start_loc[1:].long() - 1
         slots = metadata.slot_mapping[: len(token_ids)]
         shifted = rotated(token_ids, last, kwargs["next_token_ids"])
-        self.context.write(shifted, _plain(positions), hidden_states, slots)
+        self.context.write(shifted, plain_positions(positions), hidden_states, slots)
         query_start = torch.arange(metadata.num_reqs + 1, dtype=torch.int32)
         one_row_each = draft_metadata(
             query_start, metadata.seq_lens, 1, metadata.max_seq_len, metadata.block_table_tensor, slots[last]
@@ -218,8 +218,3 @@ def rotated(token_ids: torch.Tensor, last: torch.Tensor, next_token_ids: torch.T
     shifted = token_ids.roll(-1)
     shifted[last.long()] = next_token_ids.to(shifted.dtype)
     return shifted
-
-
-def _plain(positions: torch.Tensor) -> torch.Tensor:
-    """Return the positions that vLLM gives a drafter without M-RoPE: ``[num_rows]``, M-RoPE's first component."""
-    return positions if positions.dim() == 1 else positions[0]

@@ -248,6 +248,11 @@ def slots_of(positions: torch.Tensor, block_rows: torch.Tensor, block_size: int)
     return blocks.long() * block_size + positions % block_size
 
 
+def plain_positions(positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions that vLLM gives a drafter without M-RoPE: ``[num_rows]``, M-RoPE's first component."""
+    return positions if positions.dim() == 1 else positions[0]
+
+
 def draft_metadata(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
