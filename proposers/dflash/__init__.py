@@ -1,4 +1,4 @@
-"""DFlash: a head that predicts all positions in one forward drafts a tree of the likeliest paths (DDTree)."""
+"""DFlash and P-EAGLE: heads that predict all positions in one forward draft trees of the likeliest paths (DDTree)."""
 
 from __future__ import annotations
 
@@ -58,14 +58,11 @@ def configure(options: DFlashOptions, target: TargetInfo) -> DrafterConfig:
     """Check a head against the target; vLLM loads it with its own class."""
     from .checkpoint import read_head
 
-    path, completed = read_head(options, target)
-    return DrafterConfig(completed, "dflash", str(path))
+    return read_head(options, target)
 
 
 METHOD = Method(
     "dflash_tree",
     DFlashOptions,
-    model=ModelDrafter(
-        configure, v1="vllm_specplug.cpu.drafters.dflash:TreeDFlashProposer", v2=None, is_vllm_model=True
-    ),
+    model=ModelDrafter(configure, v1="vllm_specplug.cpu.drafters.best_first:make_drafter", v2=None, is_vllm_model=True),
 )

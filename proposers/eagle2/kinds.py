@@ -13,11 +13,14 @@ LAYER_NAMES = ("midlayer", "layers.0")
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 _MEDUSA = re.compile(r"^(medusa_heads?\.)?\d{1,4}\.\d{1,4}\.(linear\.)?(weight|bias)$", re.ASCII)
 _MTP = re.compile(r"(^|\.)(mtp|mtp_layers|eh_proj|enorm|hnorm)\.")
+#: Of a P-EAGLE head: the keys of its mask token, and the tensor of the mask's hidden state.
+PARALLEL_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+MASK_STATE = "mask_hidden"
 #: By kind: keys of a config that only this kind has.
 _KEYS = {
     "dspark": ("markov_rank", "dspark_target_layer_ids"),
     "dflash": ("dflash_config",),
-    "peagle": ("ptd_token_id", "pard_token"),
+    "peagle": PARALLEL_KEYS[:2],
 }
 #: By kind: a part of the names of its architectures, in small letters.
 _ARCHITECTURES = {"dspark": "dspark", "dflash": "dflash", "peagle": "peagle", "mtp": "mtp"}
@@ -27,10 +30,7 @@ _SAME_KINDS = {"dflash2": "dflash", "eagle": "eagle of the speculators format"}
 _PARALLEL = "which drafts all positions in one forward"
 #: By kind that an EAGLE drafter cannot serve: words for it, and what serves it.
 _REFUSED = {
-    "peagle": (
-        f"a P-EAGLE head, {_PARALLEL}",
-        "vLLM's own method 'eagle3' with \"parallel_drafting\": true drafts chains from it",
-    ),
+    "peagle": (f"a P-EAGLE head, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
     "dflash": (f"a DFlash drafter, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
     "dspark": (f"a DSpark drafter, {_PARALLEL}", "vLLM's own method 'dspark' drafts chains from it"),
     "mtp": (
@@ -52,6 +52,7 @@ METHOD_OF = {
     "eagle3": "eagle2",
     "medusa": "medusa",
     "dflash": "dflash_tree",
+    "peagle": "dflash_tree",
     "model": "draft_tree",
 }
 _NAMES = {"eagle": "an EAGLE-1/2 or HASS head", "eagle3": "an EAGLE-3 head"}
@@ -84,7 +85,7 @@ def kind_of(config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def _parallel_kind(config: Mapping, shapes: Mapping) -> str | None:
     """Return the kind of a drafter of all positions in one forward, or None."""
-    if "mask_hidden" in shapes:
+    if MASK_STATE in shapes:
         return "peagle"
     names = architectures(config)
     for kind, part in _ARCHITECTURES.items():

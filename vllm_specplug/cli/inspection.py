@@ -23,6 +23,7 @@ _EAGLE = ("eagle", "eagle3")
 _OTHERS: dict[str, tuple[str | None, str | None]] = {
     "medusa": ("the target's last hidden state", None),
     "dflash": ("hidden states of the layers that its config names", None),
+    "peagle": ("hidden states of the layers that its config names", None),
     "model": ("tokens only", None),
 }
 

@@ -320,7 +320,7 @@ def _check_v2_options(options: TreeOptions) -> None:
 
 
 def _check_record(drafter: DrafterConfig) -> None:
-    if drafter.vllm_method == "eagle3" and drafter.options.record is not None:
+    if drafter.vllm_method == "eagle3" and getattr(drafter.options, "record", None) is not None:
         raise ConfigError(
             f"record={drafter.options.record!r}: the hidden states that EAGLE-3 heads read are not recorded: leave "
             "record out, or use an EAGLE-1/2 or HASS head"

@@ -1,11 +1,14 @@
-"""Which DFlash heads are served, and how many positions they draft."""
+"""Which DFlash and P-EAGLE heads are served, and how many positions they draft."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.doubles import dflash, tiny
+from tests.doubles import dflash, published, tiny
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposer import TargetInfo, find_method
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError
@@ -60,5 +63,17 @@ def test_heads_that_do_not_fit(tmp_path, changes, words):
 
 
 def test_another_kind(tmp_path):
-    with pytest.raises(CheckpointError, match="is an EAGLE-1/2 or HASS head, and .* the method 'eagle2' serves it"):
+    with pytest.raises(CheckpointError, match="is an EAGLE-1/2 or HASS head, and .*: the method 'eagle2' serves it"):
         configure(tiny.write_drafter(tmp_path))
+
+
+def test_a_parallel_eagle_head(tmp_path):
+    tensors = load_file(tiny.write_eagle3_drafter(tmp_path / "eagle3") / "model.safetensors")
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    state = published.with_a_mask(config, tensors)
+    found = configure(tiny._write(tmp_path / "peagle", config, state))
+    assert (found.vllm_method, found.options.draft_depth, found.config_entries["ptd_token_id"]) == ("eagle3", 7, 3)
+    with pytest.raises(CheckpointError, match="mask_token_id 160: add the id"):
+        configure(tiny._write(tmp_path / "bad", config | {"ptd_token_id": tiny.VOCAB}, state))
+    with pytest.raises(CheckpointError, match="hidden size 96, the target 64"):
+        configure(tiny._write(tmp_path / "wide", config | {"hidden_size": 96}, state))

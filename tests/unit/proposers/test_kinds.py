@@ -246,7 +246,7 @@ REFUSED = {
     "P-EAGLE of one layer": (
         EAGLE3 | {"ptd_token_id": 3},
         eagle3_state() | {"mask_hidden": torch.zeros(1, 1, 3 * HIDDEN)},
-        "a P-EAGLE head, which drafts all positions in one forward: vLLM's own method 'eagle3' with",
+        "a P-EAGLE head, which drafts all positions in one forward: the method 'dflash_tree'",
     ),
     "P-EAGLE without its key": (
         EAGLE3,
@@ -339,7 +339,7 @@ def test_refused(tmp_path, name):
     write(tmp_path, changes, state)
     assert words in refusal(tmp_path, num_layers=LAYERS)
     found = inspect(str(tmp_path))
-    assert found.problem is None if found.kind in ("medusa", "dflash") else words in found.problem
+    assert found.problem is None if found.kind in ("medusa", "dflash", "peagle") else words in found.problem
 
 
 def test_a_whole_model_is_no_head(tmp_path):

@@ -9,28 +9,21 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
-from vllm_specplug.core.draft_sampling import Children
-from vllm_specplug.core.marginals import best_first_tree
 from vllm_specplug.cpu.attention import level_metadata
-from vllm_specplug.cpu.drafters.levels import LevelDrafter, plain_positions
-from vllm_specplug.cpu.kernels.likeliest import likeliest
+from vllm_specplug.cpu.drafters.best_first import BestFirstDrafter
+from vllm_specplug.cpu.drafters.levels import plain_positions
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetParts
 
-#: Likeliest tokens of a position that can be nodes.
-CANDIDATES = 16
 
-
-class TreeDFlashProposer(LevelDrafter, DFlashProposer):
+class TreeDFlashProposer(BestFirstDrafter, DFlashProposer):
     """A head that reads the target's hidden states as its context, and predicts a block of positions in one forward.
 
     The keys and values of the context come from the accepted path's hidden states and go to the pages.  Those of the
     block, the root and a mask token for each position, stay in a scratch: each row sees the context and, unless the
     head is causal, the whole block.
     """
-
-    grows_by_level = False
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
@@ -57,15 +50,10 @@ class TreeDFlashProposer(LevelDrafter, DFlashProposer):
         metadata = kwargs["common_attn_metadata"]
         last = plain_positions(kwargs["target_positions"])[metadata.query_start_loc[1:].long() - 1]
         hidden = self._predict(next_token_ids, last + 1, metadata.seq_lens, metadata.block_table_tensor)
-        children = self._children(hidden)
-        draft = best_first_tree(
-            next_token_ids.long(),
-            children.token_ids.unflatten(0, hidden.shape[:2]),
-            children.log_probs.unflatten(0, hidden.shape[:2]),
-            self.options.num_speculative_tokens,
-            self.options.node_floor,
-        )
-        return self._without_unread(draft)
+        return self._best_first(next_token_ids, hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.model.compute_logits(hidden), None
 
     def _predict(
         self,
@@ -92,16 +80,3 @@ class TreeDFlashProposer(LevelDrafter, DFlashProposer):
         ):
             hidden = self.model(input_ids=token_ids.flatten(), positions=positions.flatten(), inputs_embeds=None)
         return hidden.unflatten(0, token_ids.shape)[:, 1:]
-
-    def _children(self, hidden: torch.Tensor) -> Children:
-        """Choose the tokens of each position: ``[num_reqs * num_positions, num_candidates]``."""
-        num_reqs, num_positions, _ = hidden.shape
-        logits = self.model.compute_logits(hidden.flatten(0, 1))
-        top_k = min(self.options.num_speculative_tokens, CANDIDATES, logits.shape[1])
-        sampling = self.runner.draft_noise.sampling(num_positions, 1)
-        if sampling is None:
-            return likeliest(logits, top_k, None)
-        levels = logits.unflatten(0, (num_reqs, num_positions))
-        sampled = [sampling.children(levels[:, level], level, top_k) for level in range(num_positions)]
-        token_ids, log_probs = zip(*((one.token_ids, one.log_probs) for one in sampled), strict=True)
-        return Children(torch.stack(token_ids, 1).flatten(0, 1), torch.stack(log_probs, 1).flatten(0, 1))
