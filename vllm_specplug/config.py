@@ -156,7 +156,7 @@ class TreeOptions:
             if not self.has_draft_probs:
                 raise ConfigError(
                     f"verification='rejection' needs draft probabilities, which {self.method} does not have: use "
-                    "eagle2, hass, mtp_tree or medusa, or leave it out"
+                    "eagle2, hass, mtp_tree, draft_tree or medusa, or leave it out"
                 )
             if self.budget == "measured":
                 raise ConfigError(
@@ -262,6 +262,11 @@ class GrownOptions(TreeOptions):
     def level_floor(self) -> float:
         """Return ``min_level_value`` or its default."""
         return _or(self.min_level_value, 0.5 if self.budget == "fixed" else 0.0)
+
+    @property
+    def scratch_rows(self) -> int:
+        """Return the nodes of one request that are fed to the levels."""
+        return self.draft_top_k * max(self.draft_depth - 1, 1)
 
     @property
     def max_nodes(self) -> int:

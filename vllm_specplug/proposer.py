@@ -198,12 +198,14 @@ class TargetInfo:
     Attributes:
         hidden_size, vocab_size, num_layers: of the target model.
         dtype: of its weights.
+        has_mtp_layers: whether `mtp_tree` can draft with it; known where a method is chosen.
     """
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     dtype: torch.dtype
+    has_mtp_layers: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_specplug.config import ConfigError, TreeOptions, parse_options, resolve_drafter, shipped_drafters
 from vllm_specplug.proposer import Choice, TargetInfo, find_method
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config, read_shapes
-from vllm_specplug.proposers.eagle2.kinds import kind_of
+from vllm_specplug.proposers.eagle2.kinds import METHOD_OF, kind_of
 from vllm_specplug.utils.published import is_published, publish, read_current
 
 from .options import AutoOptions
@@ -47,9 +47,13 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
         method, drafter, why = _method_of(options.model), options.model, f"the drafter {options.model}"
     elif shipped is not None:
         method, drafter, why = *shipped, f"the drafter {shipped[1]} ({shipped[0]}), which is shipped for this model"
+    elif target.has_mtp_layers and options.learn is None:
+        method, drafter, why = "mtp_tree", None, "the model's own MTP layers"
     else:
         method, drafter, why = "eagle2", None, "a new drafter"
-    source, trainer, lookup = {"method": method, "model": drafter}, (), {"method": "lookup"}
+    source, trainer, lookup = {"method": method}, (), {"method": "lookup"}
+    if drafter is not None:
+        source["model"] = drafter
     if options.traffic_tokens is not None:
         lookup["traffic_tokens"] = options.traffic_tokens
     if options.learn is not None:
@@ -62,10 +66,12 @@ def choose(options: AutoOptions, target: TargetInfo, name: str, on_cpu: bool) ->
         if options.record_mib is not None:
             source["record_mib"] = options.record_mib
         trainer = ("learn", str(recorded), "--target", name, "--out", str(head), "--nice", TRAINER_NICE)
-    elif drafter is None:
-        why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, and none was given as 'model'"
+    elif drafter is None and method != "mtp_tree":
+        missing = "it has no MTP layers, and no drafter was given as 'model'"
+        why = f"lookup alone, {how}: no drafter is shipped for {Path(name).name}, {missing}"
         return Choice({**lookup, **common}, why)
-    if on_cpu and is_published(Path(source["model"]).expanduser()) and common.setdefault("reload", True):
+    published = "model" in source and is_published(Path(source["model"]).expanduser())
+    if on_cpu and published and common.setdefault("reload", True):
         why += ", whose new versions are taken while serving"
     config = {"method": "union", "sources": [source, lookup], **common}
     return Choice(config, f"lookup and {why}, {how}", trainer)
@@ -113,7 +119,7 @@ def _copy(folder: Path, to: Path) -> None:
 def _method_of(drafter: str) -> str:
     """Return the method of a drafter that was given."""
     folder = resolve_drafter(drafter, AutoOptions.method)
-    return "medusa" if kind_of(read_config(folder), read_shapes(folder)) == "medusa" else "eagle2"
+    return METHOD_OF.get(kind_of(read_config(folder), read_shapes(folder)), "eagle2")
 
 
 def shipped_for(name: str, target: TargetInfo | None = None) -> Iterator[tuple[str, str]]:

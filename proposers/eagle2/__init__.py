@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.proposer import DrafterConfig, Method, ModelDrafter, TargetInfo
@@ -22,7 +22,7 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
     """Check a drafter's checkpoint against the target; vLLM loads it as one of its own EAGLE models."""
     from vllm_specplug.config import resolve_drafter
     from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
-    from vllm_specplug.proposers.eagle2.layout import AUX_KEY, head_dim_of
+    from vllm_specplug.proposers.eagle2.layout import AUX_KEY
 
     path = resolve_drafter(options.model, options.method)
     info = validate_checkpoint(path, target.hidden_size, target.vocab_size, num_layers=target.num_layers)
@@ -31,15 +31,21 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
         entries = {"bias": info.has_bias}
         return DrafterConfig(options, info.kind, str(path), supports_int8=True, config_entries=entries)
     _say_layers(path, info, target.num_layers)
-    entries = {
+    return DrafterConfig(options, info.kind, str(path), config_entries=eagle3_entries(info, target))
+
+
+def eagle3_entries(info: CheckpointInfo, target: TargetInfo) -> dict[str, Any]:
+    """Return what vLLM must read in an EAGLE-3 head's config, whatever its file says."""
+    from vllm_specplug.proposers.eagle2.layout import AUX_KEY, head_dim_of
+
+    return {
         "architectures": [EAGLE3_ARCHITECTURES[info.has_qwen3_layers]],
-        AUX_KEY: list(info.aux_layers),
-        "num_aux_hidden_states": len(info.aux_layers),
+        AUX_KEY: list(info.aux_layers or ()),
+        "num_aux_hidden_states": len(info.aux_layers or ()),
         "target_hidden_size": target.hidden_size,
         "num_hidden_layers": info.num_layers,
         "head_dim": head_dim_of(info.config),
     }
-    return DrafterConfig(options, info.kind, str(path), config_entries=entries)
 
 
 def _say_layers(path: Path, info: CheckpointInfo, num_layers: int) -> None:

@@ -39,7 +39,16 @@ from safetensors.torch import save_file
 
 from vllm_specplug.utils.files import replacing
 
-from .kinds import SPECULATORS_KEY, CheckpointError, kind_of, name_of, reads_last_state, refuse_others
+from .kinds import (
+    MASK_STATE,
+    PARALLEL_KEYS,
+    SPECULATORS_KEY,
+    CheckpointError,
+    kind_of,
+    name_of,
+    reads_last_state,
+    refuse_others,
+)
 from .kinds import num_layers as num_layers_in
 from .layout import aux_layers, check_fields, check_names, expected_shapes, has_qwen3_layers, missing_hint
 from .plain_layout import TARGETS, plain_config, plain_names
@@ -100,6 +109,18 @@ def validate_checkpoint(
             f"`specplug convert {path} --out DIR` makes a checkpoint without them."
         )
     return info
+
+
+def validate_parallel(path: Path, target_hidden_size: int, target_vocab_size: int, num_layers: int) -> CheckpointInfo:
+    """Check a P-EAGLE head as an EAGLE-3 head with a mask's hidden state beside it; see `validate_checkpoint`."""
+    config, shapes = read_config(path), read_shapes(path)
+    config = {key: value for key, value in config.items() if key not in PARALLEL_KEYS}
+    if SPECULATORS_KEY in config:
+        config[SPECULATORS_KEY] = "eagle3"
+    config["architectures"] = ["LlamaForCausalLMEagle3"]  # vLLM's class follows from the tensors
+    shapes = {name: shape for name, shape in shapes.items() if name != MASK_STATE}
+    plain = _in_plain_layout(path, config, shapes)
+    return _check(path, *plain, (target_hidden_size, target_vocab_size), "eagle3", num_layers)
 
 
 def _check(

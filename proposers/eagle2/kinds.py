@@ -13,11 +13,14 @@ LAYER_NAMES = ("midlayer", "layers.0")
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 _MEDUSA = re.compile(r"^(medusa_heads?\.)?\d{1,4}\.\d{1,4}\.(linear\.)?(weight|bias)$", re.ASCII)
 _MTP = re.compile(r"(^|\.)(mtp|mtp_layers|eh_proj|enorm|hnorm)\.")
+#: Of a P-EAGLE head: the keys of its mask token, and the tensor of the mask's hidden state.
+PARALLEL_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+MASK_STATE = "mask_hidden"
 #: By kind: keys of a config that only this kind has.
 _KEYS = {
     "dspark": ("markov_rank", "dspark_target_layer_ids"),
     "dflash": ("dflash_config",),
-    "peagle": ("ptd_token_id", "pard_token"),
+    "peagle": PARALLEL_KEYS[:2],
 }
 #: By kind: a part of the names of its architectures, in small letters.
 _ARCHITECTURES = {"dspark": "dspark", "dflash": "dflash", "peagle": "peagle", "mtp": "mtp"}
@@ -27,11 +30,8 @@ _SAME_KINDS = {"dflash2": "dflash", "eagle": "eagle of the speculators format"}
 _PARALLEL = "which drafts all positions in one forward"
 #: By kind that an EAGLE drafter cannot serve: words for it, and what serves it.
 _REFUSED = {
-    "peagle": (
-        f"a P-EAGLE head, {_PARALLEL}",
-        "vLLM's own method 'eagle3' with \"parallel_drafting\": true drafts chains from it",
-    ),
-    "dflash": (f"a DFlash drafter, {_PARALLEL}", "vLLM's own method 'dflash' drafts chains from it"),
+    "peagle": (f"a P-EAGLE head, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
+    "dflash": (f"a DFlash drafter, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
     "dspark": (f"a DSpark drafter, {_PARALLEL}", "vLLM's own method 'dspark' drafts chains from it"),
     "mtp": (
         "MTP layers, which belong to a target's own checkpoint",
@@ -42,9 +42,18 @@ _REFUSED = {
     "medusa": ("a set of Medusa heads", "the method 'medusa' serves it"),
     "model": (
         "a whole language model and not a draft head",
-        "is this the target's own folder? Give the head's folder; a small model drafts chains with vLLM's own method "
-        "'draft_model'",
+        "is this the target's own folder? Give the head's folder; the method 'draft_tree' drafts trees with "
+        "a small model",
     ),
+}
+#: By kind: the method that drafts trees from such a checkpoint.
+METHOD_OF = {
+    "eagle": "eagle2",
+    "eagle3": "eagle2",
+    "medusa": "medusa",
+    "dflash": "dflash_tree",
+    "peagle": "dflash_tree",
+    "model": "draft_tree",
 }
 _NAMES = {"eagle": "an EAGLE-1/2 or HASS head", "eagle3": "an EAGLE-3 head"}
 
@@ -76,7 +85,7 @@ def kind_of(config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def _parallel_kind(config: Mapping, shapes: Mapping) -> str | None:
     """Return the kind of a drafter of all positions in one forward, or None."""
-    if "mask_hidden" in shapes:
+    if MASK_STATE in shapes:
         return "peagle"
     names = architectures(config)
     for kind, part in _ARCHITECTURES.items():
@@ -123,6 +132,13 @@ def name_of(kind: str) -> str:
     return _REFUSED[kind][0] if kind in _REFUSED else f"a drafter of the kind {kind!r}"
 
 
+def served_by(kind: str) -> str:
+    """Return what serves a kind that no EAGLE drafter is."""
+    if kind in _NAMES:
+        return "the method 'eagle2' serves it"
+    return _REFUSED.get(kind, ("", "use an EAGLE, HASS or EAGLE-3 head for this target"))[1]
+
+
 def refuse_others(path: object, kind: str, config: Mapping, shapes: Mapping) -> None:
     """Refuse all but an EAGLE-3 head, and an EAGLE-1/2 or HASS head of one layer.
 
@@ -130,7 +146,7 @@ def refuse_others(path: object, kind: str, config: Mapping, shapes: Mapping) -> 
         CheckpointError: with the kind, and what serves it.
     """
     if kind not in _NAMES:
-        fix = _REFUSED.get(kind, ("", "use an EAGLE, HASS or EAGLE-3 head for this target"))[1]
+        fix = served_by(kind)
         if kind == "unknown":
             names = f"its tensors are {', '.join(sorted(shapes)[:3])}, ..." if shapes else "it has no tensors"
             raise CheckpointError(f"{path} is not a draft checkpoint of a known kind: {names}; {fix}.")

@@ -68,8 +68,8 @@ class UnionOptions(TreeOptions):
             raise ConfigError(f"sources: {twice[0]!r} is given twice; give each method once")
         if sum(find_method(name).model is not None for name in names) > 1:
             raise ConfigError(
-                "sources: only one of them may be a drafter with weights (eagle2, hass, mtp_tree, medusa, swift): "
-                "leave the others out"
+                "sources: only one of them may be a drafter with weights (eagle2, hass, mtp_tree, draft_tree, "
+                "dflash_tree, medusa, swift): leave the others out"
             )
         object.__setattr__(self, "sources", sources)
 

@@ -45,6 +45,13 @@ def as_modelopt(config: dict, tensors: Tensors) -> Tensors:
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
+def with_a_mask(config: dict, tensors: Tensors) -> Tensors:
+    """P-EAGLE: further positions are predicted from a mask token and its hidden state, for which it is not trained."""
+    config["ptd_token_id"] = 3
+    generator = torch.Generator().manual_seed(5)
+    return tensors | {"mask_hidden": torch.randn(1, 1, tensors["fc.weight"].shape[1], generator=generator)}
+
+
 def with_shared_lm_head(config: dict, tensors: Tensors) -> Tensors:
     """No LM head of its own, and two of the three aux layers."""
     config["eagle_aux_hidden_state_layer_ids"] = [0, 2]

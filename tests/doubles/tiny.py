@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 64, 4, 2, 32, 96, 160
 
@@ -123,6 +123,23 @@ def write_target(
             if redundant is not None and layer in redundant[name]:
                 tensors[f"{prefix}.{output}.weight"].zero_()
     return _write(path, llama_config(num_hidden_layers=num_layers, **FAMILIES[family]), tensors)
+
+
+def write_sibling(path: Path, target: Path, scale: float = 0.5, **changes) -> Path:
+    """A small model that often agrees with ``target``: its first layer, whose outputs are scaled down.
+
+    ``changes`` of its config; its vocabulary is padded to another size.
+    """
+    tensors = load_file(target / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    for name in kept:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            kept[name] = scale * kept[name]
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1, **changes}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        missing = config["vocab_size"] - len(kept[name])
+        kept[name] = torch.nn.functional.pad(kept[name], (0, 0, 0, missing))
+    return _write(path, config, kept)
 
 
 def write_target_with_windows(path: Path, window: int) -> Path:

@@ -131,11 +131,11 @@ def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
-    """Drafts of an EAGLE drafter from now on, by the tokens in front of them."""
-    from vllm_specplug.cpu.drafters.eagle import TreeEagleProposer
+    """Drafts of a drafter that is a model of vLLM from now on, by the tokens in front of them."""
+    from vllm_specplug.cpu.drafters.levels import LevelDrafter
 
     found: dict[tuple[int, ...], list[int]] = {}
-    honest = TreeEagleProposer._end_growth
+    honest = LevelDrafter._without_unread
 
     def recorded(self, *args):
         draft = honest(self, *args)
@@ -146,7 +146,7 @@ def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list
                 found[context] = draft.tree.token_ids[place, : draft.tree.num_rows[place]].tolist()
         return draft
 
-    monkeypatch.setattr(TreeEagleProposer, "_end_growth", recorded)
+    monkeypatch.setattr(LevelDrafter, "_without_unread", recorded)
     return found
 
 
@@ -181,9 +181,9 @@ def drafts_after_pauses(
 
 def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every third draft of an EAGLE drafter raises from now on; the list grows by one with each."""
-    from vllm_specplug.cpu.drafters import eagle as eagle_proposer
+    from vllm_specplug.cpu.drafters import levels
 
-    honest, calls = eagle_proposer.grow_tree, []
+    honest, calls = levels.grow_tree, []
 
     def sometimes(*args, **kwargs):
         calls.append(1)
@@ -191,7 +191,7 @@ def unlucky_drafter(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise RuntimeError("out of luck")
         return honest(*args, **kwargs)
 
-    monkeypatch.setattr(eagle_proposer, "grow_tree", sometimes)
+    monkeypatch.setattr(levels, "grow_tree", sometimes)
     return calls
 
 

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from tests.doubles import tiny
 from tests.hosts.conftest import TREE, make_prompts, runner_of, token_ids
 from vllm_specplug.core.guard import Guard
-from vllm_specplug.cpu.drafters import eagle as eagle_proposer
+from vllm_specplug.cpu.drafters import levels
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.types import Draft, TokenTree
@@ -82,7 +82,7 @@ def expected(engines):
 @pytest.mark.parametrize("method", ["eagle2", "medusa"])
 def test_faulty_drafts(engines, expected, monkeypatch, method, fault):
     """Every other draft is faulty; each costs that step's draft."""
-    module, name = {"eagle2": (eagle_proposer, "grow_tree"), "medusa": (medusa_heads, "fill_tree")}[method]
+    module, name = {"eagle2": (levels, "grow_tree"), "medusa": (medusa_heads, "fill_tree")}[method]
     honest, calls = getattr(module, name), []
 
     def sometimes(*args, **kwargs):

@@ -7,7 +7,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.doubles import published, tiny
-from tests.hosts.conftest import SEEDED, TREE, WHOLE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import SEEDED, TREE, WHOLE, acceptance_length, counters, make_prompts, token_ids
+from vllm_specplug.cpu.drafters import best_first
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.hass.train import HassTrainOptions
@@ -118,4 +119,25 @@ def test_trees_from_heads_as_others_publish_them(
     llm = engine(path.name, TREE, target=target)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     assert acceptance_length(llm) - 1 > share * (heads["eagle3"] - 1)
+    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
+
+
+def test_a_parallel_head(engine, checkpoints, prompts, plain, heads, tmp_path, monkeypatch):
+    """P-EAGLE: our chain accepts what vLLM's does, and a tree of as many nodes more."""
+    source = checkpoints["trained-eagle3"]
+    path = published.rewrite(source, tmp_path / "peagle", published.with_a_mask, checkpoints["target"])
+    checkpoints[path.name] = path
+    chain = {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 4}
+    stock = engine(path.name, chain)
+    assert token_ids(stock.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    tree = {"method": "dflash_tree", "draft_depth": 4, "num_speculative_tokens": 4, "min_node_value": 0.0}
+    llm = engine(path.name, tree)
+    monkeypatch.setattr(best_first, "CANDIDATES", 1)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) == pytest.approx(acceptance_length(stock), rel=0.01) > 1.5
+    monkeypatch.undo()
+    before = counters(llm)
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm, before) > acceptance_length(stock)
+    expected = token_ids(engine().generate(prompts, SEEDED, use_tqdm=False))
     assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected

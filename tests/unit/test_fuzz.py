@@ -17,7 +17,7 @@ from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-METHODS = ("eagle2", "hass", "lookup", "medusa", "mtp_tree", "swift", "union")
+METHODS = ("dflash_tree", "draft_tree", "eagle2", "hass", "lookup", "medusa", "mtp_tree", "swift", "union")
 KEYS = (
     "model", "num_speculative_tokens", "draft_depth", "draft_top_k", "min_node_value", "min_level_value",
     "verification", "typical_epsilon", "typical_delta", "trace_trees", "tree", "dynamic", "sources", "min_match",

@@ -35,6 +35,8 @@ LAYERS = (
 LAZY_ENTRY_POINTS = {
     "vllm_specplug.plugin": "the plugin's entry point: vLLM loads it in every process",
     "vllm_specplug.proposer": "a method names the classes that run its drafter in vLLM",
+    "vllm_specplug.proposers.dflash": "as above",
+    "vllm_specplug.proposers.draft_model": "as above",
     "vllm_specplug.proposers.eagle2": "as above",
     "vllm_specplug.proposers.medusa": "as above",
     "vllm_specplug.proposers.mtp": "as above",

@@ -6,7 +6,16 @@ import pytest
 
 from tests.doubles import mtp, published, tiny
 from tests.hosts.conftest import WHOLE, acceptance_length, counters
-from tests.v2.conftest import ENGINE, PLAIN, answers, same
+from tests.v2.conftest import (
+    ENGINE,
+    PLAIN,
+    SCARCE,
+    answers,
+    check_preemption,
+    check_prefix_cache_hits,
+    same,
+    watch_rounds,
+)
 from vllm_specplug.proposers.eagle3.train import Eagle3Options, Eagle3Task
 from vllm_specplug.proposers.training.features import load_features
 from vllm_specplug.proposers.training.trainer import RunSettings, train
@@ -70,3 +79,17 @@ def test_published_mtp_layers(engine, prompts, checkpoints, tmp_path):
     llm = engine(target="mimo", speculative_config={**TREE, "method": "mtp_tree"}, **ENGINE)
     assert same(answers(llm, prompts[:2]), expected)
     assert acceptance_length(llm) > 1.2
+
+
+def test_a_small_model(engine, prompts, plain, plainly, checkpoints, tmp_path, monkeypatch):
+    """Then with too few blocks and with prompts in chunks; the drafter has half of the target's layers."""
+    checkpoints["small"] = tiny.write_sibling(tmp_path / "small", checkpoints["target"])
+    tree = {**TREE, "method": "draft_tree"}
+    llm = engine("small", tree, **ENGINE)
+    assert same(answers(llm, prompts), plain)
+    assert acceptance_length(llm) > 1.5
+    check_prefix_cache_hits(plainly, llm, prompts)
+    scarce = engine("small", tree, **SCARCE)
+    rounds = watch_rounds(scarce, monkeypatch)  # without a look at the device
+    check_preemption(scarce, prompts, plain)
+    assert len(rounds) > 4

@@ -35,7 +35,7 @@ def test_host_has_the_seams():
     [
         (
             {"method": "swift", "model": None},
-            "'swift'.*use one of eagle2, hass, lookup, medusa, mtp_tree, union, or serve it on a CPU",
+            "'swift'.*use one of draft_tree, eagle2, hass, lookup, medusa, mtp_tree, union, or serve it on a CPU",
         ),
         ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
         (

@@ -8,14 +8,24 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from vllm_specplug.config import resolve_drafter
+from vllm_specplug.proposer import TargetInfo, find_method
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config, read_shapes, validate_checkpoint
-from vllm_specplug.proposers.eagle2.kinds import SPECULATORS_KEY, kind_of, name_of
+from vllm_specplug.proposers.eagle2.kinds import METHOD_OF, SPECULATORS_KEY, kind_of, name_of
 from vllm_specplug.proposers.eagle2.layout import DEFAULT_AUX_LAYERS, target_width
 from vllm_specplug.proposers.eagle2.plain_layout import verifier_of
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 _EAGLE = ("eagle", "eagle3")
+#: By kind that is no EAGLE head: what it reads of the target, and no problem.
+_OTHERS: dict[str, tuple[str | None, str | None]] = {
+    "medusa": ("the target's last hidden state", None),
+    "dflash": ("hidden states of the layers that its config names", None),
+    "peagle": ("hidden states of the layers that its config names", None),
+    "model": ("tokens only", None),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def inspect(path: str) -> Inspection:
         draft_vocab_size = shapes["d2t"][0] if shapes.get("d2t") else config.get("draft_vocab_size") or vocab_size
     source = config["specplug"] if isinstance(config.get("specplug"), dict) else {}
     width = config.get("target_hidden_size") or target_width(geometry, shapes)
-    reads, problem = ("the target's last hidden state", None) if kind == "medusa" else _check(folder, width, vocab_size)
+    reads, problem = _OTHERS[kind] if kind in _OTHERS else _check(folder, width, vocab_size)
     return Inspection(
         path=str(folder),
         layout=layout,
@@ -115,17 +125,19 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
     if kind == "medusa":
         heads = config.get("medusa_num_heads", "some")
         return kind, f"Medusa, {heads} heads of {config.get('medusa_num_layers', 1)} block(s)"
-    if kind not in ("model", "unknown"):
+    if kind == "model":
+        return kind, "a whole language model"
+    if kind != "unknown":
         return kind, {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2 (HASS's too)"}.get(kind) or name_of(kind)
     raise CheckpointError(
-        f"{path} is not a draft checkpoint of a known layout (EAGLE-1/2, HASS, EAGLE-3, speculators, Medusa): its "
-        f"tensors are {', '.join(sorted(shapes)[:3])}, ...; is this the folder of the target model?"
+        f"{path} is not a draft checkpoint of a known layout (EAGLE-1/2, HASS, EAGLE-3, speculators, Medusa, "
+        f"DFlash) and no language model: its tensors are {', '.join(sorted(shapes)[:3])}, ..."
     )
 
 
 def command_of(found: Inspection) -> dict[str, str]:
     """Return the speculative config that serves a drafter."""
-    return {"method": "medusa" if found.kind == "medusa" else "eagle2", "model": found.path}
+    return {"method": METHOD_OF.get(found.kind, "eagle2"), "model": found.path}
 
 
 def _check(path: Path, width: int | None, vocab_size: int | None) -> tuple[str | None, str | None]:
@@ -139,6 +151,19 @@ def _check(path: Path, width: int | None, vocab_size: int | None) -> tuple[str |
     if info.aux_layers:
         return f"layers {list(info.aux_layers)} of the target", None
     return "the target's last hidden state", None
+
+
+def _check_target(found: Inspection, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Raise ``CheckpointError`` unless a drafter fits a target of these sizes."""
+    if found.kind == "medusa":
+        validate_medusa(found.path, hidden_size, vocab_size)
+    elif found.kind in _OTHERS:
+        target = TargetInfo(hidden_size, vocab_size, num_layers, torch.float32)
+        method = find_method(METHOD_OF[found.kind])
+        assert method.model is not None
+        method.model.configure(method.options(model=found.path), target)
+    else:
+        validate_checkpoint(found.path, hidden_size, vocab_size, num_layers=num_layers or None)
 
 
 def _trained_as(kind: str, options: dict) -> str | None:
@@ -202,9 +227,10 @@ def run(args: argparse.Namespace) -> None:
         if missing := [key for key in ("hidden_size", "vocab_size") if key not in config]:
             raise CheckpointError(f"{args.target}/config.json lacks {', '.join(missing)}: give a target's folder")
         sizes = config["hidden_size"], config["vocab_size"]
-        if found.kind == "medusa":
-            validate_medusa(found.path, *sizes)
-        else:
-            validate_checkpoint(found.path, *sizes, num_layers=config.get("num_hidden_layers"))
-        if not args.json:
+        _check_target(found, *sizes, config.get("num_hidden_layers", 0))
+        if not args.json and found.kind == "model":
+            print(
+                f"{'vocabulary':<12}{found.vocab_size} ids, the target has {sizes[1]}: the server compares the tokens"
+            )
+        elif not args.json:
             print(f"{'fits':<12}{args.target}")

@@ -32,10 +32,12 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             raise ConfigError("on a CPU, trees run on vLLM's V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0")
-        with custom_processors_hidden(self.model_config), _triton_operators_left_out():
-            super().init_device()
-        # vLLM builds its own runner inside init_device; its buffers are freed here.
-        self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
+        # vLLM's own proposer of draft models, which each runner makes first, takes padded batches only.
+        with attributes(self.vllm_config.speculative_config, disable_padded_drafter_batch=False):
+            with custom_processors_hidden(self.model_config), _triton_operators_left_out():
+                super().init_device()
+            # vLLM builds its own runner inside init_device; its buffers are freed here.
+            self.model_runner = TreeCPUModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()

@@ -359,6 +359,16 @@ MANIFEST_RELOAD = (
     VllmSymbol(f"{_RELOAD}.sanitize:restore_layer_refs", ("tensor", "layer")),
 )
 
+_SPEC, _INIT = "vllm.v1.spec_decode", ("self", "vllm_config", "device")
+#: Also needed for drafters of these methods of vLLM, by (method, whether on the V2 runner).
+MANIFEST_DRAFTERS = {
+    ("draft_model", False): (VllmSymbol(f"{_SPEC}.draft_model:DraftModelProposer.__init__", (*_INIT, "runner")),),
+    ("draft_model", True): (
+        VllmSymbol("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator.__init__", _INIT),
+    ),
+    ("dflash", False): (VllmSymbol(f"{_SPEC}.dflash:DFlashProposer.__init__", (*_INIT, "runner")),),
+}
+
 #: Also needed for ``tree_attention='flash'``; its module can be imported on CUDA only.
 MANIFEST_FLASH = (
     VllmSymbol(

@@ -31,7 +31,8 @@ from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multipl
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
 from vllm_specplug.vllm.check import REFERENCE_VERSION, check_runner, check_symbols, describe_tests
-from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules
+from vllm_specplug.vllm.drafters.draft_model import check_draft_model
+from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules, has_layers
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.features import (
     V2_NAME,
@@ -42,7 +43,7 @@ from vllm_specplug.vllm.features import (
     check_tree_attention,
     uses_v2_runner,
 )
-from vllm_specplug.vllm.manifest import MANIFEST_RELOAD
+from vllm_specplug.vllm.manifest import MANIFEST_DRAFTERS, MANIFEST_RELOAD
 from vllm_specplug.vllm.mixed import path_of_mixed, users_class
 from vllm_specplug.vllm.sources import installed_sources
 
@@ -61,7 +62,7 @@ EAGLE_MODEL = "vllm_specplug.vllm.drafters.eagle_model:SpecPlugEagleForCausalLM"
 
 @config
 class TreeSpeculativeConfig(SpeculativeConfig):
-    """vLLM's configuration of ``eagle``, ``eagle3``, ``mtp`` or a custom drafter, with our options beside it.
+    """vLLM's configuration of its method that loads the drafter, or of a custom drafter, with our options beside it.
 
     vLLM does what it does for those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
     lookahead slots.  The class is importable and picklable, because it is sent to the engine core and the workers.
@@ -104,10 +105,12 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self):
         asked = self.method
         result = super().__post_init__()
-        if asked == "mtp" and self.method != asked:
+        if asked in ("mtp", "draft_model") and self.method != asked:
+            cause = "because of a word in the path: rename the folder"
+            if self.method == "mtp":
+                cause = "because its config names MTP layers: use another model, or the method eagle2 or lookup"
             raise ConfigError(
-                f"vLLM takes {self.target_model_config.model!r} for a drafter of its method {self.method!r}, because "
-                "of a word in the path: rename the folder"
+                f"vLLM takes {self.draft_model_config.model!r} for a drafter of its method {self.method!r}, {cause}"
             )
         _register_model()
         if self.method == "mtp":
@@ -119,6 +122,14 @@ class TreeSpeculativeConfig(SpeculativeConfig):
         if entries:
             self.update_arch_()
         return result
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Return the rows that vLLM's proposer adds to those of each request; a DFlash block is no part of them."""
+        return int(self.uses_draft_model())
+
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """Do nothing: ``check_draft_model`` compares the tokens, and accepts padded vocabularies."""
 
     def use_multi_module_mtp(self) -> bool:
         """Return False: the first MTP module drafts all levels, so prompts are read as for one module."""
@@ -178,6 +189,7 @@ def build(
         if drafter.vllm_method == "mtp":
             options = fit_modules(options, target_model_config)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
+    _check_class(options.method, vllm_method, v2)
     revisions = {}
     if vllm_method == "mtp":  # its layers are in the target's checkpoint
         revisions = {name: getattr(target_model_config, name) for name in ("revision", "code_revision")}
@@ -189,7 +201,7 @@ def build(
     target_parallel_config.worker_cls = path_of_mixed(setting.worker, theirs) if theirs else setting.worker
     theirs = users_class(engine_args.scheduler_cls)
     engine_args.scheduler_cls = path_of_mixed(setting.scheduler, theirs) if theirs else setting.scheduler
-    return TreeSpeculativeConfig(
+    config = TreeSpeculativeConfig(
         method=vllm_method,
         model=model,
         **revisions,
@@ -208,6 +220,9 @@ def build(
         published_folder=folder,
         trainer=(sys.executable, "-m", "vllm_specplug.cli.cli", *trainer) if trainer else (),
     )
+    if vllm_method == "draft_model":
+        check_draft_model(config)
+    return config
 
 
 def _chooses_graph_sizes(engine_args: Any) -> bool:
@@ -237,7 +252,8 @@ def _chosen(given: dict[str, Any], target: Any) -> tuple[dict[str, Any], tuple[s
     options = parse_options(given)
     if (choose := find_method(options.method).choose) is None:
         return given, ()
-    choice = choose(options, target_info(target), target.model, current_platform.is_cpu())
+    info = replace(target_info(target), has_mtp_layers=has_layers(target))
+    choice = choose(options, info, target.model, current_platform.is_cpu())
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
     )
@@ -262,6 +278,20 @@ def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
             f"Install {report.distribution} {REFERENCE_VERSION} or a vllm-specplug for this version"
         )
     logger.info("%s has all that the plugin builds on; %s", found, describe_tests(report.version, model_runner, on_cpu))
+
+
+def _check_class(method: str, vllm_method: str, v2: bool) -> None:
+    """Refuse a method whose drafter's class this vLLM lacks.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    report = check_symbols(MANIFEST_DRAFTERS.get((vllm_method, v2), ()), installed_sources().problem)
+    if not report.supported:
+        raise ConfigError(
+            f"method {method!r} cannot run on {report.distribution} {report.version}: {'; '.join(report.problems)}. "
+            f"Install {report.distribution} {REFERENCE_VERSION}, or use the method eagle2 or lookup"
+        )
 
 
 def _check_batch_invariance(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
@@ -290,7 +320,7 @@ def _check_v2_options(options: TreeOptions) -> None:
 
 
 def _check_record(drafter: DrafterConfig) -> None:
-    if drafter.vllm_method == "eagle3" and drafter.options.record is not None:
+    if drafter.vllm_method == "eagle3" and getattr(drafter.options, "record", None) is not None:
         raise ConfigError(
             f"record={drafter.options.record!r}: the hidden states that EAGLE-3 heads read are not recorded: leave "
             "record out, or use an EAGLE-1/2 or HASS head"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.doubles import tiny
+from tests.doubles import dflash, tiny
 from vllm_specplug.cli.cli import build_parser
+from vllm_specplug.cli.inspection import command_of, inspect
 from vllm_specplug.config import ConfigError, parse_options, parts_of, resolve_drafter
 from vllm_specplug.proposer import TargetInfo
 from vllm_specplug.proposers.auto.choice import choose, describe
@@ -64,6 +67,23 @@ def test_a_given_drafter(tmp_path):
         options, choice = chosen(model=str(path))
         assert methods(options) == ["union", method, "lookup"] and not options.reload
         assert options.sources[0].model == str(path) and str(path) in choice.why
+
+
+def test_a_small_model_or_a_dflash_head_as_drafter(tmp_path):
+    target = tiny.write_target(tmp_path / "target")
+    small = tiny.write_sibling(tmp_path / "small", target)
+    head = dflash.write(tmp_path / "dflash")
+    for path, method in ((small, "draft_tree"), (head, "dflash_tree")):
+        options, choice = chosen(model=str(path))
+        assert methods(options) == ["union", method, "lookup"] and not options.reload
+        assert inspect(str(path)).problem is None and command_of(inspect(str(path)))["method"] == method
+
+
+def test_the_models_own_mtp_layers():
+    target = replace(TINY, has_mtp_layers=True)
+    options, choice = chosen(target=target)
+    assert methods(options) == ["union", "mtp_tree", "lookup"] and "the model's own MTP layers" in choice.why
+    assert methods(chosen("SmolLM2-135M-Instruct", replace(SMOLLM2, has_mtp_layers=True))[0])[1] == "eagle2"
 
 
 def test_answers_of_others_can_be_left_out(tmp_path):

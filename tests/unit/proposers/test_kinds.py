@@ -246,7 +246,7 @@ REFUSED = {
     "P-EAGLE of one layer": (
         EAGLE3 | {"ptd_token_id": 3},
         eagle3_state() | {"mask_hidden": torch.zeros(1, 1, 3 * HIDDEN)},
-        "a P-EAGLE head, which drafts all positions in one forward: vLLM's own method 'eagle3' with",
+        "a P-EAGLE head, which drafts all positions in one forward: the method 'dflash_tree'",
     ),
     "P-EAGLE without its key": (
         EAGLE3,
@@ -266,7 +266,7 @@ REFUSED = {
             | {"layers.0.input_layernorm.weight": torch.ones(HIDDEN), "hidden_norm.weight": torch.ones(HIDDEN)},
             5,
         ),
-        "a DFlash drafter, which drafts all positions in one forward: vLLM's own method 'dflash'",
+        "a DFlash drafter, which drafts all positions in one forward: the method 'dflash_tree'",
     ),
     "DFlash of the last hidden state": (
         {"architectures": ["DFlashDraftModel"], "dflash_config": {"use_aux_hidden_state": False}},
@@ -339,7 +339,7 @@ def test_refused(tmp_path, name):
     write(tmp_path, changes, state)
     assert words in refusal(tmp_path, num_layers=LAYERS)
     found = inspect(str(tmp_path))
-    assert found.problem is None if found.kind == "medusa" else words in found.problem
+    assert found.problem is None if found.kind in ("medusa", "dflash", "peagle") else words in found.problem
 
 
 def test_a_whole_model_is_no_head(tmp_path):
@@ -347,7 +347,7 @@ def test_a_whole_model_is_no_head(tmp_path):
     write(tmp_path, {"num_hidden_layers": 3}, without(state, "fc.weight") | {"norm.weight": torch.ones(HIDDEN)})
     message = refusal(tmp_path)
     assert "is a whole language model and not a draft head: is this the target's own folder?" in message
-    assert "vLLM's own method 'draft_model'" in message
+    assert "the method 'draft_tree' drafts trees with a small model" in message
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,8 @@ def test_command(tmp_path, capsys):
 
 
 def test_what_is_no_draft_checkpoint(tmp_path):
-    save_head(tmp_path, {"vocab_size": 5}, {"layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)})
-    with pytest.raises(CheckpointError, match="not a draft checkpoint of a known layout .*folder of the target"):
+    save_head(tmp_path, {"vocab_size": 5}, {"q_proj.weight": torch.zeros(2, 2)})
+    with pytest.raises(CheckpointError, match="not a draft checkpoint of a known layout .*and no language model"):
         inspect(str(tmp_path))
 
 
@@ -145,7 +145,7 @@ def test_the_formats_own_default_is_spelled_out(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "a DFlash drafter.*vLLM's own method 'dflash'"),
+        ({"speculators_model_type": "dflash"}, "a DFlash drafter.*the method 'dflash_tree'"),
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
         ({"transformer_layer_config": {"model_type": "gemma3"}}, "a 'gemma3' layer"),
         ({"transformer_layer_config": {"hidden_size": 4}}, "lacks intermediate_size"),

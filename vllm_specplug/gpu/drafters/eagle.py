@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
-from vllm_specplug.config import ConfigError, Eagle2Options
+from vllm_specplug.config import ConfigError, GrownOptions
 from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.gpu.drafters.base import TreeSpeculator
 from vllm_specplug.gpu.drafters.eagle_levels import DeviceLevels, LevelRows
@@ -22,15 +22,14 @@ from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetHead, TargetParts
 
 
-class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
-    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees).
+class LevelSpeculator(TreeSpeculator):
+    """Mixed into a speculator of vLLM whose drafter is a model, in front of it.
 
-    The first forward of a draft phase is vLLM's own.  It runs the drafter over the accepted tokens with the target's
-    hidden states (stable KV), on rows that were brought into path order.  The levels after it keep their key/value in
-    a scratch that is not kept.
+    The first forward of a draft phase is vLLM's own.  The levels after it keep their key/value in a scratch that is not
+    kept.
     """
 
-    options: Eagle2Options
+    options: GrownOptions
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device)
@@ -39,22 +38,16 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
         self._rows: LevelRows | None = None
         self._has_cache = True
-        #: Writes key/value only; None: the drafter's whole forward runs.
-        self._writer: ContextWriter | None = None
 
-    # ---- loading
-
-    def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
-        target = target_info(self.vllm_config.model_config)
-        model = super().load_draft_model(TargetParts(target_model, target), target_attn_layer_names)
-        self._scorer = EagleScorer(model, TargetHead(target_model, target.hidden_size, self.dtype), in_int8=False)
-        ids = self._scorer.draft_ids
-        self._at_once = self._most_at_once(self.vocab_size if ids is None else len(ids))
+    def _score_with(self, scorer: Any, draft_vocab: int) -> None:
+        """Take what computes logits, of ``draft_vocab`` tokens."""
+        self._scorer, self._at_once = scorer, self._most_at_once(draft_vocab)
         for growth in self._growths.values():
             growth.at_once = min(growth.at_once, self._at_once)
-        if ContextWriter.supports(model) and not self.supports_mm_inputs:
-            self._writer = ContextWriter(model)
-        return model
+
+    def _forward(self, **inputs: Any) -> Any:
+        """Run the model over the nodes of a level; takes the arguments of a vLLM model that reads hidden states."""
+        return self.model(**inputs)
 
     def _most_at_once(self, draft_vocab: int) -> int:
         """Return how many requests one draft level may have.
@@ -72,6 +65,72 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             )
         rows = min(self.max_num_tokens, get_max_chunk_logits(draft_vocab))
         return max(1, min(self.max_num_reqs, rows // width))
+
+    def _draft_by_model(
+        self,
+        slots: torch.Tensor,
+        root_token_ids: torch.Tensor,
+        block_table: torch.Tensor,
+        positions: torch.Tensor,
+        scores: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> Draft:
+        """Grow the levels after the first forward, from ``_roots`` and the block table ``[num_reqs, max_blocks]``."""
+        if self._rows is None:  # allocated once, for all requests: recorded graphs hold its addresses
+            rows = self.options.scratch_rows
+            scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, rows, self.dtype, self.device)
+            levels = self.options.draft_depth - 1
+            self._rows = LevelRows(scratch, self.options.draft_top_k, levels, self._at_once, self.device)
+        levels = DeviceLevels(
+            self._forward,
+            self._rows,
+            slots,
+            positions,
+            block_table if self._has_cache else None,
+            self.draft_max_seq_len,
+        )
+        return grow_tree(
+            root_token_ids,
+            DraftFeatures(scores, hidden),
+            self._score,
+            levels.forward,
+            num_nodes=min(self.options.num_speculative_tokens, self.draft_nodes),
+            draft_depth=min(self.draft_depth, self.options.draft_depth),
+            draft_top_k=self.options.draft_top_k,
+            ops=KERNELS,
+        )
+
+    def _score(self, level: int, hidden: torch.Tensor, top_k: int) -> Children:
+        logits, draft_ids = self._scorer.logits(hidden), self._scorer.draft_ids
+        if self.sampling is None:
+            return likeliest(logits, top_k, draft_ids)
+        return self.sampling.children(logits, level, top_k, draft_ids)
+
+
+class TreeEagleSpeculator(LevelSpeculator, EagleSpeculator):
+    """EAGLE-2 (and EAGLE-3 heads in EAGLE-2 trees).
+
+    The first forward of a draft phase is vLLM's own.  It runs the drafter over the accepted tokens with the target's
+    hidden states (stable KV), on rows that were brought into path order.  The levels after it keep their key/value in
+    a scratch that is not kept.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
+        super().__init__(vllm_config, device, req_states)
+        #: Writes key/value only; None: the drafter's whole forward runs.
+        self._writer: ContextWriter | None = None
+
+    # ---- loading
+
+    def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
+        target = target_info(self.vllm_config.model_config)
+        model = super().load_draft_model(TargetParts(target_model, target), target_attn_layer_names)
+        scorer = EagleScorer(model, TargetHead(target_model, target.hidden_size, self.dtype), in_int8=False)
+        ids = scorer.draft_ids
+        self._score_with(scorer, self.vocab_size if ids is None else len(ids))
+        if ContextWriter.supports(model) and not self.supports_mm_inputs:
+            self._writer = ContextWriter(model)
+        return model
 
     def capture(self) -> None:
         # Only the first forward is vLLM's; its graphs for chains would never run.
@@ -177,37 +236,3 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
             slots = slot_mappings[next(iter(self.draft_attn_layer_names))]
             self._writer.write(buffers.input_ids[rows], buffers.positions[rows], hidden[rows], slots[rows])
         return self.draft_nothing(input_batch)
-
-    def _draft_by_model(
-        self,
-        slots: torch.Tensor,
-        root_token_ids: torch.Tensor,
-        block_table: torch.Tensor,
-        positions: torch.Tensor,
-        scores: torch.Tensor,
-        hidden: torch.Tensor,
-    ) -> Draft:
-        """Grow the levels after the first forward, from ``_roots`` and the block table ``[num_reqs, max_blocks]``."""
-        if self._rows is None:  # allocated once, for all requests: recorded graphs hold its addresses
-            scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, self.options, self.dtype, self.device)
-            levels = self.options.draft_depth - 1
-            self._rows = LevelRows(scratch, self.options.draft_top_k, levels, self._at_once, self.device)
-        levels = DeviceLevels(
-            self.model, self._rows, slots, positions, block_table if self._has_cache else None, self.draft_max_seq_len
-        )
-        return grow_tree(
-            root_token_ids,
-            DraftFeatures(scores, hidden),
-            self._score,
-            levels.forward,
-            num_nodes=min(self.options.num_speculative_tokens, self.draft_nodes),
-            draft_depth=min(self.draft_depth, self.options.draft_depth),
-            draft_top_k=self.options.draft_top_k,
-            ops=KERNELS,
-        )
-
-    def _score(self, level: int, hidden: torch.Tensor, top_k: int) -> Children:
-        logits, draft_ids = self._scorer.logits(hidden), self._scorer.draft_ids
-        if self.sampling is None:
-            return likeliest(logits, top_k, draft_ids)
-        return self.sampling.children(logits, level, top_k, draft_ids)

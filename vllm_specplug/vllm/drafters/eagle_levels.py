@@ -12,7 +12,6 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_specplug.config import GrownOptions
 from vllm_specplug.core.kv import DraftScratch
 from vllm_specplug.cpu.row_linear import row_linear_layers
 from vllm_specplug.proposers.eagle2.checkpoint import target_ids
@@ -68,7 +67,7 @@ class LevelScratch:
     Args:
         vllm_config: vLLM's configuration.
         layer_names: the draft layers.
-        options: depth and width of the trees.
+        capacity: rows of one request.
         dtype, device: of the layers.
     """
 
@@ -76,7 +75,7 @@ class LevelScratch:
         self,
         vllm_config: Any,
         layer_names: Collection[str],
-        options: GrownOptions,
+        capacity: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -84,8 +83,7 @@ class LevelScratch:
         shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()}
         self.vllm_config, self.layer_names, self.device = vllm_config, tuple(shapes), device
         self.scratch = DraftScratch(shapes, dtype, device)
-        #: Nodes that one request feeds to the levels.
-        self.capacity = options.draft_top_k * max(options.draft_depth - 1, 1)
+        self.capacity = capacity
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def places(self, num_reqs: int, width: int, level: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,8 @@ logger = logging.getLogger("vllm_specplug")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 #: Questions to vLLM's config whether the MTP layers have a drafter class of their own, with other forwards.
 _OWN_CLASSES = ("use_gemma4_mtp", "use_step3p5_mtp")
+#: Their types of configs.
+_OWN_TYPES = ("gemma4_mtp", "step3p5_mtp")
 
 
 def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
@@ -49,8 +51,18 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
     return replace(options, num_speculative_tokens=fitting)
 
 
+def has_layers(target: Any) -> bool:
+    """Return whether a target, vLLM's config of it, has MTP layers that draft trees."""
+    of_own_class = _drafter_config(target).model_type in _OWN_TYPES
+    return not of_own_class and not target.use_mla and _num_modules(target) > 0 and _has_weights(target)
+
+
+def _drafter_config(target: Any) -> Any:
+    return SpeculativeConfig.hf_config_override(copy.deepcopy(target.hf_config))
+
+
 def _num_modules(target: Any) -> int:
-    drafter = SpeculativeConfig.hf_config_override(copy.deepcopy(target.hf_config))
+    drafter = _drafter_config(target)
     found = getattr(drafter, "n_predict", None)
     if found is None and drafter.model_type != target.hf_config.model_type:  # some classes read the text part only
         found = getattr(drafter.get_text_config(), "num_nextn_predict_layers", None)

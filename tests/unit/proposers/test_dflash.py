@@ -1,0 +1,79 @@
+"""Which DFlash and P-EAGLE heads are served, and how many positions they draft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.doubles import dflash, published, tiny
+from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.proposer import TargetInfo, find_method
+from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError
+
+TARGET = TargetInfo(tiny.HIDDEN, tiny.VOCAB, 2, torch.float32)
+
+
+def configure(path, **options):
+    given = parse_options({"method": "dflash_tree", "model": str(path), **options})
+    return find_method("dflash_tree").model.configure(given, TARGET)
+
+
+def test_positions_are_those_of_the_training(tmp_path):
+    head = dflash.write(tmp_path / "head", positions=6)
+    found = configure(head)
+    assert (found.options.draft_depth, found.vllm_method, found.model) == (6, "dflash", str(head))
+    assert configure(head, draft_depth=3).options.scratch_rows == 4
+    with pytest.raises(ConfigError, match="was trained to predict 6 positions: use a lower draft_depth"):
+        configure(head, draft_depth=7)
+    assert configure(dflash.write(tmp_path / "unsaid", block_size=None)).options.draft_depth == 7
+
+
+GIVEN = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 99}, "vocabulary of 99, the target 160: it was trained for another model"),
+        ({"dflash_config": GIVEN | {"mask_token_id": None}}, "mask_token_id None: add the id"),
+        (
+            {"dflash_config": GIVEN | {"target_layer_ids": [0, 9]}},
+            "target_layer_ids \\[0, 9\\]: the target has layers 0",
+        ),
+        (
+            {"dflash_config": GIVEN | {"target_layer_ids": [1]}},
+            "combines 128 numbers, but 1 layers of the target have 64",
+        ),
+        ({"dflash_config": GIVEN | {"target_layer_ids": []}}, "target_layer_ids \\[\\]: the target has layers 0 to 1"),
+        (
+            {"dflash_config": GIVEN | {"use_aux_hidden_state": False}},
+            "a DFlash head that reads the target's last hidden",
+        ),
+        ({"dflash_config": GIVEN | {"use_swa": True}}, "a DFlash head with sliding windows"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "a DFlash head with sliding windows"),
+        ({"architectures": ["DFlash2DraftModel"]}, "a DFlash 2 head, .*vLLM's own method 'dflash' drafts chains"),
+    ],
+)
+def test_heads_that_do_not_fit(tmp_path, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        configure(dflash.write(tmp_path, **changes))
+
+
+def test_another_kind(tmp_path):
+    with pytest.raises(CheckpointError, match="is an EAGLE-1/2 or HASS head, and .*: the method 'eagle2' serves it"):
+        configure(tiny.write_drafter(tmp_path))
+
+
+def test_a_parallel_eagle_head(tmp_path):
+    tensors = load_file(tiny.write_eagle3_drafter(tmp_path / "eagle3") / "model.safetensors")
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    state = published.with_a_mask(config, tensors)
+    found = configure(tiny._write(tmp_path / "peagle", config, state))
+    assert (found.vllm_method, found.options.draft_depth, found.config_entries["ptd_token_id"]) == ("eagle3", 7, 3)
+    with pytest.raises(CheckpointError, match="mask_token_id 160: add the id"):
+        configure(tiny._write(tmp_path / "bad", config | {"ptd_token_id": tiny.VOCAB}, state))
+    with pytest.raises(CheckpointError, match="hidden size 96, the target 64"):
+        configure(tiny._write(tmp_path / "wide", config | {"hidden_size": 96}, state))

@@ -1,0 +1,63 @@
+"""Trees from the logits of all positions, for drafters that predict them in one forward on the V1 runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_specplug.core.draft_sampling import Children
+from vllm_specplug.core.marginals import best_first_tree
+from vllm_specplug.cpu.drafters.levels import LevelDrafter
+from vllm_specplug.cpu.kernels.likeliest import likeliest
+from vllm_specplug.types import Draft
+from vllm_specplug.utils.lazy import load
+
+#: Likeliest tokens of a position that can be nodes.
+CANDIDATES = 16
+#: By method under which vLLM loads a head: the adapter.
+_ADAPTERS = {
+    "dflash": "vllm_specplug.cpu.drafters.dflash:TreeDFlashProposer",
+    "eagle3": "vllm_specplug.cpu.drafters.peagle:TreePEagleProposer",
+}
+
+
+class BestFirstDrafter(LevelDrafter):
+    """Mixed into a drafter whose one forward predicts all positions."""
+
+    grows_by_level = False
+
+    def _best_first(self, root_token_ids: torch.Tensor, hidden: torch.Tensor) -> Draft:
+        """Draft a tree for each request.
+
+        Args:
+            root_token_ids: int ``[num_reqs]``; the last emitted tokens.
+            hidden: ``[num_reqs, num_positions, hidden_size]``; inputs of the LM head.
+        """
+        children, shape = self._children(hidden), hidden.shape[:2]
+        draft = best_first_tree(
+            root_token_ids.long(),
+            children.token_ids.unflatten(0, shape),
+            children.log_probs.unflatten(0, shape),
+            self.options.num_speculative_tokens,
+            self.options.node_floor,
+        )
+        return self._without_unread(draft)
+
+    def _children(self, hidden: torch.Tensor) -> Children:
+        """Choose the tokens of each position: ``[num_reqs * num_positions, num_candidates]``."""
+        num_positions = hidden.shape[1]
+        logits, draft_ids = self._logits(hidden.flatten(0, 1))
+        top_k = min(self.options.num_speculative_tokens, CANDIDATES, logits.shape[1])
+        sampling = self.runner.draft_noise.sampling(num_positions, 1)
+        if sampling is None:
+            return likeliest(logits, top_k, draft_ids)
+        levels = logits.unflatten(0, hidden.shape[:2]).unbind(1)
+        sampled = [sampling.children(one, level, top_k, draft_ids) for level, one in enumerate(levels)]
+        token_ids, log_probs = zip(*((one.token_ids, one.log_probs) for one in sampled), strict=True)
+        return Children(torch.stack(token_ids, 1).flatten(0, 1), torch.stack(log_probs, 1).flatten(0, 1))
+
+
+def make_drafter(vllm_config: Any, device: torch.device, runner: Any) -> BestFirstDrafter:
+    """Make the adapter of the configured head."""
+    return load(_ADAPTERS[vllm_config.speculative_config.method])(vllm_config, device, runner)
