@@ -22,7 +22,6 @@ def configure(options: Eagle2Options, target: TargetInfo) -> DrafterConfig:
     """Check a drafter's checkpoint against the target; vLLM loads it as one of its own EAGLE models."""
     from vllm_specplug.config import resolve_drafter
     from vllm_specplug.proposers.eagle2.checkpoint import validate_checkpoint
-    from vllm_specplug.proposers.eagle2.layout import AUX_KEY
 
     path = resolve_drafter(options.model, options.method)
     info = validate_checkpoint(path, target.hidden_size, target.vocab_size, num_layers=target.num_layers)
