@@ -299,7 +299,14 @@ ARCHITECTURES = {
         **PLAIN_LATENTS,
         **TORCH_POSITIONS,
     ),
-    "GLM-4.7-Flash": Architecture("Glm4MoeLiteConfig", "MLA, MoE", LATENTS, **PLAIN_LATENTS, **TORCH_POSITIONS),
+    "GLM-4.7-Flash": Architecture(
+        "Glm4MoeLiteConfig",
+        "MLA, MoE with a float32 router",
+        # Of fewer experts, torch computes some sigmoids one by one, with other bits: see docs/same_bits.md.
+        {**LATENTS, "n_routed_experts": 32},
+        **PLAIN_LATENTS,
+        **TORCH_POSITIONS,
+    ),
     "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
     "Granite LoRA": Architecture(
         "GraniteConfig",

@@ -103,7 +103,7 @@ def test_what_trees_and_plain_steps_share_is_compared(small, monkeypatch, tmp_pa
 def test_sizes_that_are_refused(monkeypatch):
     monkeypatch.setattr(mla.CPUMLAImpl, "__init__", lambda self, **sizes: vars(self).update(sizes))
     mla.TreeMLAImpl(kv_lora_rank=32, head_size=48, qk_rope_head_dim=16)
-    with pytest.raises(ConfigError, match="multiples of 16: found kv_lora_rank=24 and qk_rope_head_dim=16"):
+    with pytest.raises(ConfigError, match="multiples of 16: found kv_lora_rank=24, qk_rope_head_dim=16"):
         mla.TreeMLAImpl(kv_lora_rank=24, head_size=40, qk_rope_head_dim=16)
     monkeypatch.setattr(mla, "operators", lambda: None)
     with pytest.raises(ConfigError, match="with the C.. operators only: install g"):

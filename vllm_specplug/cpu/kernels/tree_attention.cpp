@@ -544,21 +544,57 @@ void attend_tile(const Problem<T>& p, const Unit& unit, const Positions& chunk, 
 
 constexpr int kTilePositions = 32, kTileWidth = 16, kTileElements = kTilePositions * kTileWidth;
 
-// A chunk's cached keys in place, by 16 and by 32 positions; and the values of its last positions as tiles
-// [positions / 32][head_size / 16][16][16][2]: those cached from `tail` on, 0 elsewhere, and a query's tree values.
+// A chunk's cached keys, in place or of latents transposed, by 16 and by 32 positions; and the values of its last positions
+// as tiles [positions / 32][value_size / 16][16][16][2]: those cached from `tail` on, 0 elsewhere, and a query's tree values.
 struct TiledChunk {
   const uint16_t* key[kChunk / kTileWidth];
+  int64_t key_stride;
   const uint16_t* value[kChunk / kTilePositions];
   int tail;
   uint16_t* tail_values;
 };
 
-inline TiledChunk tiled_chunk(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, int last, uint16_t* tail_values) {
-  TiledChunk tiled{{}, {}, chunk.cached / kTilePositions * kTilePositions, tail_values};
+// Copies values [count][value_size], which lie head_size apart, to tail_values at the place of the first, which is even.
+inline void tile_values(const Problem<uint16_t>& p, const uint16_t* rows, int place, int count, uint16_t* tail_values) {
+  const int parts = p.value_size / kTileWidth;
+  const auto words = [](const uint16_t* at) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  };
+  for (int j = 0; j < count; j += 2, place += 2) {
+    const uint16_t* from = rows + (int64_t)j * p.head_size;
+    uint16_t* to = tail_values + (int64_t)(place / kTilePositions) * parts * kTileElements + place % kTilePositions * kTileWidth;
+    for (int part = 0; part < parts; ++part, to += kTileElements, from += kTileWidth) {
+      const __m512i next = j + 1 < count ? words(from + p.head_size) : _mm512_setzero_si512();
+      _mm512_storeu_si512(to, _mm512_or_si512(words(from), _mm512_slli_epi32(next, 16)));
+    }
+  }
+}
+
+inline TiledChunk tiled_chunk(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, int last, uint16_t* key,
+                              uint16_t* tail_values) {
+  const bool latent = p.layout == Layout::latent;
+  const int64_t key_stride = latent ? 2 * kChunk : 2 * kTileWidth;
+  TiledChunk tiled{{}, key_stride, {}, latent ? 0 : chunk.cached / kTilePositions * kTilePositions, tail_values};
   const auto page_at = [&](int position) {
     const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
     return p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
   };
+  const int parts = p.value_size / kTileWidth;
+  if (last > tiled.tail) {
+    const int groups = (last - tiled.tail + kTilePositions - 1) / kTilePositions;
+    std::memset(tail_values, 0, (size_t)groups * parts * kTileElements * sizeof(uint16_t));
+  }
+  if (latent) {
+    for (int column = 0; column < kChunk; column += kTileWidth) tiled.key[column / kTileWidth] = key + 2 * column;
+    for (int column = chunk.skipped, count; column < chunk.cached; column += count) {
+      const int offset = (chunk.first + column) % p.block_size;
+      count = std::min(p.block_size - offset, chunk.cached - column);
+      const uint16_t* rows = page_at(chunk.first + column) + (int64_t)offset * p.head_size;
+      transpose_rows(rows, p.head_size, count, p.head_size, reinterpret_cast<uint32_t*>(key) + column, kChunk);
+      tile_values(p, rows, column, count, tail_values);
+    }
+    return tiled;
+  }
   for (int column = chunk.skipped; column < chunk.cached; column += kTilePositions) {
     const uint16_t* page = page_at(chunk.first + column);
     const int offset = (chunk.first + column) % p.block_size;
@@ -567,8 +603,6 @@ inline TiledChunk tiled_chunk(const Problem<uint16_t>& p, const Unit& unit, cons
     tiled.value[column / kTilePositions] = page + (int64_t)p.block_size * p.head_size + offset * kTileWidth;
   }
   if (last > tiled.tail) {
-    const int groups = (last - tiled.tail + kTilePositions - 1) / kTilePositions, parts = p.head_size / kTileWidth;
-    std::memset(tail_values, 0, (size_t)groups * parts * kTileElements * sizeof(uint16_t));
     const int count = chunk.cached - std::max(tiled.tail, chunk.skipped);
     for (int part = 0; count > 0 && part < parts; ++part) {
       const uint16_t* from = tiled.value[tiled.tail / kTilePositions] + (int64_t)part * kTileWidth * p.block_size;
@@ -584,7 +618,7 @@ inline TiledChunk tiled_chunk(const Problem<uint16_t>& p, const Unit& unit, cons
 // Writes the values of a query's tree keys to their positions in tail_values.
 inline void place_tree_values(const Problem<uint16_t>& p, const Unit& unit, const TiledChunk& tiled, const int32_t* visible,
                               int position, int count, uint16_t* tail_values) {
-  const int parts = p.head_size / kTileWidth;
+  const int parts = p.value_size / kTileWidth;
   for (int j = 0; j < count; ++j, ++position) {
     const uint16_t* value = p.tree_value + (p.tree_start[unit.request] + visible[j]) * p.value_stride +
                             unit.kv_head * p.value_head_stride;
@@ -707,7 +741,7 @@ inline void split_weights(__m512 weights, uint16_t* to, int64_t plane) {
 
 inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Positions& chunk, const TiledChunk& tiled,
                         const RowTile& tile, int context, int tree_len, Scratch& scratch) {
-  const int head_size = p.head_size, rows = tile.rows;
+  const int head_size = p.head_size, value_size = p.value_size, rows = tile.rows;
   int columns = 0; // up to the last one that a row sees
   for (int r = 0; r < rows; ++r) columns = std::max(columns, scratch.chunk[tile.query[r]].shown);
   if (columns <= chunk.skipped) return;
@@ -715,7 +749,7 @@ inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Posi
   const int cached = std::min(columns, chunk.cached);
   if (cached > chunk.skipped)
     score(query, head_size, tiled.key + chunk.skipped / kTileWidth, (cached - chunk.skipped + kTileWidth - 1) / kTileWidth,
-          2 * kTileWidth, scratch.scores + chunk.skipped, kChunk);
+          tiled.key_stride, scratch.scores + chunk.skipped, kChunk);
   TreeColumns tree{};
   if (columns > chunk.cached) {
     tree = tree_columns(chunk, tile, context, tree_len, scratch);
@@ -732,24 +766,24 @@ inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Posi
   weigh_rows(p, unit, chunk, tile, tree, columns, tree_len, scratch, row_scale, [&](int r, int column, Vec whole) {
     split_weights((__m512)whole, weights + r * kChunk + column, kPlane);
   });
-  float* const sums = scratch.accumulator + tile.row * head_size;
+  float* const sums = scratch.accumulator + tile.row * value_size;
   for (int r = 0; r < rows; ++r) {
     if (round_up(columns, kLanes) < until) split_weights(_mm512_setzero_ps(), weights + r * kChunk + until - kLanes, kPlane);
     if (row_scale[r] != 1.0f)
-      for (int d = 0; d < head_size; d += kLanes) store(sums + r * head_size + d, load<Vec>(sums + r * head_size + d) * row_scale[r]);
+      for (int d = 0; d < value_size; d += kLanes) store(sums + r * value_size + d, load<Vec>(sums + r * value_size + d) * row_scale[r]);
   }
   const int whole = std::min(tiled.tail, until), first = chunk.skipped / kTilePositions;
   if (whole > chunk.skipped)
     add_values(weights + chunk.skipped, kPlane, tiled.value + first, kTileWidth * p.block_size, whole / kTilePositions - first,
-               sums, head_size);
+               sums, value_size);
   const int from = std::max(whole, chunk.skipped);
   if (from >= until) return;
-  const int parts = head_size / kTileWidth;
+  const int parts = value_size / kTileWidth;
   const uint16_t* tail[kChunk / kTilePositions];
   for (int column = from; column < until; column += kTilePositions)
     tail[(column - from) / kTilePositions] = tiled.tail_values + (column - tiled.tail) / kTilePositions * parts * kTileElements;
   const auto add_tail = [&](int row, float* to) {
-    add_values(weights + row * kChunk + from, kPlane, tail, kTileElements, (until - from) / kTilePositions, to, head_size);
+    add_values(weights + row * kChunk + from, kPlane, tail, kTileElements, (until - from) / kTilePositions, to, value_size);
   };
   if (tree.until <= tree.from) return add_tail(0, sums);
   // Each query has its own path at these positions.
@@ -758,17 +792,18 @@ inline void attend_tile(const Problem<uint16_t>& p, const Unit& unit, const Posi
     const int i = tile.query[row];
     place_tree_values(p, unit, tiled, scratch.visible.data() + i * tree_len + tree.place[row],
                       std::max(scratch.chunk[i].hidden, chunk.cached), tree.count[row], tiled.tail_values);
-    std::memcpy(scratch.tail_sums, sums + row * head_size, (next - row) * head_size * sizeof(float));
+    std::memcpy(scratch.tail_sums, sums + row * value_size, (next - row) * value_size * sizeof(float));
     add_tail(row, scratch.tail_sums);
-    std::memcpy(sums + row * head_size, scratch.tail_sums, (next - row) * head_size * sizeof(float));
+    std::memcpy(sums + row * value_size, scratch.tail_sums, (next - row) * value_size * sizeof(float));
   }
 }
 
 // Whether tiles of AMX compute this layer's attention.
 template <typename T>
 bool in_tiles(const Problem<T>& p) {
-  return std::is_same_v<T, uint16_t> && p.layout == Layout::amx && p.head_size % 32 == 0 &&
-         p.block_size % kTilePositions == 0 && has_tiles();
+  const bool fits = p.layout == Layout::latent ? p.value_size % 32 == 0
+                                               : p.layout == Layout::amx && p.block_size % kTilePositions == 0;
+  return std::is_same_v<T, uint16_t> && fits && p.head_size % 32 == 0 && has_tiles();
 }
 
 #else
@@ -802,7 +837,9 @@ void attend_chunk(const Problem<T>& p, const Unit& unit, int first, int context,
   };
 #ifdef SPECPLUG_TILES
   if constexpr (std::is_same_v<T, uint16_t>)
-    if (tiles) return for_tiles(kMostRows, tiled_chunk(p, unit, chunk, last, reinterpret_cast<uint16_t*>(scratch.value)));
+    if (tiles)
+      return for_tiles(kMostRows, tiled_chunk(p, unit, chunk, last, reinterpret_cast<uint16_t*>(scratch.key),
+                                              reinterpret_cast<uint16_t*>(scratch.value)));
 #endif
   Segment<T> segments[kChunk / kGroup + 1];
   context_chunk(p, unit, first + chunk.skipped, first + chunk.cached, scratch, segments);
