@@ -243,15 +243,6 @@ def tree_backend_selected() -> Iterator[None]:
         yield
 
 
-def check_model(model: torch.nn.Module, layers: dict[str, object]) -> None:
-    """Refuse a model with layers that tree attention cannot serve, or that vLLM computes wrongly."""
-    check_layers(layers)
-    if any(isinstance(layer, MLAAttention) for layer in layers.values()):
-        from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
-
-        check_rotary_positions(model)
-
-
 def check_layers(layers: dict[str, object]) -> None:
     """Refuse layers whose attention tree attention cannot serve, see ``check_attention``."""
     check_attention(

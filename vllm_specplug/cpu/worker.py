@@ -11,12 +11,13 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.cpu.attention import check_model, tree_backend_selected
+from vllm_specplug.cpu.attention import check_layers, tree_backend_selected
 from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
 from vllm_specplug.cpu.row_linear import row_linear_layers
@@ -91,6 +92,15 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         others = {name: layer for name, layer in layers.items() if name not in with_states}
         check_model(self.model_runner.get_model(), others)
         self.model_runner.state_layers = StateLayers(with_states, self.vllm_config)
+
+
+def check_model(model: Any, layers: dict[str, object]) -> None:
+    """Refuse a model with layers that tree attention cannot serve, or that vLLM computes wrongly."""
+    check_layers(layers)
+    if any(isinstance(layer, MLAAttention) for layer in layers.values()):
+        from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
+
+        check_rotary_positions(model)
 
 
 @contextmanager
