@@ -94,7 +94,14 @@ GATED_DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 #: vLLM reads them; transformers has other names for them.
-LFM2_SIZES = {"block_dim": HIDDEN, "conv_dim": HIDDEN, "block_ff_dim": INTERMEDIATE, "block_multiple_of": 16}
+LFM2_SIZES = {
+    "block_dim": HIDDEN,
+    "conv_dim": HIDDEN,
+    "block_ff_dim": INTERMEDIATE,
+    "block_multiple_of": 16,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": False,
+}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -211,9 +218,8 @@ ARCHITECTURES = {
     "LFM2": Architecture(
         "Lfm2Config",
         "short convolutions between attention",
-        {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
+        {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
         plain=NO_PREFIXES,
-        **TIED,
     ),
     "Falcon-H1": Architecture(
         "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, options=NO_PREFIXES

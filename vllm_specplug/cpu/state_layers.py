@@ -280,6 +280,10 @@ class StateLayers:
     def names(self) -> Collection[str]:
         return self._layers.keys()
 
+    @property
+    def layers(self) -> Collection[Any]:
+        return self._layers.values()
+
     def __bool__(self) -> bool:
         return bool(self._layers)
 

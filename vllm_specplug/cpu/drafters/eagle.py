@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_specplug.config import GrownOptions, model_drafter
+from vllm_specplug.config import ConfigError, GrownOptions, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.cpu.attention import level_metadata
@@ -80,6 +80,8 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         self._target_model = target_model
         super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
+        if (odd := next((name for name, layer in layers.items() if not hasattr(layer, "impl")), None)) is not None:
+            raise ConfigError(f"no trees are drafted by layers with a recurrent state ({odd}): use another drafter")
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
         self._scratch = LevelScratch(self.vllm_config, self.draft_layers, self.options, self.dtype, self.device)
         simple = not (self.needs_extra_input_slots or self.use_heterogeneous_vocab or self.uses_mrope)
