@@ -222,7 +222,7 @@ ARCHITECTURES = {
         plain=NO_PREFIXES,
     ),
     "Falcon-H1": Architecture(
-        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, options=NO_PREFIXES
+        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, plain=NO_PREFIXES
     ),
     "Nemotron-H": Architecture(
         "NemotronHConfig",
@@ -235,7 +235,7 @@ ARCHITECTURES = {
             "n_groups": 1,
             "head_dim": 32,
         },
-        options=NO_PREFIXES,
+        plain=NO_PREFIXES,
     ),
     "Granite 4": Architecture(
         "GraniteMoeHybridConfig",
@@ -249,7 +249,7 @@ ARCHITECTURES = {
             "attention_multiplier": 0.2,
         },
         num_blocks=6,
-        options=NO_PREFIXES,
+        plain=NO_PREFIXES,
     ),
     "Granite W8A8": Architecture("GraniteConfig", "quantised weights: compressed-tensors W8A8 (int8)", weights="w8a8"),
     "Granite LoRA": Architecture(

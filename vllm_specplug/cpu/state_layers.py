@@ -242,10 +242,16 @@ def _of_requests(common: Any, requests: torch.Tensor, lens: torch.Tensor) -> Any
     )
 
 
-def without_slots_for_drafts(specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's KV cache specs with one state per request."""
+def specs_for_trees(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's KV cache specs with one state per request, and with prompts in chunks that end at cached states.
+
+    Mamba-2 asks for states from inside of a chunk, which vLLM's CPU code does not give (``IndexError`` in vLLM 0.32).
+    """
+    wanted = {"num_speculative_blocks": 0, "num_prefill_checkpoint_blocks": 0}
     return {
-        name: replace(spec, num_speculative_blocks=0) if isinstance(spec, MambaSpec) else spec
+        name: replace(spec, **{one: value for one, value in wanted.items() if hasattr(spec, one)})
+        if isinstance(spec, MambaSpec)
+        else spec
         for name, spec in specs.items()
     }
 
