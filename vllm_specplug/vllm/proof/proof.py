@@ -62,8 +62,9 @@ class Proof:
         room = sum(DEPTHS) + len(DEPTHS) + driver.num_nodes + 1
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._has_states = any(isinstance(spec, MambaSpec) for spec in specs)
-        # A layer that keeps one state for the whole request has a block of all its tokens.
-        sizes = [spec.block_size for spec in specs if spec.block_size < runner.max_model_len]
+        # Without prefix caching, a state is in one block for all tokens of a request.
+        aligned = getattr(runner.vllm_config.cache_config, "mamba_cache_mode", "none") == "align"
+        sizes = [spec.block_size for spec in specs if aligned or not isinstance(spec, MambaSpec)]
         page, read_all = math.lcm(*sizes), self._has_states
         places = choose_places(page, self._windows(), self._branch_depth, room, runner.max_model_len, read_all)
         if places is None:
