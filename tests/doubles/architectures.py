@@ -93,8 +93,6 @@ GATED_DELTA = {
     "num_key_value_heads": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }
-#: vLLM reads them; transformers has other names for them.
-LFM2_SIZES = {"block_dim": HIDDEN, "conv_dim": HIDDEN, "block_ff_dim": INTERMEDIATE, "block_multiple_of": 16}
 #: The sizes that vLLM's CPU kernels take; with AMX it packs heads in steps of 32.
 LATENTS = {
     "kv_lora_rank": 512,
@@ -115,6 +113,15 @@ PLAIN_LATENTS = {"plain": {"attention_config": {"backend": "CPU_MLA"}}}
 #: vLLM's operator for rotary positions is wrong for MLA; it is used in eager mode, but for YaRN.
 TORCH_POSITIONS = {"options": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 DEEPSEEK_YARN = {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+#: vLLM reads them; transformers has other names for them.
+LFM2_SIZES = {
+    "block_dim": HIDDEN,
+    "conv_dim": HIDDEN,
+    "block_ff_dim": INTERMEDIATE,
+    "block_multiple_of": 16,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": False,
+}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -231,12 +238,11 @@ ARCHITECTURES = {
     "LFM2": Architecture(
         "Lfm2Config",
         "short convolutions between attention",
-        {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
+        {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
         plain=NO_PREFIXES,
-        **TIED,
     ),
     "Falcon-H1": Architecture(
-        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, options=NO_PREFIXES
+        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, plain=NO_PREFIXES
     ),
     "Nemotron-H": Architecture(
         "NemotronHConfig",
@@ -249,7 +255,7 @@ ARCHITECTURES = {
             "n_groups": 1,
             "head_dim": 32,
         },
-        options=NO_PREFIXES,
+        plain=NO_PREFIXES,
     ),
     "Granite 4": Architecture(
         "GraniteMoeHybridConfig",
@@ -263,7 +269,7 @@ ARCHITECTURES = {
             "attention_multiplier": 0.2,
         },
         num_blocks=6,
-        options=NO_PREFIXES,
+        plain=NO_PREFIXES,
     ),
     "Llama 4": Architecture(
         "Llama4TextConfig",

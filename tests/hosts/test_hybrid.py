@@ -20,6 +20,7 @@ from tests.hosts.test_proof import kept_nothing, prove_again  # noqa: F401
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.proof import ProofFailed
 from vllm_specplug.cpu import runner, state_layers, states
+from vllm_specplug.cpu.budget import ServingBudget
 from vllm_specplug.cpu.state_layers import hook
 
 pytestmark = pytest.mark.usefixtures("expert_group")
@@ -70,6 +71,18 @@ def test_a_request_has_one_state(served):
     specs = [group.kv_cache_spec for group in runner_of(served).kv_cache_config.kv_cache_groups]
     found = [spec for spec in specs if isinstance(spec, MambaSpec)]
     assert found and all(spec.num_speculative_blocks == 0 for spec in found)
+
+
+def test_a_measurement_computes_states(served, monkeypatch):
+    """The measured budget knows what they cost; the requests' own stay as they are."""
+    found, honest, target = [], state_layers.compute, runner_of(served)
+    own = [one for layer in target.state_layers.layers for one in layer.kv_cache]
+    before = [one.clone() for one in own]
+    monkeypatch.setattr(state_layers, "compute", lambda *args: (found.append(args), honest(*args)))
+    for rows in (1, 6):
+        ServingBudget._run_target(SimpleNamespace(_runner=target), rows)
+        assert len(found.pop()[2].rows.rows) == rows and not found
+    assert all(torch.equal(one, kept) for one, kept in zip(own, before, strict=True))
 
 
 # ---- planted faults

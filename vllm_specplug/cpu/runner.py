@@ -25,7 +25,7 @@ from vllm_specplug.cpu.kv import KeptRows
 from vllm_specplug.cpu.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import attach_drafts
-from vllm_specplug.cpu.state_layers import StateLayers, without_slots_for_drafts
+from vllm_specplug.cpu.state_layers import StateLayers, specs_for_trees
 from vllm_specplug.cpu.states import state_rows
 from vllm_specplug.cpu.step import Step, commit, plain_plan, stage, verify, walk
 from vllm_specplug.cpu.turns import DrawnStates
@@ -74,7 +74,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         restore_thinking_budget(self)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return without_slots_for_drafts(super().get_kv_cache_spec())
+        return specs_for_trees(super().get_kv_cache_spec())
 
     def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_metadata_builders(*args, **kwargs)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +30,8 @@ from vllm_specplug.config import ConfigError
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.cpu.states import Core, StateRows, StateStep, commit_states, compute, rows_of_one_tree
 from vllm_specplug.vllm.patches import Patch, apply_all
+
+logger = logging.getLogger("vllm_specplug")
 
 _PREPROCESS = "vllm.v1.worker.mamba_utils"
 
@@ -238,12 +242,24 @@ def _of_requests(common: Any, requests: torch.Tensor, lens: torch.Tensor) -> Any
     )
 
 
-def without_slots_for_drafts(specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's KV cache specs with one state per request."""
+def specs_for_trees(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's KV cache specs with one state per request, and with prompts in chunks that end at cached states.
+
+    Mamba-2 asks for states from inside of a chunk, which vLLM's CPU code does not give (``IndexError`` in vLLM 0.32).
+    """
+    wanted = {"num_speculative_blocks": 0, "num_prefill_checkpoint_blocks": 0}
     return {
-        name: replace(spec, num_speculative_blocks=0) if isinstance(spec, MambaSpec) else spec
+        name: replace(spec, **{one: value for one, value in wanted.items() if hasattr(spec, one)})
+        if isinstance(spec, MambaSpec)
+        else spec
         for name, spec in specs.items()
     }
+
+
+def _state_bytes(layer: MambaBase) -> int:
+    """Return the size of one state."""
+    shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 class StateLayers:
@@ -280,11 +296,23 @@ class StateLayers:
     def names(self) -> Collection[str]:
         return self._layers.keys()
 
+    @property
+    def layers(self) -> Collection[Any]:
+        return self._layers.values()
+
     def __bool__(self) -> bool:
         return bool(self._layers)
 
     def build_by(self, attn_groups: Sequence[Sequence[Any]], rows_of_step: Callable[[], StateRows | None]) -> None:
         """Replace the builders of metadata of these layers' groups."""
+        sizes = [_state_bytes(layer) / 2**20 for layer in self._layers.values()]
+        logger.info(
+            "vllm-specplug: recurrent states take %.1f MiB per request in %d layers, and up to %.2f MiB more per tree "
+            "row while a layer runs",
+            sum(sizes),
+            len(sizes),
+            2 * max(sizes),
+        )
         self._builders = []
         for group, parts in enumerate(attn_groups):
             for part in parts:

@@ -12,7 +12,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_specplug.config import GrownOptions, model_drafter
+from vllm_specplug.config import ConfigError, GrownOptions, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.cpu.attention import level_metadata
@@ -55,6 +55,8 @@ class LevelDrafter(DraftHooks):
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
+        if (odd := next((name for name, layer in layers.items() if not hasattr(layer, "impl")), None)) is not None:
+            raise ConfigError(f"no trees are drafted by layers with a recurrent state ({odd}): use another drafter")
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
         rows = self.options.scratch_rows
         self._scratch = LevelScratch(self.vllm_config, self.draft_layers, rows, self.dtype, self.device)

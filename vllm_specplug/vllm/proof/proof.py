@@ -62,8 +62,9 @@ class Proof:
         room = sum(DEPTHS) + len(DEPTHS) + driver.num_nodes + 1
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._has_states = any(isinstance(spec, MambaSpec) for spec in specs)
-        # A layer that keeps one state for the whole request has a block of all its tokens.
-        page = math.lcm(*(spec.block_size for spec in specs if spec.block_size < runner.max_model_len))
+        # Without prefix caching, a state is in one block for all tokens of a request.
+        aligned = getattr(runner.vllm_config.cache_config, "mamba_cache_mode", "none") == "align"
+        page = math.lcm(*(spec.block_size for spec in specs if aligned or not isinstance(spec, MambaSpec)))
         arguments = (self._windows(), self._branch_depth, room, runner.max_model_len, self._has_states)
         places = choose_places(math.lcm(page, *self._chunks()), *arguments)  # the tree crosses the end of a chunk
         if places is None or not places.boundary:
