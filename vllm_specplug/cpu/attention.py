@@ -96,6 +96,9 @@ class TreeAttentionMetadataBuilder(TreeBuilder, CPUAttentionMetadataBuilder):
 class TreeImpl:
     """Mixed into each attention of vLLM that reads trees here."""
 
+    #: Whether the layer keeps latents (MLA) in place of keys and values.
+    reads_latents = False
+
 
 def keep_rows(
     tree: CpuTreeRows, layer_name: str, key: torch.Tensor, value: torch.Tensor
@@ -241,15 +244,6 @@ def tree_backend_selected() -> Iterator[None]:
     mla = {known[name]: _MLA_PATH for name in ("CPU_MLA", "AMX_MLA") if name in known}
     with overridden_backends({AttentionBackendEnum.CPU_ATTN: _PATH, **mla}), local_attention_from(local_backend):
         yield
-
-
-def check_model(model: torch.nn.Module, layers: dict[str, object]) -> None:
-    """Refuse a model with layers that tree attention cannot serve, or that vLLM computes wrongly."""
-    check_layers(layers)
-    if any(isinstance(layer, MLAAttention) for layer in layers.values()):
-        from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
-
-        check_rotary_positions(model)
 
 
 def check_layers(layers: dict[str, object]) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
-from vllm_specplug.cpu.attention import check_model, tree_backend_selected
+from vllm_specplug.cpu.attention import check_layers, tree_backend_selected
 from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
 from vllm_specplug.cpu.row_linear import row_linear_layers
@@ -83,7 +84,11 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         with tree_backend_selected(), row_linear_layers(linear_rows):
             super().load_model(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        check_model(self.model_runner.get_model(), layers)
+        check_layers(layers)
+        if any(isinstance(layer, MLAAttention) for layer in layers.values()):
+            from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
+
+            check_rotary_positions(self.model_runner.get_model())
 
 
 @contextmanager
