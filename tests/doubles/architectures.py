@@ -309,7 +309,7 @@ ARCHITECTURES = {
         "Glm4MoeLiteConfig",
         "MLA, MoE with a float32 router",
         # Of fewer experts, torch computes some sigmoids one by one, with other bits: see docs/same_bits.md.
-        {**LATENTS, "n_routed_experts": 32},
+        {**LATENTS, "n_routed_experts": 32, "num_local_experts": 32},
         **PLAIN_LATENTS,
         **TORCH_POSITIONS,
     ),
@@ -382,7 +382,8 @@ def write_head(path: Path, model: Any, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(3, VOCAB, (64, 8), generator=generator)
     ids = model.generate(prompts, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-    hidden = model.base_model(ids).last_hidden_state
+    base = model.model if model.base_model is model else model.base_model
+    hidden = base(ids).last_hidden_state
     embeddings = model.get_input_embeddings().weight[ids]
     inputs = torch.cat([embeddings[:, 1:], hidden[:, :-1]], dim=-1).flatten(0, 1).double()
     fitted = torch.linalg.lstsq(inputs, hidden[:, 1:].flatten(0, 1).double(), driver="gelsd").solution.T.float()

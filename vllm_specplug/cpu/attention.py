@@ -96,6 +96,9 @@ class TreeAttentionMetadataBuilder(TreeBuilder, CPUAttentionMetadataBuilder):
 class TreeImpl:
     """Mixed into each attention of vLLM that reads trees here."""
 
+    #: Whether the layer keeps latents (MLA) in place of keys and values.
+    reads_latents = False
+
 
 def keep_rows(
     tree: CpuTreeRows, layer_name: str, key: torch.Tensor, value: torch.Tensor

@@ -47,7 +47,7 @@ class KeptRows:
     @staticmethod
     def _shape(alike: AlikeLayers, num_rows: int) -> tuple[int, ...]:
         impl = next(iter(alike.layers.values())).impl
-        parts = 1 if _layout(alike) == LATENT_LAYOUT else 2
+        parts = 1 if impl.reads_latents else 2
         return len(alike.layers), parts, num_rows, impl.num_kv_heads, impl.head_size
 
     def _with_names(self, kept: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -58,8 +58,9 @@ class KeptRows:
 
 
 def _layout(alike: AlikeLayers) -> str:
-    """Return how the layers' pages are packed; vLLM says it of layers with keys and values."""
-    return getattr(next(iter(alike.layers.values())), "isa", LATENT_LAYOUT)
+    """Return how the layers' pages are packed."""
+    layer = next(iter(alike.layers.values()))
+    return LATENT_LAYOUT if layer.impl.reads_latents else layer.isa
 
 
 def write_accepted(rows: CpuTreeRows, plan: StepPlan, layers: Sequence[AlikeLayers], block_table: Any) -> None:

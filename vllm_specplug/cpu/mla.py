@@ -88,6 +88,7 @@ class TreeMLAImpl(TreeImpl, CPUMLAImpl):
     #: The projections of ``kv_b_proj`` are ours: vLLM releases its weight, as for its own kernels with AMX.
     uses_amx_bmm = True
     kv_sharing_target_layer_name = None
+    reads_latents = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

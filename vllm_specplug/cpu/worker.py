@@ -89,18 +89,12 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
             super().load_model(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         with_states = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
-        others = {name: layer for name, layer in layers.items() if name not in with_states}
-        check_model(self.model_runner.get_model(), others)
+        check_layers({name: layer for name, layer in layers.items() if name not in with_states})
+        if any(isinstance(layer, MLAAttention) for layer in layers.values()):
+            from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
+
+            check_rotary_positions(self.model_runner.get_model())
         self.model_runner.state_layers = StateLayers(with_states, self.vllm_config)
-
-
-def check_model(model: Any, layers: dict[str, object]) -> None:
-    """Refuse a model with layers that tree attention cannot serve, or that vLLM computes wrongly."""
-    check_layers(layers)
-    if any(isinstance(layer, MLAAttention) for layer in layers.values()):
-        from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
-
-        check_rotary_positions(model)
 
 
 @contextmanager

@@ -11,32 +11,26 @@ from vllm_specplug.cpu.kv import SHARED_ROWS, KeptRows
 from vllm_specplug.vllm.kv_groups import AlikeLayers
 
 
-def layers_of(group, names, heads, size, **layer):
-    impl = SimpleNamespace(num_kv_heads=heads, head_size=size)
-    return AlikeLayers(group, {name: SimpleNamespace(impl=impl, **layer) for name in names})
+def layers_of(group, names, heads, size, reads_latents=False):
+    impl = SimpleNamespace(num_kv_heads=heads, head_size=size, reads_latents=reads_latents)
+    return AlikeLayers(group, {name: SimpleNamespace(impl=impl) for name in names})
 
 
 @pytest.fixture
 def rooms():
-    return KeptRows(
-        [layers_of(0, ["a", "b", "c"], 2, 16, isa="vec"), layers_of(1, ["d"], 1, 32, isa="vec")], torch.bfloat16
-    )
+    layers = [layers_of(0, ["a", "b", "c"], 2, 16), layers_of(1, ["d"], 1, 32), layers_of(1, ["e"], 1, 48, True)]
+    return KeptRows(layers, torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, SHARED_ROWS, SHARED_ROWS + 1])
 def test_each_layer_has_its_own_rows(rooms, num_rows):
     kept, kept_of = rooms.of(num_rows)
-    assert [room.shape for room in kept] == [(3, 2, num_rows, 2, 16), (1, 2, num_rows, 1, 32)]
+    assert [room.shape for room in kept] == [(3, 2, num_rows, 2, 16), (1, 2, num_rows, 1, 32), (1, 1, num_rows, 1, 48)]
     assert all(room.is_contiguous() and room.dtype == torch.bfloat16 for room in kept)
     for number, part in enumerate(kept_of.values()):
         part.fill_(number)
-    assert list(kept_of) == ["a", "b", "c", "d"]
-    assert [[float(part.unique()) for part in room] for room in kept] == [[0.0, 1.0, 2.0], [3.0]]
-
-
-def test_latents_are_keys_only():
-    ((kept,), _) = KeptRows([layers_of(0, ["a", "b"], 1, 48)], torch.bfloat16).of(5)
-    assert kept.shape == (2, 1, 5, 1, 48)
+    assert list(kept_of) == ["a", "b", "c", "d", "e"]
+    assert [[float(part.unique()) for part in room] for room in kept] == [[0.0, 1.0, 2.0], [3.0], [4.0]]
 
 
 def test_steps_use_the_same_memory_up_to_a_bound(rooms):

@@ -337,23 +337,26 @@ def test_latents_by_position():
     assert deviation(exact(inputs), attention_by_position(inputs)) <= 1e-12
 
 
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("sizes", LATENTS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_latents_of_accepted_rows_are_read_from_the_pages_alike(dtype):
+def test_latents_of_accepted_rows_are_read_from_the_pages_alike(dtype, sizes, block_size):
     """The rows of a chain, committed one by one, then attend as plain rows: with the same bits."""
     if kernels.select_backend() != "cpp":
         pytest.skip("the C++ op cannot be built here")
-    inputs = latent_inputs(dtype, (120,), (17,), block_size=32, causal=True, garbage=0.0)
+    inputs = latent_inputs(dtype, (112,), (25,), block_size=block_size, causal=True, garbage=0.0, **sizes)
     tree_attention(**inputs)
     cache = torch.cat([inputs["kv_cache"], inputs["kv_cache"].new_zeros(2, *inputs["kv_cache"].shape[1:])])
-    table = torch.cat([inputs["block_table"], torch.tensor([[5, 6]], dtype=torch.int32)], dim=1)
-    positions = torch.arange(120, 137)
-    slots = table[0, positions // 32].long() * 32 + positions % 32
+    new = torch.arange(len(inputs["kv_cache"]), len(cache), dtype=torch.int32)
+    table = torch.cat([inputs["block_table"], new[None]], dim=1)
+    positions = torch.arange(112, 137)
+    slots = table[0, positions // block_size].long() * block_size + positions % block_size
     kept = inputs["tree_key"].unsqueeze(1)[None, None, :, 0].contiguous()
-    kernels.write_rows(kept, [cache], "latent", positions - 120 + int(inputs["tree_start"][0]), slots)
-    for row in (0, 7, 16):
+    kernels.write_rows(kept, [cache], "latent", positions - 112 + int(inputs["tree_start"][0]), slots)
+    for row in (0, 7, 15, 16, 24):
         query = inputs["query"][inputs["query_start"][0] + row][None]
-        output = query.new_zeros(1, 8, 32)
-        lens, start = torch.tensor([[121 + row], [0], [1]], dtype=torch.int32), (cache, "latent", table)
+        output = query.new_zeros(1, 8, sizes["value_size"])
+        lens, start = torch.tensor([[113 + row], [0], [1]], dtype=torch.int32), (cache, "latent", table)
         kernels.causal_attention(query, output, *start, lens[0], lens[1], lens[2], inputs["scale"])
         assert torch.equal(output[0], inputs["output"][inputs["query_start"][0] + row])
 
