@@ -151,4 +151,5 @@ def describe() -> str:
         for drafter, folder in shipped_drafters(method).items():
             known.setdefault(read_config(folder).get("specplug", {}).get("target", drafter), f"{drafter} ({method})")
     chosen = [f"{target}: lookup and the drafter {drafter}" for target, drafter in known.items()]
-    return "; ".join([*chosen, "other models: lookup, and the drafter that 'model' names"])
+    others = "other models: lookup, and the drafter that 'model' names or the model's own MTP layers"
+    return "; ".join([*chosen, others])

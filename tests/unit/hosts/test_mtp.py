@@ -10,7 +10,7 @@ from vllm.config import SpeculativeConfig
 
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.vllm.drafters.eagle_levels import keep_output
-from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules
+from vllm_specplug.vllm.drafters.mtp import check_class, fit_modules, has_layers
 from vllm_specplug.vllm.speculative_config import TreeSpeculativeConfig
 
 
@@ -24,6 +24,26 @@ def test_the_number_of_nodes_is_a_multiple_of_the_modules(modules, given, fittin
     options = parse_options({"method": "mtp_tree", "num_speculative_tokens": given})
     assert fit_modules(options, target).num_speculative_tokens == fitting
     assert target.hf_config.architectures == ["MiMoForCausalLM"]  # vLLM's answer is about a copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, True), ({"num_nextn_predict_layers": 0}, False), ({"use_mla": True}, False)],
+)
+def test_which_targets_have_layers_that_draft_trees(changes, found):
+    """`auto` asks of every target."""
+    entries = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, **changes}
+    target = target_of(Qwen2Config, **entries)
+    target.use_mla = entries.get("use_mla", False)
+    assert has_layers(target) == found
+
+
+def test_a_target_that_vllm_cannot_ask(monkeypatch):
+    def fails(config):
+        raise AttributeError("num_mtp_modules")
+
+    monkeypatch.setattr(SpeculativeConfig, "hf_config_override", staticmethod(fails))
+    assert not has_layers(target_of(Qwen2Config))
 
 
 @pytest.mark.parametrize("entries", [{}, {"num_nextn_predict_layers": 0}])

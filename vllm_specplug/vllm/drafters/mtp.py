@@ -53,8 +53,11 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
 
 def has_layers(target: Any) -> bool:
     """Return whether a target, vLLM's config of it, has MTP layers that draft trees."""
-    of_own_class = _drafter_config(target).model_type in _OWN_TYPES
-    return not of_own_class and not target.use_mla and _num_modules(target) > 0 and _has_weights(target)
+    try:
+        of_own_class = _drafter_config(target).model_type in _OWN_TYPES
+        return not of_own_class and not target.use_mla and _num_modules(target) > 0 and _has_weights(target)
+    except (AttributeError, AssertionError, KeyError, TypeError, ValueError):  # vLLM expects a target that has some
+        return False
 
 
 def _drafter_config(target: Any) -> Any:
