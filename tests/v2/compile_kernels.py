@@ -160,7 +160,7 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
         torch.zeros(num_reqs, 3, 8, dtype=torch.int32), torch.zeros((1 << 17) + 1, dtype=torch.int32),
         torch.zeros((1 << 17) + 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32),
     )  # fmt: skip
-    keep_answer(tokens, ints, slots, 1, 10, longer_than=3, buffers=buffers)
+    keep_answer(tokens, ints, slots, 1, 10, 20, longer_than=3, buffers=buffers)
     for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
         match_keys(tokens, given, ints, 1, 16)
         continuations(

@@ -71,7 +71,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         target = {name: layer for name, layer in layers.items() if name not in self.drafter.draft_layers}
         #: The target's layers, for the commit.
         self.alike_layers = alike_layers(self.kv_cache_config, target)
-        self._kept_rows = KeptRows(self.alike_layers, self.model_config.dtype)
+        self._kept_rows = KeptRows(self.alike_layers)
 
     def prepare_greedy_head(self) -> None:
         """Let greedy steps compute fewer logits; called at the end of the start, when the weights are packed."""

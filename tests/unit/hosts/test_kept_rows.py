@@ -11,21 +11,22 @@ from vllm_specplug.cpu.kv import SHARED_ROWS, KeptRows
 from vllm_specplug.vllm.kv_groups import AlikeLayers
 
 
-def layers_of(group, names, heads, size):
-    impl = SimpleNamespace(num_kv_heads=heads, head_size=size)
-    return AlikeLayers(group, {name: SimpleNamespace(impl=impl) for name in names})
+def layers_of(group, names, heads, size, dtype=torch.bfloat16):
+    impl, kv_cache = SimpleNamespace(num_kv_heads=heads, head_size=size), torch.zeros(1, dtype=dtype)
+    return AlikeLayers(group, {name: SimpleNamespace(impl=impl, kv_cache=kv_cache) for name in names})
 
 
 @pytest.fixture
 def rooms():
-    return KeptRows([layers_of(0, ["a", "b", "c"], 2, 16), layers_of(1, ["d"], 1, 32)], torch.bfloat16)
+    return KeptRows([layers_of(0, ["a", "b", "c"], 2, 16), layers_of(1, ["d"], 1, 32, torch.uint8)])
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, SHARED_ROWS, SHARED_ROWS + 1])
 def test_each_layer_has_its_own_rows(rooms, num_rows):
     kept, kept_of = rooms.of(num_rows)
     assert [room.shape for room in kept] == [(3, 2, num_rows, 2, 16), (1, 2, num_rows, 1, 32)]
-    assert all(room.is_contiguous() and room.dtype == torch.bfloat16 for room in kept)
+    assert all(room.is_contiguous() for room in kept)
+    assert [room.dtype for room in kept] == [torch.bfloat16, torch.uint8]
     for number, part in enumerate(kept_of.values()):
         part.fill_(number)
     assert list(kept_of) == ["a", "b", "c", "d"]

@@ -81,7 +81,7 @@ class TreeEagleProposer(DraftHooks, EagleProposer):
         super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, list(self._draft_attn_layer_names))
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
-        self._scratch = LevelScratch(self.vllm_config, self.draft_layers, self.options, self.dtype, self.device)
+        self._scratch = LevelScratch(self.vllm_config, self.draft_layers, self.options, self.device)
         simple = not (self.needs_extra_input_slots or self.use_heterogeneous_vocab or self.uses_mrope)
         if self.device.type == "cpu" and simple and ContextWriter.supports(self.model):
             self.context = ContextWriter(self.model)

@@ -189,7 +189,7 @@ class TreeEagleSpeculator(TreeSpeculator, EagleSpeculator):
     ) -> Draft:
         """Grow the levels after the first forward, from ``_roots`` and the block table ``[num_reqs, max_blocks]``."""
         if self._rows is None:  # allocated once, for all requests: recorded graphs hold its addresses
-            scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, self.options, self.dtype, self.device)
+            scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, self.options, self.device)
             levels = self.options.draft_depth - 1
             self._rows = LevelRows(scratch, self.options.draft_top_k, levels, self._at_once, self.device)
         levels = DeviceLevels(

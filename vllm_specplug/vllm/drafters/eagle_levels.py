@@ -69,21 +69,15 @@ class LevelScratch:
         vllm_config: vLLM's configuration.
         layer_names: the draft layers.
         options: depth and width of the trees.
-        dtype, device: of the layers.
+        device: of the layers.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        layer_names: Collection[str],
-        options: GrownOptions,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, vllm_config: Any, layer_names: Collection[str], options: GrownOptions, device: torch.device):
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
         shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()}
         self.vllm_config, self.layer_names, self.device = vllm_config, tuple(shapes), device
-        self.scratch = DraftScratch(shapes, dtype, device)
+        dtypes = {name: layer.kv_cache_torch_dtype for name, layer in layers.items()}
+        self.scratch = DraftScratch(shapes, dtypes, device)
         #: Nodes that one request feeds to the levels.
         self.capacity = options.draft_top_k * max(options.draft_depth - 1, 1)
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}

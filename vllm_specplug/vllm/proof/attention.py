@@ -48,7 +48,8 @@ def fault_of_attention(runner: Any) -> str:
         ):
             continue
         window, dtype = impl.traits.window, runner.model_config.dtype
-        kind = (window, impl.traits.soft_cap, impl.num_heads, impl.num_kv_heads, impl.head_size, layer.isa)
+        stored = (layer.isa, impl.kv_cache_dtype, impl.scales(layer))
+        kind = (window, impl.traits.soft_cap, impl.num_heads, impl.num_kv_heads, impl.head_size, *stored)
         has_own_values = impl.traits.sinks is not None or impl.traits.alibi_slopes is not None
         if window > LONGEST_WINDOW or (kind in seen and not has_own_values):
             continue
@@ -82,7 +83,8 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     positions = torch.cat([torch.arange(length) for length in lens])
     requests = torch.arange(2).repeat_interleave(torch.tensor(lens))
     slots = table[requests, positions // block_size].long() * block_size + positions % block_size
-    cache = torch.zeros(sum(blocks) + 1, impl.num_kv_heads, block_size, 2 * impl.head_size, dtype=dtype)
+    cache = torch.zeros(sum(blocks) + 1, impl.num_kv_heads, block_size, 2 * impl.head_size)
+    cache = cache.to(layer.kv_cache_torch_dtype)
     impl.do_kv_cache_update(layer, key, value, cache, slots)
     query = _aimed_queries(impl, key[: lens[0]].float(), window)
     query = torch.cat([query, 0.1 * random(lens[1], impl.num_heads, impl.head_size)]).to(dtype)
@@ -91,11 +93,12 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     metadata = _metadata(layer, query, start, seq_lens, table, slots)
     CPUAttentionBackendImpl.forward(impl, layer, query, key, value, cache, metadata, theirs)
+    pages, (scale, value_scale) = impl.numbers(cache), impl.scales(layer)
     rows = (table, seq_lens, start[:-1].contiguous(), start[1:] - start[:-1])
-    causal_attention(query, ours, cache, layer.isa, *rows, impl.scale, impl.traits)
+    causal_attention(query, ours, pages, layer.isa, *rows, scale, impl.traits, value_scale)
     alone, last = torch.zeros_like(ours), start[1:2] - 1
     row = (table[:1], seq_lens[:1], last, torch.ones_like(last))
-    causal_attention(query, alone, cache, layer.isa, *row, impl.scale, impl.traits)
+    causal_attention(query, alone, pages, layer.isa, *row, scale, impl.traits, value_scale)
     difference = float((ours.float() - theirs.float()).abs().max() / value.float().abs().max())
     return difference if difference < float("inf") else float("inf"), torch.equal(alone[last], ours[last])
 
@@ -143,6 +146,7 @@ def _metadata(
         sliding_window_size=impl.sliding_window,
         isa=layer.isa,
         enable_kv_split=True,
+        kv_cache_dtype=impl.kv_cache_dtype,
     )
     return CPUAttentionMetadata(
         num_actual_tokens=len(query),
