@@ -14,8 +14,8 @@ from vllm_specplug.vllm.check import find_vllm
 #: Most rows of a step of a measured budget; computed, not measured.  From 100 to 250 rows on (by GPU) the time grows
 #: with the rows, so that a tree of 8 or more rows, of 7 levels at most, cannot pay in larger steps.
 MEASURED_ROWS = 2048
-#: Rows of trees that the default size reserves for ``max_num_seqs`` requests, at most: 2.1 GB of key/value for a Llama of
-#: 8 billion parameters if all run, and 0.3 GB of masks of grammars for 152,000 tokens.
+#: Rows of trees that the default size reserves for ``max_num_seqs`` requests, at most: 2.1 GB of key/value for a Llama
+#: of 8 billion parameters if all run, and 0.3 GB of masks of grammars for 152,000 tokens.
 RESERVED_ROWS = 16384
 #: The default size has at least so many nodes.
 LEAST_NODES = 7
