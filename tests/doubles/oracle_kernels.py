@@ -16,6 +16,7 @@ from vllm_specplug.core.layout import WORD_BITS, ancestor_bits
 from vllm_specplug.core.pool import Beam, DraftPool
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 from vllm_specplug.gpu import attention as paged
+from vllm_specplug.gpu import draft_sampling as sampled_v2
 from vllm_specplug.gpu.drafters import eagle as eagle_v2
 from vllm_specplug.gpu.kernels.tiles import CacheScales
 from vllm_specplug.proposers.lookup import device_proposer as lookup_proposer
@@ -99,6 +100,7 @@ _rerank = _unseen(pruning.rerank_draft)
 ORACLE = [
     (paged, "tree_attention", _attend),
     (eagle_v2, "likeliest", _unseen(draft_sampling.likeliest)),
+    (sampled_v2, "likeliest", _unseen(draft_sampling.likeliest)),
     (eagle_v2, "KERNELS", GrowthOps(pool.new_pool, _grow_level, _rerank, static=True)),
     (lookup_proposer, "rerank_draft", _rerank),
     (union_proposer, "rerank_draft", _rerank),
