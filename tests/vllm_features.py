@@ -128,6 +128,12 @@ WORKS = (
         "compressed-tensors, GPTQ, AWQ, online",
     ),
     Support(
+        "fp8 KV caches",
+        "tests/hosts/test_fp8_caches.py::test_same_as_plain",
+        "with factors; V2: also by KV head",
+        v2="tests/v2/test_fp8_caches.py::test_fp8",
+    ),
+    Support(
         "LoRA",
         "tests/hosts/test_lora.py::test_same_as_plain",
         "drafts come from the base model",

@@ -176,7 +176,13 @@ class DeviceRemembering(Protocol):
     """A device proposer that keeps tokens of ended requests."""
 
     def finish(
-        self, token_ids: torch.Tensor, num_tokens: torch.Tensor, namespaces: torch.Tensor, slot: int, prompt_len: int
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        namespaces: torch.Tensor,
+        slot: int,
+        prompt_len: int,
+        end: int,
     ) -> None:
         """Keep what it needs of a request that has ended, on the device and without waiting.
 
@@ -184,6 +190,7 @@ class DeviceRemembering(Protocol):
             token_ids, num_tokens, namespaces: as of ``DeviceDraftContext``.
             slot: place of the request in them.
             prompt_len: number of tokens before its answer, as of ``DraftContext``.
+            end: number of tokens up to the end of its answer; ``num_tokens`` may count some after a stop.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.core.step import plan_step
+from vllm_specplug.gpu.draft_sampling import DeviceDraftSampling
 from vllm_specplug.gpu.kernels import growth as triton_growth
 from vllm_specplug.gpu.kernels import step as triton_step
 from vllm_specplug.gpu.kernels.lookup import match_keys
@@ -47,6 +49,10 @@ class Phases:
         self.roots = torch.zeros(NUM_REQS, dtype=torch.int64, device=DEVICE)
         self.slots = torch.arange(NUM_REQS, device=DEVICE)
         self.features = torch.zeros(NUM_REQS, 8, device=DEVICE)
+        ones = torch.ones(NUM_REQS, device=DEVICE)
+        limits = (0.7 * ones, 100 * self.slots + 100, 0.9 * ones)
+        seeds = (self.slots, self.slots >= 0, self.slots)
+        self.sampling = DeviceDraftSampling(*limits, *seeds, rejects=False, use_fp64=False)
         self.logits = {rows: torch.randn(rows, VOCAB, device=DEVICE) for rows in (NUM_REQS, NUM_REQS * TOP_K)}
         inputs = make_match_inputs([150] * NUM_REQS, 200)
         self.known = {name: values.to(DEVICE) for name, values in inputs.items()}
@@ -88,6 +94,12 @@ class Phases:
             ops=triton_growth.KERNELS if kernels else TORCH_STATIC,
         )
 
+    def sampled(self, kernels: bool) -> list[draft_sampling.Children]:
+        """Choose the children of all levels above temperature 0."""
+        sampling = replace(self.sampling, rejects=not kernels)
+        rows = [NUM_REQS] + [NUM_REQS * TOP_K] * (DEPTH - 1)
+        return [sampling.children(self.logits[count], level, TOP_K) for level, count in enumerate(rows)]
+
     def lookup(self, kernels: bool) -> Draft:
         if not kernels:
             return draft_matches(**self.known, root_token_ids=self.roots, options=LOOKUP, find=match_keys)
@@ -106,7 +118,7 @@ class Phases:
         return (triton_step.plan_step if kernels else plan_step)(self.walk, self.starts, 200)
 
 
-PHASES = ("eagle2", "lookup", "union", "plan")
+PHASES = ("eagle2", "sampled", "lookup", "union", "plan")
 
 
 @contextmanager

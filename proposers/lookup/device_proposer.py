@@ -56,7 +56,13 @@ class LookupOnDevice:
         return max(self._options.min_match, LONG_ANCHOR)
 
     def finish(
-        self, token_ids: torch.Tensor, num_tokens: torch.Tensor, namespaces: torch.Tensor, slot: int, prompt_len: int
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        namespaces: torch.Tensor,
+        slot: int,
+        prompt_len: int,
+        end: int,
     ) -> None:
         if self._buffers is not None:
             keep_answer(
@@ -65,6 +71,7 @@ class LookupOnDevice:
                 namespaces,
                 slot,
                 prompt_len,
+                end,
                 longer_than=LONG_ANCHOR,
                 buffers=self._buffers,
             )

@@ -68,11 +68,17 @@ class UnionOnDevice:
         return merge_drafts(drafts, self._num_nodes, self._merging)
 
     def finish(
-        self, token_ids: torch.Tensor, num_tokens: torch.Tensor, namespaces: torch.Tensor, slot: int, prompt_len: int
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: torch.Tensor,
+        namespaces: torch.Tensor,
+        slot: int,
+        prompt_len: int,
+        end: int,
     ) -> None:
         for source in self._sources:
             if isinstance(source, DeviceRemembering):
-                source.finish(token_ids, num_tokens, namespaces, slot, prompt_len)
+                source.finish(token_ids, num_tokens, namespaces, slot, prompt_len, end)
 
     # ---- learning
 

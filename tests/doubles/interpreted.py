@@ -13,6 +13,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.doubles.cuda_graphs import kernel
+from tests.doubles.oracle_kernels import scaled
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 from vllm_specplug.gpu.attention import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
 from vllm_specplug.gpu.runner import TreeRunner
@@ -21,10 +22,12 @@ from vllm_specplug.vllm.speculative_config import WORKERS
 
 
 class _PagedReference(TritonAttentionImpl):
-    """vLLM's part; ``traits`` comes from ``TreeImpl``."""
+    """vLLM's part; ``traits`` and what 8 bits mean come from ``TreeImpl``."""
 
     @kernel
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        if self.is_fp8:
+            key, value = self.as_stored(layer, key, value)
         written = (slot_mapping >= 0).nonzero().squeeze(1)  # a slot below 0 is padding
         slots, page = slot_mapping[written], kv_cache.shape[2]
         kv_cache[slots // page, :, slots % page] = torch.cat([key[written], value[written]], dim=-1)
@@ -33,8 +36,11 @@ class _PagedReference(TritonAttentionImpl):
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **_) -> torch.Tensor:
         if attn_metadata is None:
             return output.fill_(0)
-        if self.kv_sharing_target_layer_name is not None:
+        if self.kv_sharing_target_layer_name is not None or kv_cache.dtype != key.dtype:
             key, value = rows_in_pages(kv_cache, attn_metadata.slot_mapping)
+        if self.is_fp8:
+            stored = self.numbers(kv_cache), self.numbers(key), self.numbers(value)
+            kv_cache, key, value = scaled(*stored, self.scales(layer, query))
         start = attn_metadata.query_start_loc[:-1]
         lens = attn_metadata.query_start_loc[1:] - start
         longest = int(lens.max())

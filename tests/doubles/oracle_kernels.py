@@ -16,7 +16,9 @@ from vllm_specplug.core.layout import WORD_BITS, ancestor_bits
 from vllm_specplug.core.pool import Beam, DraftPool
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 from vllm_specplug.gpu import attention as paged
+from vllm_specplug.gpu import draft_sampling as sampled_v2
 from vllm_specplug.gpu.drafters import eagle as eagle_v2
+from vllm_specplug.gpu.kernels.tiles import CacheScales
 from vllm_specplug.proposers.lookup import device_proposer as lookup_proposer
 from vllm_specplug.proposers.union import device_proposer as union_proposer
 
@@ -35,12 +37,14 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 @_unseen
 def _attend(
     query, output, kv_cache, block_table, context_lens, query_start, query_lens, tree_key, tree_value, tree_start,
-    tree_lens, bits, scale, *, max_query_len, traits, num_splits=None, max_context_len=None,
+    tree_lens, bits, scale, *, max_query_len, traits, num_splits=None, max_context_len=None, scales=None,
 ) -> None:  # fmt: skip
     """``triton_tree_attention.tree_attention``; a number of splits is given to compile it only."""
     if num_splits is not None:
         return
     num_reqs = len(context_lens)
+    if scales is not None:
+        kv_cache, tree_key, tree_value = scaled(kv_cache, tree_key, tree_value, scales)
     tree_attention_reference(
         query,
         output,
@@ -58,6 +62,16 @@ def _attend(
         scale,
         traits=traits,
     )
+
+
+def scaled(
+    kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scales: CacheScales
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return pages and rows of 8 bits as what they stand for."""
+    by_key, by_value = (factor.float().reshape(-1, 1) for factor in scales[1:])
+    keys, values = kv_cache.float().chunk(2, dim=-1)
+    pages = torch.cat([keys * by_key.unsqueeze(1), values * by_value.unsqueeze(1)], dim=-1)
+    return pages, key.float() * by_key, value.float() * by_value
 
 
 def _mask(bits: torch.Tensor) -> torch.Tensor:
@@ -86,6 +100,7 @@ _rerank = _unseen(pruning.rerank_draft)
 ORACLE = [
     (paged, "tree_attention", _attend),
     (eagle_v2, "likeliest", _unseen(draft_sampling.likeliest)),
+    (sampled_v2, "likeliest", _unseen(draft_sampling.likeliest)),
     (eagle_v2, "KERNELS", GrowthOps(pool.new_pool, _grow_level, _rerank, static=True)),
     (lookup_proposer, "rerank_draft", _rerank),
     (union_proposer, "rerank_draft", _rerank),

@@ -152,6 +152,13 @@ def test_other_dtypes(tmp_path, start, known, dtype):  # noqa: F811
 
 
 @needs_avx512
+@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
+def test_fp8_caches(start, known, checkpoints, form):  # noqa: F811
+    options = {"kv_cache_dtype": form, "num_gpu_blocks_override": 24, "max_num_batched_tokens": CHUNK}
+    check(Asking(start(checkpoints["target"], dtype="bfloat16", **options, **SCORED), None), known)
+
+
+@needs_avx512
 @pytest.mark.parametrize("form", ["w4a16", "gptq", "awq", *ONLINE])
 def test_quantised_weights(tmp_path, start, known, checkpoints, form):  # noqa: F811
     """Among the targets above is one in W8A8."""

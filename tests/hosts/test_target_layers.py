@@ -98,7 +98,8 @@ def test_real_targets_are_refused(tmp_path, expert_group, name):
 def test_other_backends_and_quantised_caches_are_refused():
     with pytest.raises(ConfigError, match=r"the attention of odd \(CPUAttentionBackendImpl\): serve"):
         check_layers({"odd": layer(impl=CPUAttentionBackendImpl)})
-    with pytest.raises(ConfigError, match="quantised KV cache .layer odd.: use --kv-cache-dtype auto"):
-        check_layers({"odd": layer(kv_cache_dtype="fp8")})
+    with pytest.raises(ConfigError, match="KV caches in nvfp4 .layer odd.: use --kv-cache-dtype auto or fp8"):
+        check_layers({"odd": layer(kv_cache_dtype="nvfp4")})
+    check_layers({"even": layer(kv_cache_dtype="fp8_e5m2")})
     with pytest.raises(ConfigError, match="use another one"):
         check_attention({"odd": layer()}, SimpleNamespace, "use another one")

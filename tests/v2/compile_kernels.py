@@ -142,6 +142,23 @@ def attention(rows: int, head_size: int, case: str = "plain", splits: bool = Tru
         merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows, traits=MERGED_TRAITS[case])
 
 
+def attention_over_8_bits(rows: int = 61, head_size: int = 128) -> None:
+    """Launch the tree attention over an fp8 cache, with queries of 16 bits and of 8."""
+    inputs = make_inputs(
+        (40, 3), (rows, 2), num_heads=8, num_kv_heads=2, head_size=head_size, block_size=16, dtype=torch.bfloat16,
+        kv_layout=TOKEN_LAYOUT,
+    )  # fmt: skip
+    del inputs["kv_layout"]
+    inputs["bits"] = ancestor_bits(inputs.pop("mask"))
+    fp8 = torch.float8_e4m3fn
+    inputs |= {name: inputs[name].to(fp8) for name in ("kv_cache", "tree_key", "tree_value")}
+    factors = torch.ones(2)
+    for query, of_query in ((inputs["query"], None), (inputs["query"].to(fp8), factors)):
+        scales = triton_tiles.CacheScales(of_query, factors, factors)
+        inputs["query"] = query
+        triton_tree_attention.tree_attention(**inputs, max_query_len=rows, num_splits=2, scales=scales)
+
+
 def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     slots = torch.arange(num_reqs)
     parents, bits = torch.zeros(num_reqs, width, dtype=torch.int64), torch.zeros(num_reqs, width, 1, dtype=torch.int64)
@@ -160,7 +177,7 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
         torch.zeros(num_reqs, 3, 8, dtype=torch.int32), torch.zeros((1 << 17) + 1, dtype=torch.int32),
         torch.zeros((1 << 17) + 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int32),
     )  # fmt: skip
-    keep_answer(tokens, ints, slots, 1, 10, longer_than=3, buffers=buffers)
+    keep_answer(tokens, ints, slots, 1, 10, 20, longer_than=3, buffers=buffers)
     for given in (slots.int(), slots):  # vLLM's, and those of a captured graph
         match_keys(tokens, given, ints, 1, 16)
         continuations(
@@ -173,12 +190,17 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
 def sampling_kernels(num_nodes: int = 20) -> None:
     """Launch what calls vLLM's own functions; they are compiled with it."""
     claim_backend()
-    from vllm_specplug.gpu.draft_sampling import sampler_noise
+    from vllm_specplug.gpu.draft_sampling import DeviceDraftSampling, sampler_noise
 
     backends.pop("cpu", None)  # it has no compiler
     tokens, nodes = torch.zeros(num_nodes, 64, dtype=torch.int64), torch.zeros(num_nodes, dtype=torch.int64)
     for use_fp64 in (False, True):
         sampler_noise(tokens, nodes, nodes, use_fp64)
+        floats, slots = torch.zeros(2, 4), nodes[:2]
+        sampling = DeviceDraftSampling(
+            floats[:, 0], slots, floats[:, 1], slots, slots.bool(), slots, rejects=False, use_fp64=use_fp64
+        )
+        sampling.children(torch.zeros(num_nodes, 32000, dtype=torch.bfloat16), 1, 10)
 
 
 def draft_kernels(num_reqs: int = 2, top_k: int = 10, depth: int = 8, num_nodes: int = 63) -> None:
@@ -209,6 +231,9 @@ def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
         for head_size in heads:
             for compiled.case in cases:
                 attention(61, head_size, compiled.case)
+        if capability >= 89:  # vLLM has fp8 caches there
+            compiled.case = "fp8"
+            attention_over_8_bits()
         if few:
             continue
         compiled.case = "float32"

@@ -17,7 +17,8 @@ from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 
 #: Depth 6 and 10 nodes a level: for each level two launches choose children, one grows the pool, one gathers features.
-MOST = {"eagle2": 1 + 6 * 3 + 5 + 1, "lookup": 3, "union": 7, "plan": 1}
+#: The children of sampled requests take one launch more for each level.
+MOST = {"eagle2": 1 + 6 * 3 + 5 + 1, "sampled": 6 * 3, "lookup": 3, "union": 7, "plan": 1}
 
 
 def test_launches_of_a_draft_phase():

@@ -13,7 +13,7 @@ from tests.hosts.conftest import ENGINE
 from tests.hosts.test_third_party import echo  # noqa: F401
 from tests.v2.conftest import model_runner
 from vllm_specplug.config import ConfigError, parse_options, parts_of
-from vllm_specplug.gpu.rounds import shapes, with_defaults
+from vllm_specplug.gpu.rounds import RESERVED_ROWS, shapes, with_defaults
 from vllm_specplug.gpu.runner import PATCHES
 from vllm_specplug.plugin import register
 from vllm_specplug.vllm import features, speculative_config
@@ -100,6 +100,20 @@ def test_budgets_are_measured_unless_they_are_fixed():
     own = default(method="eagle2", model="drafter", draft_depth=2, draft_top_k=2)
     assert (own.budget, own.num_speculative_tokens, own.draft_top_k) == ("measured", 6, 2)
     assert default(method="eagle2", model="drafter", verification="rejection").budget == "fixed"
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "nodes"), [(8, 63), (256, 63), (257, 31), (512, 31), (1000, 15), (1024, 15), (2048, 7), (9000, 7)]
+)
+def test_default_trees_reserve_little(max_num_seqs, nodes):
+    """vLLM reserves rows of the largest tree for each of ``max_num_seqs`` requests."""
+    for given in ({"method": "eagle2", "model": "drafter"}, {"method": "union", "sources": [{"method": "lookup"}]}):
+        options = parse_options(with_defaults(given, max_num_seqs=max_num_seqs))
+        assert {part.num_speculative_tokens for part in parts_of(options)} == {nodes}
+        assert options.num_speculative_tokens == nodes
+        assert nodes == 7 or (nodes + 1) * max_num_seqs <= RESERVED_ROWS
+    chosen = with_defaults({"method": "lookup", "num_speculative_tokens": 63}, max_num_seqs=1024)
+    assert parse_options(chosen).num_speculative_tokens == 63
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from tests.doubles.constants import with_constants
+from tests.doubles.device_work import DeviceWork
 from tests.unit.core import test_rejection as toy
 from vllm_specplug.config import parse_options
 from vllm_specplug.core.tree import from_flat
@@ -59,21 +60,57 @@ def device_sampling(count, **changes):
         "coupled": torch.ones(count, dtype=torch.bool, device=DEVICE),
         "positions": torch.arange(count, device=DEVICE) * 3 + 5,
     }
-    return DeviceDraftSampling(**given | changes, rejects=True, use_fp64=False)
+    return DeviceDraftSampling(**{**given, "rejects": True, "use_fp64": False, **changes})
 
 
-def test_a_perfect_drafter_drafts_what_is_sampled():
+@pytest.mark.parametrize("rejects", [False, True])
+def test_a_perfect_drafter_drafts_what_is_sampled(rejects):
     """At every level: the first child of each node is the token that the host's sampler picks from its logits."""
     count, width, vocab = 4, 3, 50
-    sampling, slots = device_sampling(count), torch.arange(count, device=DEVICE).repeat_interleave(width)
+    sampling, slots = (
+        device_sampling(count, rejects=rejects),
+        torch.arange(count, device=DEVICE).repeat_interleave(width),
+    )
     logits = torch.randn(count * width, vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 2
     for level in range(2):
         pos = (sampling.positions + level).repeat_interleave(width)
         sampled = gumbel_sample(logits, slots, sampling.temperature, sampling.seeds, pos, True, False)
         assert torch.equal(sampling.children(logits, level, 3).token_ids[:, 0], sampled)
+    if not rejects:
+        return
     # Drafts for rejection do not look at the sampler's noise.
     own = replace(sampling, coupled=torch.zeros(count, dtype=torch.bool, device=DEVICE))
     assert not torch.equal(own.children(logits, level, 3).token_ids[:, 0], sampled)
+
+
+@pytest.mark.parametrize("use_fp64", [False, True])
+@pytest.mark.parametrize("vocab", [9, 50, 200])
+def test_children_in_three_launches(vocab, use_fp64):
+    """Those of the torch operations, with estimates: greedy requests, truncated ones, and a draft vocabulary."""
+    count, width, top_k = 5, 4, 8
+    sampling = device_sampling(
+        count,
+        temperature=torch.tensor([0.0, 0.7, 1.3, 1.0, 0.4], device=DEVICE),
+        top_k=torch.tensor([200, 200, 5, 40, 1], device=DEVICE),
+        top_p=torch.tensor([1.0, 1.0, 1.0, 0.6, 0.9], device=DEVICE),
+        use_fp64=use_fp64,
+    )
+    fused = replace(sampling, rejects=False)
+    logits = torch.randn(count * width, vocab, generator=torch.Generator().manual_seed(2)).to(DEVICE) * 3
+    draft_ids = torch.randperm(vocab, device=DEVICE) + 7
+    for level in (0, 3):
+        expected, found = (one.children(logits, level, top_k, draft_ids) for one in (sampling, fused))
+        drawn = expected.log_probs > float("-inf")
+        assert torch.equal(found.token_ids[drawn], expected.token_ids[drawn])
+        torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=2e-5)
+        assert drawn.any() and not drawn.all()
+        assert all(len(set(tokens)) == top_k for tokens in found.token_ids.tolist())
+    with DeviceWork() as work:
+        fused.children(logits, 1, top_k, draft_ids)
+    assert sum(work.launches.values()) == 3
+    with DeviceWork() as work:
+        sampling.children(logits, 1, top_k, draft_ids)
+    assert sum(work.launches.values()) > 50
 
 
 class StubStates:

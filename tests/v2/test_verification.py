@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tests.doubles.no_syncs import NoLookAtTheDevice
 from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
 from tests.v2.conftest import ENGINE, GREEDY, watch_rounds
 from vllm_specplug.core.typical import accept_typical, path_token_ids
-from vllm_specplug.gpu import draft_sampling, settling
+from vllm_specplug.gpu import settling
+from vllm_specplug.gpu.draft_sampling import DeviceDraftSampling
 from vllm_specplug.gpu.settling import RejectionSettling
 
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
@@ -66,14 +68,14 @@ def test_control_noise_of_another_position(coupled, many, monkeypatch):
     params = [replace_seed(one, i) for i, one in enumerate(parameters(1) * 5)]
     found = []
     for offset in (0, 1):
-        honest = draft_sampling.sampler_noise
+        honest = DeviceDraftSampling.children
         monkeypatch.setattr(
-            draft_sampling, "sampler_noise",
-            lambda ids, seeds, pos, fp64, by=offset, honest=honest: honest(ids, seeds, pos + by, fp64),
+            DeviceDraftSampling, "children",
+            lambda self, *args, by=offset, of=honest: of(replace(self, positions=self.positions + by), *args),
         )  # fmt: skip
         before = counters(coupled)
         found.append((token_ids(coupled.generate(many, params, use_tqdm=False)), acceptance_length(coupled, before)))
-        monkeypatch.setattr(draft_sampling, "sampler_noise", honest)
+        monkeypatch.setattr(DeviceDraftSampling, "children", honest)
     assert found[0][0] == found[1][0]
     assert found[0][1] > found[1][1] + 0.1
 

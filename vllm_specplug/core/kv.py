@@ -52,11 +52,17 @@ class DraftScratch:
 
     Args:
         shapes: by layer name, ``(num_kv_heads, head_size)``.
-        dtype, device: of the layers.
+        dtypes: of the rows, by layer name.
+        device: of the layers.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device | str = "cpu"):
-        self._shapes, self._dtype, self._device = dict(shapes), dtype, device
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device | str = "cpu",
+    ):
+        self._shapes, self._dtypes, self._device = dict(shapes), dict(dtypes), device
         self._size = 0
         self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -65,6 +71,6 @@ class DraftScratch:
         if size > self._size:
             self._size = size
             for name, shape in self._shapes.items():
-                key = torch.zeros(size, *shape, dtype=self._dtype, device=self._device)
+                key = torch.zeros(size, *shape, dtype=self._dtypes[name], device=self._device)
                 self._tensors[name] = (key, torch.zeros_like(key))
         return {name: KvScratch(key, value, rows) for name, (key, value) in self._tensors.items()}

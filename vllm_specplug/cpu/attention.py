@@ -10,8 +10,10 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import ChunkedLocalAttention, MLAAttention
 from vllm.v1.attention.backend import AttentionType
@@ -29,6 +31,7 @@ from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.tree_attention import causal_attention, tree_attention
 from vllm_specplug.vllm.attention_backends import (
+    FP8,
     TreeBuilder,
     check_attention,
     local_attention_from,
@@ -147,6 +150,38 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         super().process_weights_after_loading(act_dtype)
         self.__dict__.pop("traits", None)  # weights may be loaded again
 
+    def scales(self, layer: Any) -> tuple[float, float]:
+        """Factors of the scores and of the output."""
+        if not self.is_fp8_kv_cache:
+            return self.scale, 1.0
+        return self.scale * layer._k_scale_float, layer._v_scale_float
+
+    def numbers(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return what is stored as numbers: vLLM stores fp8 as bytes."""
+        return stored.view(FP8[self.kv_cache_dtype]) if self.is_fp8_kv_cache else stored
+
+    def as_stored(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round keys and values as vLLM does when it writes them to the pages, by vLLM's own operator.
+
+        Args:
+            key, value: ``[num_rows, num_kv_heads, head_size]``; of an fp8 cache the results are uint8.
+        """
+        if not self.is_fp8_kv_cache:
+            return key, value
+        pages = key.new_empty(*key.shape[:2], 2, self.head_size, dtype=torch.uint8)  # of one token each
+        ops.cpu_attn_reshape_and_cache(
+            key,
+            value,
+            *pages.chunk(2, dim=2),
+            torch.arange(len(key)),
+            "vec",
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        rounded_key, rounded_value = pages.unbind(2)
+        return rounded_key, rounded_value
+
     def forward(
         self,
         layer,
@@ -160,45 +195,72 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         output_block_scale=None,
     ) -> torch.Tensor:
         tree = None if attn_metadata is None else attn_metadata.tree
-        source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if tree is None or not tree.all_rows:
             slots = get_forward_context().slot_mapping.get(layer.layer_name)
-            if slots is not None and source is None:
+            if slots is not None and self.kv_sharing_target_layer_name is None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
             if attn_metadata is not None and self._is_ours(attn_metadata):
-                start, lens = attn_metadata.rows_without_tree
-                rows = (attn_metadata.block_table, attn_metadata.seq_lens, start, lens)
-                causal_attention(query, output, kv_cache, layer.isa, *rows, self.scale, self.traits)
+                self.attend_causally(layer, query, kv_cache, attn_metadata, output)
             else:
                 super().forward(
                     layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
                 )
-        if tree is None:
-            return output
+        if tree is not None:
+            self._attend_trees(layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+    def attend_causally(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TreeAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend from the rows without trees, whose key/value are in the pages."""
+        start, lens = metadata.rows_without_tree
+        rows = (metadata.block_table, metadata.seq_lens, start, lens)
+        scale, value_scale = self.scales(layer)
+        causal_attention(query, output, self.numbers(kv_cache), layer.isa, *rows, scale, self.traits, value_scale)
+
+    def _attend_trees(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TreeAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        tree = metadata.tree
         tree_start, kept = tree.tree_start, None
+        source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if source is not None:
             key, value, tree_start = tree.rows_of(source)
         else:
+            key, value = self.as_stored(layer, key, value)
             key, value, kept = keep_rows(tree, layer.layer_name, key, value)
+        scale, value_scale = self.scales(layer)
         tree_attention(
             query,
             output,
-            kv_cache,
+            self.numbers(kv_cache),
             layer.isa,
-            attn_metadata.block_table,
+            metadata.block_table,
             tree.context_lens,
             tree.query_start,
             tree.query_lens,
-            key,
-            value,
+            self.numbers(key),
+            self.numbers(value),
             tree_start,
             tree.tree_lens,
             tree.mask,
-            self.scale,
-            kept,
+            scale,
+            None if kept is None else self.numbers(kept),
             self.traits,
+            value_scale,
         )
-        return output
 
     def _is_ours(self, metadata: TreeAttentionMetadata) -> bool:
         """Whether our kernel computes rows without trees: they then have the same bits however they are batched."""

@@ -25,20 +25,22 @@ class KeptRows:
     """Memory for the key/value of a step's tree rows until they are committed; all steps use the same.
 
     Args:
-        layers: the target's.
-        dtype: of their key/value.
+        layers: the target's; their rows have the dtype of their caches.
     """
 
-    def __init__(self, layers: Sequence[AlikeLayers], dtype: torch.dtype):
-        self._layers, self._dtype = layers, dtype
-        self._memory = [torch.empty(math.prod(self._shape(alike, SHARED_ROWS)), dtype=dtype) for alike in layers]
+    def __init__(self, layers: Sequence[AlikeLayers]):
+        self._layers = layers
+        self._dtypes = [alike.caches[0].dtype for alike in layers]
+        sizes = [math.prod(self._shape(alike, SHARED_ROWS)) for alike in layers]
+        self._memory = [torch.empty(size, dtype=dtype) for size, dtype in zip(sizes, self._dtypes, strict=True)]
         self._views: dict[int, tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]] = {}
 
     def of(self, num_rows: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Return ``kept`` and ``kept_of`` of ``CpuTreeRows`` for a step of ``num_rows`` tree rows."""
         shapes = [self._shape(alike, num_rows) for alike in self._layers]
         if num_rows > SHARED_ROWS:
-            return self._with_names([torch.empty(shape, dtype=self._dtype) for shape in shapes])
+            new = zip(shapes, self._dtypes, strict=True)
+            return self._with_names([torch.empty(shape, dtype=dtype) for shape, dtype in new])
         if num_rows not in self._views:
             views = [all_[: math.prod(shape)].view(shape) for all_, shape in zip(self._memory, shapes, strict=True)]
             self._views[num_rows] = self._with_names(views)

@@ -92,7 +92,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         }
         #: The target's layers, for the commit.
         self.alike_layers = alike_layers(self.kv_cache_config, target)
-        self._kept_rows = KeptRows(self.alike_layers, self.model_config.dtype)
+        self._kept_rows = KeptRows(self.alike_layers)
 
     def prepare_greedy_head(self) -> None:
         """Let greedy steps compute fewer logits; called at the end of the start, when the weights are packed."""

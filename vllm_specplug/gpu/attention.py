@@ -29,9 +29,9 @@ from vllm_specplug.core.attention_traits import AttentionTraits
 from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.step import cache_pointers
-from vllm_specplug.gpu.kernels.tiles import warm_up
+from vllm_specplug.gpu.kernels.tiles import CacheScales, warm_up
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
-from vllm_specplug.vllm.attention_backends import TreeBuilder, check_attention, overridden_backends
+from vllm_specplug.vllm.attention_backends import FP8, TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.vllm.kv_groups import AlikeLayers
 from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
@@ -70,6 +70,30 @@ class TreeImpl:
             alibi_slopes=self.alibi_slopes,
         )
 
+    @cached_property
+    def is_fp8(self) -> bool:
+        """Whether the cache has 8 bits; vLLM keeps them as bytes."""
+        return self.kv_cache_dtype in FP8
+
+    def numbers(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return what is stored as numbers: on GPUs vLLM reads both formats of fp8 alike."""
+        return stored.view(current_platform.fp8_dtype()) if self.is_fp8 else stored
+
+    def scales(self, layer: Any, query: torch.Tensor) -> CacheScales:
+        """Return the layer's factors; the query has one only if it has 8 bits too."""
+        is_rounded = query.dtype == current_platform.fp8_dtype()
+        return CacheScales(layer._q_scale if is_rounded else None, layer._k_scale, layer._v_scale)
+
+    def as_stored(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round a draft level's keys and values to the cache's type: ``[num_rows, num_kv_heads, head_size]`` each."""
+        if not self.is_fp8:
+            return key.to(layer.kv_cache_torch_dtype), value.to(layer.kv_cache_torch_dtype)
+        kind = current_platform.fp8_dtype()
+        most = torch.finfo(kind).max
+        divided = key / layer._k_scale.view(-1, 1), value / layer._v_scale.view(-1, 1)
+        rounded_key, rounded_value = (part.clamp(-most, most).to(kind).view(torch.uint8) for part in divided)
+        return rounded_key, rounded_value
+
     def forward(
         self,
         layer,
@@ -92,25 +116,43 @@ class TreeImpl:
             first = tree.num_tree_rows
             rows = (values if values is None else values[first:] for values in (query, key, value))
             attend_others(layer, *rows, kv_cache, attn_metadata.others, output[first:])
+        self._attend_trees(layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+    def _attend_trees(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        tree: DeviceTreeRows = attn_metadata.tree
         source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if tree.scratch is not None:
             scratch = tree.scratch[source or layer.layer_name]
-            key, value = (scratch.key, scratch.value) if source is not None else scratch.write(key, value)
-        elif source is not None:
+            if source is None:
+                scratch.write(*self.as_stored(layer, key, value))
+            key, value = scratch.key, scratch.value
+        elif source is not None or kv_cache.dtype != key.dtype:  # vLLM has rounded what it wrote
             key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
         attend = tree_attention
         if self.context is not None:
             attend = partial(merged_tree_attention, self.context, uniform=tree.uniform)
+        elif self.is_fp8:
+            attend = partial(tree_attention, scales=self.scales(layer, query))
         attend(
             query,
             output,
-            kv_cache,
+            self.numbers(kv_cache),
             attn_metadata.block_table,
             tree.context_lens,
             tree.query_start,
             tree.query_lens,
-            key,
-            value,
+            self.numbers(key),
+            self.numbers(value),
             tree.tree_start,
             tree.tree_lens,
             tree.bits,
@@ -119,7 +161,6 @@ class TreeImpl:
             max_context_len=tree.max_context_len,
             traits=self.traits,
         )
-        return output
 
 
 def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,6 +277,8 @@ def use_tree_attention(layers: dict[str, Any], name: str) -> None:
         if not Context.supports(impl.traits):
             kept += 1
             continue
+        if layer.impl.is_fp8:
+            raise ConfigError(f"tree_attention={name!r} reads no fp8 KV cache: use tree_attention='triton'")
         with _refused_as(name):
             soft_cap = {"soft_cap": impl.traits.soft_cap} if Context.caps_scores else {}
             impl.context = Context(impl.head_size, **soft_cap)
@@ -272,11 +315,15 @@ def compile_kernels(layers: dict[str, Any], bits: torch.Tensor) -> None:
         bits: int64 ``[>= 1, max_query_len, num_words]``, as wide as those of any step; not read.
     """
     for layer in layers.values():
-        impl = layer.impl
+        impl, kind = layer.impl, layer.dtype
         attends = [partial(tree_attention, num_splits=splits) for splits in (1, 2)]
         if impl.context is not None:
             attends = [partial(merged_tree_attention, impl.context)]
-        warm_up(attends, layer.kv_cache, impl.num_heads, bits, impl.traits)
+        if impl.is_fp8:
+            rounded = current_platform.fp8_dtype() if layer.query_quant is not None else kind
+            scales = impl.scales(layer, bits.new_empty(0, dtype=rounded))
+            attends, kind = [partial(attend, scales=scales) for attend in attends], rounded
+        warm_up(attends, impl.numbers(layer.kv_cache), impl.num_heads, bits, impl.traits, (kind, layer.dtype))
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
-from vllm_specplug.core.draft_sampling import DraftSampling
+from vllm_specplug.core.draft_sampling import CANDIDATES, Children, DraftSampling
 from vllm_specplug.core.noise import derived_seeds, gumbel_noise
+from vllm_specplug.gpu.kernels.growth import likeliest
 from vllm_specplug.gpu.slot_params import SlotParams
 from vllm_specplug.types import Proposal
 
@@ -81,6 +82,55 @@ def sampler_noise(
     return noise
 
 
+@triton.jit(do_not_specialize=("level", "width", "temperature_step", "top_k_step", "top_p_step", "seed_step"))
+def _coupled_children_kernel(
+    candidates_ptr, log_probs_ptr, token_ids_ptr, estimates_ptr,
+    temperature_ptr, temperature_step, top_k_ptr, top_k_step, top_p_ptr, top_p_step, seeds_ptr, seed_step,
+    positions_ptr, level, width, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, USE_FP64: tl.constexpr,
+):  # fmt: skip
+    """Choose the children of one node among its candidates, likeliest first."""
+    node = tl.program_id(0).to(tl.int64)
+    request = node // width
+    rank = tl.arange(0, PADDED)[None, :]
+    inside = rank < COUNT
+    token_ids = tl.load(candidates_ptr + node * COUNT + rank, mask=inside, other=0)
+    log_probs = tl.load(log_probs_ptr + node * COUNT + rank, mask=inside, other=float("-inf"))
+    temperature = tl.load(temperature_ptr + request * temperature_step)
+    sampled = temperature > 0
+    # Truncate as the sampler does: top_k, then the smallest set of the likeliest whose mass reaches top_p.
+    within = inside & (rank < tl.load(top_k_ptr + request * top_k_step))
+    scaled = tl.where(within, log_probs / tl.where(sampled, temperature, 1.0), float("-inf"))
+    mass = tl.exp(scaled - tl.max(scaled, axis=1)[:, None])
+    mass = mass / tl.sum(mass, axis=1)[:, None]
+    before = tl.cumsum(mass, axis=1) - mass
+    mass = tl.where(before < tl.load(top_p_ptr + request * top_p_step), mass, 0.0)
+    noise, _ = gumbel_noised_argmax(
+        tl.zeros([1, PADDED], tl.float32),
+        token_ids,
+        inside,
+        tl.load(seeds_ptr + request * seed_step),
+        tl.load(positions_ptr + request) + level,
+        1.0,
+        IS_DRAFTING=False,
+        USE_FP64=USE_FP64,
+        APPLY_TEMPERATURE=False,
+    )
+    drawn = tl.log(mass / tl.sum(mass, axis=1)[:, None]) + noise.to(tl.float32)[None, :]
+    drawn = tl.where(mass > 0.0, drawn, float("-inf"))
+    top = tl.max(drawn, axis=1)[:, None]
+    estimates = drawn - top - tl.log(tl.sum(tl.exp(drawn - top), axis=1))[:, None]
+    scores = tl.where(sampled, drawn, log_probs)
+    estimates = tl.where(sampled, estimates, log_probs)
+    left = inside
+    for child in range(TOP_K):
+        best = tl.max(tl.where(left, scores, float("-inf")), axis=1)[:, None]
+        place = tl.min(tl.where(left & (scores == best), rank, PADDED), axis=1)[:, None]
+        is_child = rank == place
+        tl.store(token_ids_ptr + node * TOP_K + child, tl.sum(tl.where(is_child, token_ids, 0)))
+        tl.store(estimates_ptr + node * TOP_K + child, tl.sum(tl.where(is_child, estimates, 0.0)))
+        left = left & (rank != place)
+
+
 @dataclass(frozen=True)
 class DeviceDraftSampling(DraftSampling):
     """As ``DraftSampling``, with ``seeds`` int64 ``[num_reqs]``: those of the requests.
@@ -94,6 +144,28 @@ class DeviceDraftSampling(DraftSampling):
     positions: torch.Tensor
     rejects: bool
     use_fp64: bool
+
+    def children(
+        self, logits: torch.Tensor, level: int, draft_top_k: int, draft_ids: torch.Tensor | None = None
+    ) -> Children:
+        """Choose children in three launches; with rejection as ``DraftSampling``.
+
+        The children's candidates are not returned: the exact walk needs none.
+        """
+        if self.rejects:
+            return super().children(logits, level, draft_top_k, draft_ids)
+        found = likeliest(logits, min(max(CANDIDATES, draft_top_k), logits.shape[1]), draft_ids)
+        num_nodes, count = found.token_ids.shape
+        token_ids = found.token_ids.new_empty(num_nodes, draft_top_k)
+        estimates = found.log_probs.new_empty(num_nodes, draft_top_k)
+        _coupled_children_kernel[(num_nodes,)](
+            found.token_ids, found.log_probs, token_ids, estimates,
+            self.temperature, self.temperature.stride(0), self.top_k, self.top_k.stride(0),
+            self.top_p, self.top_p.stride(0), self.seeds, self.seeds.stride(0), self.positions,
+            level, num_nodes // len(self.temperature),
+            COUNT=count, PADDED=triton.next_power_of_2(count), TOP_K=draft_top_k, USE_FP64=self.use_fp64, num_warps=1,
+        )  # fmt: skip
+        return Children(token_ids, estimates)
 
     def noise(self, level: int, width: int, token_ids: torch.Tensor) -> torch.Tensor:
         seeds, positions = (values.repeat_interleave(width) for values in (self.seeds, self.positions))

@@ -14,6 +14,11 @@ from vllm_specplug.vllm.check import find_vllm
 #: Most rows of a step of a measured budget; computed, not measured.  From 100 to 250 rows on (by GPU) the time grows
 #: with the rows, so that a tree of 8 or more rows, of 7 levels at most, cannot pay in larger steps.
 MEASURED_ROWS = 2048
+#: Rows of trees that the default size reserves for ``max_num_seqs`` requests, at most: 2.1 GB of key/value for a Llama
+#: of 8 billion parameters if all run, and 0.3 GB of masks of grammars for 152,000 tokens.
+RESERVED_ROWS = 16384
+#: The default size has at least so many nodes.
+LEAST_NODES = 7
 
 
 def shapes(options: TreeOptions) -> list[Shape]:
@@ -32,7 +37,13 @@ def most_levels(options: TreeOptions) -> int:
     return max(depths, default=options.num_speculative_tokens)
 
 
-def with_defaults(given: Mapping[str, Any], budget: str | None = "measured") -> dict[str, Any]:
+def most_default_nodes(max_num_seqs: int) -> int:
+    """Return the nodes of the largest default tree, 2^n - 1 of them: vLLM reserves its rows for each request."""
+    rows = max(RESERVED_ROWS // max_num_seqs, LEAST_NODES + 1)
+    return (1 << (rows.bit_length() - 1)) - 1
+
+
+def with_defaults(given: Mapping[str, Any], budget: str | None = "measured", max_num_seqs: int = 256) -> dict[str, Any]:
     """Return a configuration with the defaults of the V2 runner: a measured budget, and trees of up to 63 nodes.
 
     Verification by rejection needs a fixed budget, and gets fixed trees.
@@ -40,19 +51,22 @@ def with_defaults(given: Mapping[str, Any], budget: str | None = "measured") -> 
     Args:
         given: the user's, with a valid method.
         budget: of the method; None: of a source, which has the union's.
+        max_num_seqs: most running requests; with more than 256 trees are smaller.
     """
     if given.get("budget", budget) == "fixed" or given.get("verification") == "rejection":
         return dict(given)
-    found = {**({"budget": budget} if budget else {}), **_sizes(given), **given}
+    found = {**({"budget": budget} if budget else {}), **_sizes(given, max_num_seqs), **given}
     if sources := given.get("sources"):
-        found["sources"] = [with_defaults(source, None) for source in sources]
+        found["sources"] = [with_defaults(source, None, max_num_seqs) for source in sources]
     return found
 
 
-def _sizes(given: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(given: Mapping[str, Any], max_num_seqs: int) -> dict[str, int]:
     """Return the sizes of a tree that are not given; the tree holds its nodes."""
     options = find_method(given["method"]).options
     sizes = {name: size for name, size in options.device_sizes.items() if name not in given}
+    if "num_speculative_tokens" in sizes:
+        sizes["num_speculative_tokens"] = min(sizes["num_speculative_tokens"], most_default_nodes(max_num_seqs))
     if "draft_top_k" not in options.device_sizes:
         return sizes
     depth, top_k = ({**sizes, **given}.get(name, getattr(options, name)) for name in ("draft_depth", "draft_top_k"))

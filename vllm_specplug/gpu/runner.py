@@ -24,6 +24,7 @@ from vllm_specplug.gpu.drafters.model_free import ModelFreeSpeculator
 from vllm_specplug.gpu.late_trace import LateTrace
 from vllm_specplug.gpu.rounds import most_rows
 from vllm_specplug.gpu.sampler import TreeRejectionSampler
+from vllm_specplug.gpu.scheduler import answer_ends
 from vllm_specplug.gpu.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.gpu.slot_params import SlotParams
 from vllm_specplug.gpu.tree_graphs import wrap_init_candidates
@@ -178,7 +179,8 @@ class TreeRunner:
 
     def add_requests(self, scheduler_output: Any) -> None:
         added = scheduler_output.scheduled_new_reqs
-        self.speculator.finish([new.req_id for new in added])  # known ones are sessions, whose last turn has ended
+        known = [new.req_id for new in added]  # before they are added: sessions, whose last turn has ended
+        self.speculator.finish(known, answer_ends(scheduler_output))
         super().add_requests(scheduler_output)
         if added:
             for new in added:
@@ -187,7 +189,8 @@ class TreeRunner:
             self._slot_params.upload()
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        self.speculator.finish(scheduler_output.finished_req_ids)  # their places are given away below
+        # Their places are given away below.
+        self.speculator.finish(scheduler_output.finished_req_ids, answer_ends(scheduler_output))
         super().finish_requests(scheduler_output)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:

@@ -32,15 +32,33 @@ def decodes_plainly(request: Any) -> bool:
     return params is not None and not wants_speculation(params.extra_args)
 
 
+def answer_ends(scheduler_output: SchedulerOutput) -> dict[str, int]:
+    """Return the tokens of ended requests up to the end of their answers, see ``TreeRequests.schedule``."""
+    return getattr(scheduler_output, "answer_ends", {})
+
+
 class TreeRequests(TreeRequestRules):
     """Mixed into a scheduler of vLLM."""
 
     #: The last drafts that were copied to the CPU: tokens and parents of the nodes, by request.
     _trees: dict[str, tuple[list[int], list[int]]]
+    #: Tokens of requests when their answers, or turns of them, ended; the worker has not been told yet.
+    _ends: dict[str, int]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._trees = {}
+        self._trees, self._ends = {}, {}
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step, and tell the worker where answers ended: it may have sampled tokens after a stop."""
+        output = super().schedule(*args, **kwargs)
+        told = output.finished_req_ids.union(new.req_id for new in output.scheduled_new_reqs)
+        output.answer_ends = {req_id: self._ends.pop(req_id) for req_id in told & self._ends.keys()}
+        return output
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        self._ends[request.request_id] = request.num_tokens
+        return super()._handle_stopped_request(request)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)

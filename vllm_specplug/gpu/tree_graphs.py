@@ -59,7 +59,8 @@ def _widths(options: Any) -> list[int]:
 def _counts(manager: Any, config: Any, width: int) -> Iterable[int]:
     """Return the numbers of requests to record for.
 
-    Plain steps have vLLM's capture sizes.  Where the user chose these, trees have them too.
+    Plain steps have vLLM's capture sizes, and the most requests if these leave them without a graph.  Where the user
+    chose the sizes, trees have them too, and none are added.
     """
     sizes, scheduler = manager.compilation_config.cudagraph_capture_sizes, manager.vllm_config.scheduler_config
     num_tokens = scheduler.max_num_batched_tokens
@@ -69,7 +70,10 @@ def _counts(manager: Any, config: Any, width: int) -> Iterable[int]:
     if width > 1 and not config.has_users_graph_sizes:
         return request_counts(most) if most else []
     largest = manager.compilation_config.max_cudagraph_capture_size // width
-    return sorted({-(-size // width) for size in sizes if -(-size // width) <= min(most, largest)})
+    counts = {-(-size // width) for size in sizes if -(-size // width) <= min(most, largest)}
+    if most <= largest and not config.has_users_graph_sizes:
+        counts.add(most)
+    return sorted(counts)
 
 
 def _replace_full_graphs(manager: Any, full: list[BatchExecutionDescriptor]) -> None:

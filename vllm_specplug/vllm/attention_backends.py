@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention, chunked_local_attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention import selector
@@ -13,6 +14,11 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_specplug.config import ConfigError
+
+#: KV caches of 8 bits that are served: numbers in the format, with factors for a whole layer or for each KV head.
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+#: All served values of ``--kv-cache-dtype``.
+CACHE_FORMATS = ("auto", "float16", "bfloat16", "float32", *FP8)
 
 
 @contextlib.contextmanager
@@ -78,9 +84,10 @@ def check_attention(layers: Mapping[str, Any], implementation: type, fix: str, a
         if not isinstance(layer.impl, implementation):
             kind = type(layer.impl).__name__
             raise ConfigError(f"tree speculation does not support the attention of {name} ({kind}): {fix}")
-        if layer.impl.kv_cache_dtype.startswith(("fp8", "int", "nvfp4")):
+        if layer.impl.kv_cache_dtype not in CACHE_FORMATS:
             raise ConfigError(
-                f"tree speculation does not support a quantised KV cache (layer {name}): use --kv-cache-dtype auto"
+                f"tree speculation does not support KV caches in {layer.impl.kv_cache_dtype} (layer {name}): "
+                "use --kv-cache-dtype auto or fp8"
             )
 
 

@@ -14,6 +14,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm_specplug.config import ConfigError, TreeOptions, parts_of
 from vllm_specplug.gpu.kernels import xformers_context
 from vllm_specplug.proposer import find_method, loadable_methods
+from vllm_specplug.vllm.attention_backends import CACHE_FORMATS
 from vllm_specplug.vllm.check import check_symbols
 from vllm_specplug.vllm.manifest import MANIFEST_FLASH
 from vllm_specplug.vllm.mixed import problem, users_class
@@ -159,14 +160,11 @@ REFUSED = (
         {"model.runner_type": "pooling"},
     ),
     Refusal(
-        "quantised KV caches",
-        lambda s: _given(
-            str(name := s.engine_args.kv_cache_dtype) not in ("auto", "float16", "bfloat16", "float32"),
-            f"--kv-cache-dtype {name}",
-        ),
+        "quantised KV caches other than fp8",
+        lambda s: _given((name := str(s.engine_args.kv_cache_dtype)) not in CACHE_FORMATS, f"--kv-cache-dtype {name}"),
         "tree rows would be read in another precision than cached rows, so answers would differ from plain decoding's",
-        "use --kv-cache-dtype auto",
-        {"kv_cache_dtype": "fp8"},
+        "use --kv-cache-dtype auto or fp8",
+        {"kv_cache_dtype": "int8_per_token_head"},
     ),
     Refusal(
         "encoder-decoder targets",

@@ -152,6 +152,13 @@ def _register_model() -> None:
         ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
 
 
+def _max_num_seqs(engine_args: Any, parallel_config: Any) -> int:
+    """Return the most requests that run at once; vLLM has not set its default yet, which depends on the use."""
+    if engine_args.max_num_seqs is not None:
+        return int(engine_args.max_num_seqs)
+    return max(engine_args.get_batch_defaults(parallel_config.world_size)[1].values())
+
+
 def build(
     given: dict[str, Any], target_model_config: Any, target_parallel_config: Any, engine_args: Any
 ) -> TreeSpeculativeConfig:
@@ -165,7 +172,8 @@ def build(
     given, trainer = _chosen(given, target_model_config)
     options, on_cpu = parse_options(given), current_platform.is_cpu()
     if v2 := uses_v2_runner(options):
-        options = parse_options(with_defaults(given, _budget(options, engine_args.kv_transfer_config)))
+        budget = _budget(options, engine_args.kv_transfer_config)
+        options = parse_options(with_defaults(given, budget, _max_num_seqs(engine_args, target_parallel_config)))
     _check_vllm(options, on_cpu, v2)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)

@@ -79,7 +79,7 @@ def test_moves_may_chain_through_a_row():
 
 
 def test_scratch_is_allocated_once_and_grows():
-    scratch = DraftScratch({"a": (2, 4), "b": (1, 8)}, torch.float32)
+    scratch = DraftScratch({"a": (2, 4), "b": (1, 8)}, {"a": torch.float32, "b": torch.float32})
     rows = torch.tensor([3, 1])
     first = scratch.at(rows, 4)
     written, _ = first["a"].write(torch.ones(2, 2, 4), torch.zeros(2, 2, 4))

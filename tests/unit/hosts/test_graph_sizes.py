@@ -23,7 +23,7 @@ from vllm_specplug.gpu.tree_graphs import wrap_init_candidates
 from vllm_specplug.vllm.speculative_config import _chooses_graph_sizes
 
 #: ``max_num_seqs`` and ``max_num_batched_tokens``: vLLM's on large and on smaller GPUs, and odd ones.
-SIZES = [(1024, 8192), (256, 2048), (64, 8192), (256, 16384), (7, 500), (3, 40)]
+SIZES = [(1024, 8192), (256, 2048), (64, 8192), (256, 16384), (33, 8192), (7, 500), (3, 40)]
 FULL = CUDAGraphMode.FULL
 
 
@@ -95,7 +95,11 @@ def test_every_batch_of_trees_has_a_full_graph(manager, max_num_seqs, max_num_to
     plain = [graph for graph in after._capture_descs[FULL] if graph.uniform_token_count == 1]
     assert len(after._capture_descs[FULL]) == graphs + len(plain)
     sizes = made.compilation_config.cudagraph_capture_sizes
-    assert len(plain) == (sum(size <= max_num_seqs for size in sizes) if budget == "measured" else 0)
+    added = max_num_seqs < max(sizes) and max_num_seqs not in sizes
+    assert len(plain) == (sum(size <= max_num_seqs for size in sizes) + added if budget == "measured" else 0)
+    if budget == "measured":
+        for num_reqs in range(1, min(max_num_seqs, max(sizes)) + 1):
+            assert full_graph(after, num_reqs, 1) is not None, num_reqs
 
 
 @pytest.mark.parametrize("budget", ["fixed", "measured"])

@@ -59,7 +59,7 @@ class LevelDrafter(DraftHooks):
             raise ConfigError(f"no trees are drafted by layers with a recurrent state ({odd}): use another drafter")
         self.draft_layers = {name: layer.impl for name, layer in layers.items()}
         rows = self.options.scratch_rows
-        self._scratch = LevelScratch(self.vllm_config, self.draft_layers, rows, self.dtype, self.device)
+        self._scratch = LevelScratch(self.vllm_config, self.draft_layers, rows, self.device)
         keep_output(self.model, self._keep_output)
 
     def _keep_output(self, output: Any) -> None:

@@ -93,7 +93,8 @@ class SwiftProposer(V1Drafter):
         names = self._skipping.attention_names()
         self._layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, names)
         shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in self._layers.items()}
-        self._scratch = DraftScratch(shapes, self.vllm_config.model_config.dtype)
+        dtypes = {name: layer.kv_cache_torch_dtype for name, layer in self._layers.items()}
+        self._scratch = DraftScratch(shapes, dtypes)
         options, path = self.options.search_options(self._skipping.num_layers), self.options.swift_state
         self.state = load_state(path, options) if path and Path(path).exists() else SwiftState(options)
         num_sub_layers = 2 * self._skipping.num_layers

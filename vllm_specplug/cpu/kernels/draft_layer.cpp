@@ -152,7 +152,7 @@ struct DraftLayer : torch::CustomClassHolder {
       const at::Tensor key = heads(chosen, 1);
       const at::Tensor attended = at::empty({num_reqs, num_heads_, head_size()}, projected.options());
       specplug::tree_attention(heads(chosen, 0), attended, kv_cache_, amx_, block_table_, context_lens_, query_start, one,
-                               key, key, none, none, mask, scale_, std::nullopt, 0, 0, std::nullopt, std::nullopt);
+                               key, key, none, none, mask, scale_, 1.0, std::nullopt, 0, 0, std::nullopt, std::nullopt);
       result = finish<T>(residual.index_select(0, last), attended);
     });
     return result;
@@ -244,7 +244,7 @@ struct DraftLayer : torch::CustomClassHolder {
       }
       const at::Tensor attended = at::empty({num_rows, num_heads_, head_size()}, projected.options());
       specplug::tree_attention(heads(projected, 0), attended, kv_cache_, amx_, block_table_, context_lens_, query_start,
-                               query_lens, key_, value_, tree_start, tree_lens, mask, scale_, std::nullopt, 0, 0,
+                               query_lens, key_, value_, tree_start, tree_lens, mask, scale_, 1.0, std::nullopt, 0, 0,
                                std::nullopt, std::nullopt);
       result = finish<T>(residual, attended).view({num_reqs, width, -1});
     });

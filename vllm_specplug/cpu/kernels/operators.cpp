@@ -139,13 +139,13 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.def(
       "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, int layout, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
-      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, Tensor(b!)? kept, int window, float soft_cap, "
-      "Tensor? sinks, Tensor? slopes, int local) -> ()");
+      "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, float value_scale, Tensor(b!)? kept, int window, "
+      "float soft_cap, Tensor? sinks, Tensor? slopes, int local) -> ()");
   m.impl("tree_attention", cpu, &tree_attention);
   m.def(
       "causal_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, int layout, Tensor block_table, "
-      "Tensor seq_lens, Tensor query_start, Tensor query_lens, float scale, int window, float soft_cap, Tensor? sinks, "
-      "Tensor? slopes, int local) -> ()");
+      "Tensor seq_lens, Tensor query_start, Tensor query_lens, float scale, float value_scale, int window, "
+      "float soft_cap, Tensor? sinks, Tensor? slopes, int local) -> ()");
   m.impl("causal_attention", cpu, &causal_attention);
   m.def("write_rows(Tensor kept, Tensor(a!)[] kv_caches, int layout, Tensor rows, Tensor slots) -> ()");
   m.impl("write_rows", cpu, &write_rows);

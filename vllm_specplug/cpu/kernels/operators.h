@@ -91,11 +91,11 @@ void tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor
                     const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
                     const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
                     const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
-                    const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
+                    double value_scale, const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
                     const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local = 0);
 void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                       const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
-                      const at::Tensor& query_lens, double scale, int64_t window, double soft_cap,
+                      const at::Tensor& query_lens, double scale, double value_scale, int64_t window, double soft_cap,
                       const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local = 0);
 void write_rows(const at::Tensor& kept, at::TensorList kv_caches, int64_t layout, const at::Tensor& rows, const at::Tensor& slots);
 

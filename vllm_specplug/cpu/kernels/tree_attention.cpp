@@ -3,6 +3,7 @@
 //
 // The context is read from vLLM's packed pages, in place for float32.  Other pages are unpacked chunk by chunk into a
 // scratch that stays in the L1/L2 cache: keys as words of two bfloat16 or, from float16, as float32; values as float32.
+// Pages of 8 bits are unpacked likewise, to the type of the queries, which has all their numbers.
 // All arithmetic is float32.  tree_attention.py documents the arguments; tree_attention_reference defines the result.
 // write_rows writes into the pages.
 //
@@ -143,10 +144,21 @@ inline void transpose_tile(const void* in, int64_t ld_in, int rows, int columns,
 // latent: a page is [block_size][head_size], and a key's first value_size numbers are its value.
 enum class Layout { columns, amx, latent };
 
+// How numbers of 8 bits (fp8) become float32: all bits but the sign move up, which makes a float16, and a factor follows.
+struct Fp8 {
+  int shift;
+  float factor;
+
+  // `bytes`: one in each lane.
+  Vec widen(VecHalf bytes) const { return widen_half((bytes & 0x80) << 8 | (bytes & 0x7f) << shift) * factor; }
+};
+
 // One layer's cache and the shapes that all requests share.  Strides are in elements.
 template <typename T>
 struct Problem {
   const T* cache;
+  const uint8_t* bytes; // the cache if it has 8 bits, and `cache` is null; else null
+  Fp8 fp8;
   int64_t page_stride, head_stride;
   int block_size, head_size, value_size, num_kv_heads, group; // group: query heads per KV head
   Layout layout;
@@ -158,6 +170,7 @@ struct Problem {
   const uint8_t* mask;
   int64_t table_stride, mask_request_stride, mask_row_stride;
   float scale, soft_cap;       // soft_cap, window, local: 0 for none
+  float value_scale;           // factor of the output
   int window, local;           // local: a row sees the keys since the last multiple of it
   bool causal; // the queries are the context's last tokens
   const float *sinks, *slopes; // by query head; null for none
@@ -317,6 +330,52 @@ void unpack_latent(const Problem<T>& p, const T* rows, int columns, KeyElement<T
   }
 }
 
+// Stores keys of two neighbouring dimensions.
+inline void store_keys(uint32_t* key, Vec even, Vec odd) { // as a word of bfloat16, which loses nothing of 8 bits
+  store(key, (VecUint)even >> 16 | ((VecUint)odd & 0xffff0000u));
+}
+inline void store_keys(float* key, Vec even, Vec odd) {
+  store(key, even);
+  store(key + kChunk, odd);
+}
+
+// unpack_page for pages of 8 bits.
+template <typename T>
+void unpack_fp8_page(const Problem<T>& p, const uint8_t* page_key, const uint8_t* page_value, int offset, int columns,
+                     KeyElement<T>* key, float* value) {
+  const auto bytes = [](const uint8_t* at) { return __builtin_convertvector(load<VecByte>(at), VecHalf); };
+  for (int d = 0; d < p.head_size; d += 2)
+    for (int j = 0; j < columns; j += kLanes) {
+      const uint8_t* even = page_key + d * p.block_size + offset + j;
+      store_keys(key + d / kPerWord<T> * kChunk + j, p.fp8.widen(bytes(even)), p.fp8.widen(bytes(even + p.block_size)));
+    }
+  for (int i = 0; i < columns * p.head_size; i += kLanes)
+    store(value + i, p.fp8.widen(bytes(page_value + offset * p.head_size + i)));
+}
+
+// unpack_fp8_page for the amx layout: see unpack_amx_page.
+template <typename T>
+void unpack_fp8_amx_page(const Problem<T>& p, const uint8_t* page_key, const uint8_t* page_value, int offset, int columns,
+                         KeyElement<T>* key, float* value) {
+  for (int j = 0; j < columns; j += kGroup) {
+    const uint8_t* group = page_key + (int64_t)(offset + j) * p.head_size;
+    for (int d = 0; d < p.head_size; d += 2, group += 2 * kGroup)
+      for (int i = 0; i < kGroup; i += kLanes) {
+        const VecHalf pair = load<VecHalf>(group + 2 * i);
+        store_keys(key + d / kPerWord<T> * kChunk + j + i, p.fp8.widen(pair & 0xff), p.fp8.widen(pair >> 8));
+      }
+  }
+  for (int d = 0; d < p.head_size; d += kGroup) {
+    const uint8_t* group = page_value + (int64_t)d * p.block_size + (int64_t)offset * kGroup;
+    for (int j = 0; j < columns; j += 2, group += 2 * kGroup) // an odd last key: its neighbour is never read
+      for (int i = 0; i < kGroup; i += kLanes) {
+        const VecHalf pair = load<VecHalf>(group + 2 * i);
+        store(value + j * p.head_size + d + i, p.fp8.widen(pair & 0xff));
+        store(value + (j + 1) * p.head_size + d + i, p.fp8.widen(pair >> 8));
+      }
+  }
+}
+
 // Fills in the segments of the cached keys at `position` up to `until`, at most kChunk.
 template <typename T>
 void context_chunk(const Problem<T>& p, const Unit& unit, int position, int until, Scratch& scratch, Segment<T>* segments) {
@@ -326,7 +385,18 @@ void context_chunk(const Problem<T>& p, const Unit& unit, int position, int unti
     const int offset = position % p.block_size;
     const int columns = std::min(p.block_size - offset, until - position);
     const int64_t page = p.block_table[unit.request * p.table_stride + position / p.block_size];
-    const T* page_key = p.cache + page * p.page_stride + unit.kv_head * p.head_stride;
+    const int64_t at = page * p.page_stride + unit.kv_head * p.head_stride;
+    if (p.bytes) {
+      auto* key = reinterpret_cast<KeyElement<T>*>(scratch.key) + filled;
+      float* value = scratch.value + filled * p.head_size;
+      const auto unpack = p.layout == Layout::amx ? unpack_fp8_amx_page<T> : unpack_fp8_page<T>;
+      unpack(p, p.bytes + at, p.bytes + at + (int64_t)p.block_size * p.head_size, offset, columns, key, value);
+      segments[num_segments++] = {key, kChunk, nullptr, value, p.head_size, columns};
+      filled += columns;
+      position += columns;
+      continue;
+    }
+    const T* page_key = p.cache + at;
     const T* page_value = page_key + (int64_t)p.block_size * p.head_size;
     const T* value = page_value + (int64_t)offset * p.head_size;
     if (p.layout == Layout::latent) {
@@ -803,7 +873,7 @@ template <typename T>
 bool in_tiles(const Problem<T>& p) {
   const bool fits = p.layout == Layout::latent ? p.value_size % 32 == 0
                                                : p.layout == Layout::amx && p.block_size % kTilePositions == 0;
-  return std::is_same_v<T, uint16_t> && fits && p.head_size % 32 == 0 && has_tiles();
+  return std::is_same_v<T, uint16_t> && !p.bytes && fits && p.head_size % 32 == 0 && has_tiles();
 }
 
 #else
@@ -892,7 +962,7 @@ void attend_unit(const Problem<T>& p, const Unit& unit, Scratch& scratch) {
     if (p.sinks && total > 0.0f)
       total += std::exp2(p.sinks[head(row)] * kLog2E - scratch.maxima[row] * p.softmax_scale());
     store_output(p.output + token(row) * p.output_stride + head(row) * p.output_head_stride,
-                 scratch.accumulator + row * p.value_size, total == 0.0f ? 0.0f : 1.0f / total, p.value_size);
+                 scratch.accumulator + row * p.value_size, total == 0.0f ? 0.0f : p.value_scale / total, p.value_size);
   }
 }
 
@@ -940,12 +1010,16 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
               const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
               const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
               const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
-              const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
-              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local, bool causal) {
+              double value_scale, int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks,
+              const std::optional<at::Tensor>& slopes, int64_t local, bool causal) {
   const auto data = [](const at::Tensor& t) { return static_cast<T*>(t.data_ptr()); };
   const auto ints = [](const at::Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
   Problem<T> p{};
-  p.cache = data(kv_cache);
+  switch (kv_cache.scalar_type()) {
+    case at::kFloat8_e4m3fn: p.bytes = static_cast<uint8_t*>(kv_cache.data_ptr()), p.fp8 = {7, 256.0f}; break;
+    case at::kFloat8_e5m2: p.bytes = static_cast<uint8_t*>(kv_cache.data_ptr()), p.fp8 = {8, 1.0f}; break;
+    default: p.cache = data(kv_cache);
+  }
   p.page_stride = kv_cache.stride(0), p.head_stride = kv_cache.stride(1);
   p.num_kv_heads = kv_cache.size(1), p.block_size = kv_cache.size(2), p.head_size = query.size(2);
   p.value_size = output.size(2), p.group = query.size(1) / p.num_kv_heads;
@@ -959,7 +1033,7 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
   p.tree_start = ints(tree_start), p.tree_lens = ints(tree_lens);
   p.mask = static_cast<const uint8_t*>(mask.data_ptr());
   p.mask_request_stride = mask.stride(0), p.mask_row_stride = mask.stride(1);
-  p.scale = scale, p.soft_cap = soft_cap, p.causal = causal;
+  p.scale = scale, p.value_scale = value_scale, p.soft_cap = soft_cap, p.causal = causal;
   p.window = std::min<int64_t>(window, std::numeric_limits<int>::max());
   p.local = std::min<int64_t>(local, std::numeric_limits<int>::max());
   p.sinks = sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr;
@@ -983,15 +1057,18 @@ void dispatch(const at::Tensor& query, const at::Tensor& output, const at::Tenso
                   ": block id out of range");
   }
   run(p, num_reqs);
-  if (kept) {
-    T* copy = static_cast<T*>(kept->data_ptr());
-    std::vector<at::Tensor> parts{tree_key, tree_value};
-    parts.resize(kept->size(0));
-    for (const at::Tensor& t : parts)
-      for (int64_t row = 0; row < t.size(0); ++row)
-        for (int64_t head = 0; head < t.size(1); ++head, copy += p.head_size)
-          std::memcpy(copy, data(t) + row * t.stride(0) + head * t.stride(1), p.head_size * sizeof(T));
-  }
+}
+
+// Copies keys and values of tree rows to `kept`; of latents keys only.
+void keep(const at::Tensor& kept, const at::Tensor& tree_key, const at::Tensor& tree_value) {
+  const int64_t size = kept.element_size(), bytes = kept.size(3) * size;
+  char* copy = static_cast<char*>(kept.data_ptr());
+  std::vector<at::Tensor> parts{tree_key, tree_value};
+  parts.resize(kept.size(0));
+  for (const at::Tensor& t : parts)
+    for (int64_t row = 0; row < t.size(0); ++row)
+      for (int64_t head = 0; head < t.size(1); ++head, copy += bytes)
+        std::memcpy(copy, static_cast<const char*>(t.data_ptr()) + (row * t.stride(0) + head * t.stride(1)) * size, bytes);
 }
 
 // Checks the tensors, and attends; `causal`: the queries are the context's last tokens, and there are no tree keys.
@@ -999,14 +1076,17 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
             const at::Tensor& block_table, const at::Tensor& context_lens, const at::Tensor& query_start,
             const at::Tensor& query_lens, const at::Tensor& tree_key, const at::Tensor& tree_value,
             const at::Tensor& tree_start, const at::Tensor& tree_lens, const at::Tensor& mask, double scale,
-            const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
+            double value_scale, const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
             const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local, bool causal) {
-  const auto dtype = query.scalar_type();
+  const auto dtype = query.scalar_type(), stored = kv_cache.scalar_type();
+  const bool is_fp8 = stored == at::kFloat8_e4m3fn || stored == at::kFloat8_e5m2;
   const bool amx = layout == int64_t(Layout::amx), latent = layout == int64_t(Layout::latent);
   const int64_t head_size = query.size(-1), value_size = output.size(-1);
   for (const at::Tensor& t : {query, output, tree_key, tree_value})
-    TORCH_CHECK(t.dim() == 3 && t.stride(2) == 1 && t.scalar_type() == dtype,
-                "tree_attention: query, output and tree rows must be [rows, heads, head_size] of one dtype");
+    TORCH_CHECK(t.dim() == 3 && t.stride(2) == 1, "tree_attention: query, output and tree rows must be [rows, heads, size]");
+  TORCH_CHECK(output.scalar_type() == dtype && tree_key.scalar_type() == stored && tree_value.scalar_type() == stored &&
+                  (stored == dtype || (is_fp8 && !latent)),
+              "tree_attention: query and output must be of one dtype; tree rows and kv_cache of the same or of one fp8");
   TORCH_CHECK(tree_key.size(2) == head_size && tree_value.size(2) == value_size &&
                   (latent ? value_size <= head_size && value_size % kGroup == 0 : value_size == head_size),
               "tree_attention: query and tree keys must have one size, output and tree values another; these sizes are "
@@ -1017,10 +1097,9 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
                 "tree_attention: lengths and starts must be int32 [num_reqs]");
   const int64_t num_reqs = context_lens.size(0);
   const int64_t content = latent ? head_size : 2 * head_size;
-  TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.scalar_type() == dtype && kv_cache.size(3) == content &&
-                  kv_cache.stride(3) == 1 && kv_cache.stride(2) == content,
-              "tree_attention: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size], query's dtype; "
-              "latents have one head_size");
+  TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.size(3) == content && kv_cache.stride(3) == 1 && kv_cache.stride(2) == content,
+              "tree_attention: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size]; latents have one "
+              "head_size");
   TORCH_CHECK(head_size % kGroup == 0 && kv_cache.size(2) % kGroup == 0,
               "tree_attention: head and block sizes must be multiples of 16");
   TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0 && output.size(1) == query.size(1) &&
@@ -1032,11 +1111,11 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
   TORCH_CHECK(mask.dim() == 3 && mask.scalar_type() == at::kBool && mask.size(0) >= num_reqs &&
                   (mask.stride(2) == 1 || mask.size(2) <= 1),
               "tree_attention: mask must be bool [num_reqs, max_query_len, max_tree_len]");
-  TORCH_CHECK(!kept || (kept->dim() == 4 && kept->is_contiguous() && kept->scalar_type() == dtype &&
+  TORCH_CHECK(!kept || (kept->dim() == 4 && kept->is_contiguous() && kept->scalar_type() == stored &&
                         kept->size(0) == (latent ? 1 : 2) && kept->size(1) == tree_key.size(0) &&
                         kept->size(1) == tree_value.size(0) && kept->size(2) == tree_key.size(1) &&
                         kept->size(3) == head_size),
-              "tree_attention: kept must be [2, num_tree_rows, num_kv_heads, head_size], query's dtype; [1, ...] of latents");
+              "tree_attention: kept must be [2, num_tree_rows, num_kv_heads, head_size], kv_cache's dtype; [1, ...] of latents");
   for (const auto& t : {sinks, slopes})
     TORCH_CHECK(!t || (t->dim() == 1 && t->scalar_type() == at::kFloat && t->is_contiguous() &&
                        t->size(0) == query.size(1)),
@@ -1046,10 +1125,11 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
               "tree_attention: dtype must be float32, bfloat16 or float16");
   TORCH_CHECK(!amx || dtype == at::kBFloat16, "tree_attention: the amx layout is bfloat16");
+  const at::Tensor key = tree_key.to(dtype), value = tree_value.to(dtype); // themselves, or exactly these numbers
   const auto run_as = [&](auto element) {
-    dispatch<decltype(element)>(query, output, kv_cache, layout, block_table, context_lens, query_start, query_lens,
-                                tree_key, tree_value, tree_start, tree_lens, mask, scale, kept, window, soft_cap, sinks,
-                                slopes, local, causal);
+    dispatch<decltype(element)>(query, output, kv_cache, layout, block_table, context_lens, query_start, query_lens, key,
+                                value, tree_start, tree_lens, mask, scale, value_scale, window, soft_cap, sinks, slopes,
+                                local, causal);
   };
   if (dtype == at::kFloat)
     run_as(float{});
@@ -1057,6 +1137,7 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
     run_as(Half{});
   else
     run_as(uint16_t{});
+  if (kept) keep(*kept, tree_key, tree_value);
 }
 
 } // namespace
@@ -1064,25 +1145,25 @@ void attend(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cac
 void specplug::causal_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                                 const at::Tensor& block_table, const at::Tensor& seq_lens,
                                 const at::Tensor& query_start, const at::Tensor& query_lens, double scale,
-                                int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks,
+                                double value_scale, int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks,
                                 const std::optional<at::Tensor>& slopes, int64_t local) {
-  const at::Tensor no_keys = query.new_empty({0, kv_cache.size(1), query.size(-1)});
-  const at::Tensor no_values = query.new_empty({0, kv_cache.size(1), output.size(-1)});
+  const at::Tensor no_keys = kv_cache.new_empty({0, kv_cache.size(1), query.size(-1)});
+  const at::Tensor no_values = kv_cache.new_empty({0, kv_cache.size(1), output.size(-1)});
   const at::Tensor none = seq_lens.new_zeros({seq_lens.size(0)});
   const at::Tensor mask = query.new_empty({seq_lens.size(0), 0, 0}, at::kBool);
   attend(query, output, kv_cache, layout, block_table, seq_lens, query_start, query_lens, no_keys, no_values, none, none,
-         mask, scale, std::nullopt, window, soft_cap, sinks, slopes, local, true);
+         mask, scale, value_scale, std::nullopt, window, soft_cap, sinks, slopes, local, true);
 }
 
 void specplug::tree_attention(const at::Tensor& query, at::Tensor output, const at::Tensor& kv_cache, int64_t layout,
                               const at::Tensor& block_table, const at::Tensor& context_lens,
                               const at::Tensor& query_start, const at::Tensor& query_lens, const at::Tensor& tree_key,
                               const at::Tensor& tree_value, const at::Tensor& tree_start, const at::Tensor& tree_lens,
-                              const at::Tensor& mask, double scale, const std::optional<at::Tensor>& kept, int64_t window,
-                              double soft_cap, const std::optional<at::Tensor>& sinks,
-                              const std::optional<at::Tensor>& slopes, int64_t local) {
+                              const at::Tensor& mask, double scale, double value_scale,
+                              const std::optional<at::Tensor>& kept, int64_t window, double soft_cap,
+                              const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local) {
   attend(query, output, kv_cache, layout, block_table, context_lens, query_start, query_lens, tree_key, tree_value, tree_start,
-         tree_lens, mask, scale, kept, window, soft_cap, sinks, slopes, local, false);
+         tree_lens, mask, scale, value_scale, kept, window, soft_cap, sinks, slopes, local, false);
 }
 
 namespace {
@@ -1147,8 +1228,8 @@ void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, int6
   const int64_t parts = layout == int64_t(Layout::latent) ? 1 : 2;
   TORCH_CHECK(kept.dim() == 5 && kept.is_contiguous() && kept.size(0) == (int64_t)kv_caches.size() && kept.size(1) == parts,
               "write_rows: kept must be [num_layers, 2, num_rows, num_kv_heads, head_size]; [num_layers, 1, ...] of latents");
-  TORCH_CHECK(dtype == at::kBFloat16 || ((dtype == at::kFloat || dtype == at::kHalf) && !amx),
-              "write_rows: dtype must be float32, bfloat16 or float16, with the amx layout bfloat16");
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kByte || ((dtype == at::kFloat || dtype == at::kHalf) && !amx),
+              "write_rows: dtype must be float32, bfloat16, float16 or uint8 (fp8), with the amx layout bfloat16 or uint8");
   for (const at::Tensor& t : {rows, slots})
     TORCH_CHECK(t.dim() == 1 && t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == rows.numel(),
                 "write_rows: rows and slots must be int64, one each");
@@ -1166,6 +1247,8 @@ void specplug::write_rows(const at::Tensor& kept, at::TensorList kv_caches, int6
   }
   if (dtype == at::kFloat)
     write_layers<float>(kept, kv_caches, static_cast<Layout>(layout), rows, slots);
+  else if (dtype == at::kByte)
+    write_layers<uint8_t>(kept, kv_caches, static_cast<Layout>(layout), rows, slots);
   else
     write_layers<uint16_t>(kept, kv_caches, static_cast<Layout>(layout), rows, slots);
 }

@@ -51,6 +51,7 @@ def tree_attention(
     scale: float,
     kept: torch.Tensor | None = None,
     traits: AttentionTraits = NO_TRAITS,
+    value_scale: float = 1.0,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
@@ -60,23 +61,24 @@ def tree_attention(
         query: float32, bfloat16 or float16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
         output: ``[num_tokens, num_heads, value_size]``; only the rows that ``query_start`` and ``query_lens`` name are
             written.  ``value_size`` is ``head_size``, or less with latents.
-        kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; of latents
-            ``[num_blocks, 1, block_size, head_size]``.
+        kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; ``query``'s
+            dtype, float8_e4m3fn or float8_e5m2.  Of latents ``[num_blocks, 1, block_size, head_size]``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS`` (vLLM's ``layer.isa``).
         block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
         context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
         query_start: int32 ``[num_reqs]``; the request's first row in ``query`` and ``output``.
         query_lens: int32 ``[num_reqs]``; the request's rows there; 0 leaves the request out.
-        tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, ``query``'s dtype; any strides but the last.
+        tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, ``kv_cache``'s dtype; any strides but the last.
         tree_value: as ``tree_key``, of ``value_size``.
         tree_start: int32 ``[num_reqs]``; the request's first row in ``tree_key`` and ``tree_value``.
         tree_lens: int32 ``[num_reqs]``; the request's rows there.
         mask: bool ``[num_reqs, max_query_len, max_tree_len]``; row i attends to tree row j.
-        scale: factor of the scores.
+        scale: factor of the scores; that of 8-bit keys is in it.
         kept: receives copies of ``tree_key`` and ``tree_value``: ``[2, num_tree_rows, num_kv_heads, head_size]``,
             contiguous; of latents ``[1, ...]``, without the values.
         traits: what the layer adds to plain softmax.  Distances are counted along a row's visible keys: its context,
             then the tree rows that its mask shows, in order.
+        value_scale: factor of the output: that of 8-bit values.
     """
     _implementation()(
         query,
@@ -95,6 +97,7 @@ def tree_attention(
         scale,
         kept,
         traits,
+        value_scale,
     )
 
 
@@ -109,21 +112,23 @@ def causal_attention(
     query_lens: torch.Tensor,
     scale: float,
     traits: AttentionTraits = NO_TRAITS,
+    value_scale: float = 1.0,
 ) -> None:
     """Attend from the last tokens of each request to themselves and to all tokens before them, which are in the pages.
 
     It is in C++ only.
 
     Args:
-        query, output, kv_cache, kv_layout, block_table, query_start, query_lens, scale: see ``tree_attention``.
+        query, output, kv_cache, kv_layout, block_table, query_start, query_lens, scale, value_scale: see
+            ``tree_attention``.
         seq_lens: int32 ``[num_reqs]``; tokens of the request in the pages; its queries are the last of them.
         traits: what the layer adds to plain softmax.
     """
     ops = operators()
     assert ops is not None
     rows = (seq_lens, query_start, query_lens)
-    layout = _number_of(kv_layout)
-    ops.causal_attention.default(query, output, kv_cache, layout, block_table, *rows, scale, *_extras(traits))
+    op, layout = ops.causal_attention.default, _number_of(kv_layout)
+    op(query, output, kv_cache, layout, block_table, *rows, scale, value_scale, *_extras(traits))
 
 
 def write_rows(
@@ -132,8 +137,8 @@ def write_rows(
     """Write rows of every layer's keys and values into slots of vLLM's pages.
 
     Args:
-        kept: float32, bfloat16 or float16 ``[num_layers, 2, num_rows, num_kv_heads, head_size]``, contiguous; keys,
-            then values.  Of latents ``[num_layers, 1, ...]``.
+        kept: float32, bfloat16, float16 or uint8 (8-bit floats) ``[num_layers, 2, num_rows, num_kv_heads,
+            head_size]``, contiguous; keys, then values.  Of latents ``[num_layers, 1, ...]``.
         kv_caches: one per layer, as ``kv_cache`` of ``tree_attention``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS``.
         rows: int64 ``[num_written]``; the rows of ``kept`` to write.
@@ -158,8 +163,8 @@ def _implementation() -> Callable[..., None]:
     op = ops.tree_attention.default
 
     def call(query, output, kv_cache, kv_layout, *rest_and_traits):
-        *rest, traits = rest_and_traits
-        op(query, output, kv_cache, _number_of(kv_layout), *rest, *_extras(traits))
+        *rest, kept, traits, value_scale = rest_and_traits
+        op(query, output, kv_cache, _number_of(kv_layout), *rest, value_scale, kept, *_extras(traits))
 
     return call
 
@@ -191,6 +196,7 @@ def tree_attention_reference(
     scale: float,
     kept: torch.Tensor | None = None,
     traits: AttentionTraits = NO_TRAITS,
+    value_scale: float = 1.0,
 ) -> None:
     """Compute ``tree_attention`` in plain torch, request by request, in float32 (float64 for float64 tensors)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -200,16 +206,16 @@ def tree_attention_reference(
     for r, (context, q0, rows, t0, nodes) in enumerate(zip(*(t.tolist() for t in starts_and_lens), strict=True)):
         if rows == 0:
             continue
-        pages = kv_cache[block_table[r, : -(-context // block_size)].long()]
+        pages = kv_cache[block_table[r, : -(-context // block_size)].long()].to(dtype)
         context_key, context_value = (t[:, :context] for t in unpack_pages(pages, kv_layout, output.shape[2]))
-        key = torch.cat([context_key, tree_key[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
-        value = torch.cat([context_value, tree_value[t0 : t0 + nodes].transpose(0, 1)], dim=1).to(dtype)
+        key = torch.cat([context_key, tree_key[t0 : t0 + nodes].transpose(0, 1).to(dtype)], dim=1)
+        value = torch.cat([context_value, tree_value[t0 : t0 + nodes].transpose(0, 1).to(dtype)], dim=1)
         # [num_kv_heads, group, rows, head_size] against [num_kv_heads, 1, context + nodes, head_size]
         grouped = query[q0 : q0 + rows].to(dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         scores = grouped @ key.unsqueeze(1).transpose(2, 3) * scale
         visible = torch.cat([mask.new_ones(rows, context), mask[r, :rows, :nodes]], dim=1)
         weights = _softmax(scores, visible, traits)
-        result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
+        result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2) * value_scale
         output[q0 : q0 + rows] = result.to(output.dtype)
     if kept is not None:
         kept[0], kept[-1] = tree_key, tree_key if kv_layout == LATENT_LAYOUT else tree_value

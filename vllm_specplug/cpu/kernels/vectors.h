@@ -59,17 +59,19 @@ inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 #endif
 inline Vec widen(const uint16_t* p) { return (Vec)(__builtin_convertvector(load<VecHalf>(p), VecUint) << 16); }
 inline Vec widen(const float* p) { return load<Vec>(p); }
+// The numbers of bits of float16.
 #if defined(__AVX512F__)
-inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps((__m256i)load<VecHalf>(p)); }
+inline Vec widen_half(VecHalf bits) { return (Vec)_mm512_cvtph_ps((__m256i)bits); }
 #elif defined(__F16C__)
-inline Vec widen(const Half* p) { return (Vec)_mm256_cvtph_ps((__m128i)load<VecHalf>(p)); }
+inline Vec widen_half(VecHalf bits) { return (Vec)_mm256_cvtph_ps((__m128i)bits); }
 #else
-inline Vec widen(const Half* p) {
+inline Vec widen_half(VecHalf bits) {
   Vec v;
-  for (int i = 0; i < kLanes; ++i) v[i] = p[i];
+  for (int i = 0; i < kLanes; ++i) v[i] = Half(bits[i], Half::from_bits());
   return v;
 }
 #endif
+inline Vec widen(const Half* p) { return widen_half(load<VecHalf>(p)); }
 inline float to_float(float x) { return x; }
 inline float to_float(Half x) { return x; }
 inline float to_float(uint16_t bits) {

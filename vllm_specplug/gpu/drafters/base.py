@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -130,25 +130,31 @@ class TreeSpeculator:
         """Learn from here on, and keep answers; called at the end of the start."""
         self._serves = True
         if isinstance(self._proposer, DeviceRemembering):  # compiles its kernels; the answer has no token
-            self._finish(0, self._req_states.all_token_ids.gpu.shape[1])
+            most = self._req_states.all_token_ids.gpu.shape[1]
+            self._finish(0, most, most)
         if self.learning is not None:
             self.learning.start()
 
-    def finish(self, req_ids: Collection[str]) -> None:
-        """Let the proposer keep the answers of requests, or of turns, that have ended with speculation on."""
+    def finish(self, req_ids: Collection[str], ends: Mapping[str, int]) -> None:
+        """Let the proposer keep the answers of requests, or of turns, that have ended with speculation on.
+
+        Args:
+            ends: tokens of requests up to the end of their answers; the device may have some after a stop.
+        """
         if not (self._serves and isinstance(self._proposer, DeviceRemembering)):
             return
         known = self._req_states
         for req_id in sorted(req_ids):
             slot = known.req_id_to_index.get(req_id)
             if slot is not None and self.slot_params.speculates[slot]:
-                self._finish(slot, int(known.prompt_len.np[slot]))
+                most = known.all_token_ids.gpu.shape[1]
+                self._finish(slot, int(known.prompt_len.np[slot]), ends.get(req_id, most))
 
-    def _finish(self, slot: int, prompt_len: int) -> None:
-        """Let the proposer keep the tokens of a slot after the first ``prompt_len``."""
+    def _finish(self, slot: int, prompt_len: int, end: int) -> None:
+        """Let the proposer keep the tokens of a slot after the first ``prompt_len``, up to ``end``."""
         known = self._req_states
         tokens = known.all_token_ids.gpu, known.total_len.gpu, self.slot_params.namespaces
-        self.guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len))
+        self.guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len, end))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""

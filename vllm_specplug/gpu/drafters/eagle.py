@@ -78,7 +78,7 @@ class LevelSpeculator(TreeSpeculator):
         """Grow the levels after the first forward, from ``_roots`` and the block table ``[num_reqs, max_blocks]``."""
         if self._rows is None:  # allocated once, for all requests: recorded graphs hold its addresses
             rows = self.options.scratch_rows
-            scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, rows, self.dtype, self.device)
+            scratch = LevelScratch(self.vllm_config, self.draft_attn_layer_names, rows, self.device)
             levels = self.options.draft_depth - 1
             self._rows = LevelRows(scratch, self.options.draft_top_k, levels, self._at_once, self.device)
         levels = DeviceLevels(

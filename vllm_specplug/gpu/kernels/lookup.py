@@ -293,10 +293,10 @@ def continuations(
 
 @triton.jit(do_not_specialize=("slot", "prompt_len"))
 def _keep_answer_kernel(
-    tokens_ptr, lens_ptr, namespaces_ptr, slot, prompt_len, max_len, traffic_ptr, owners_ptr, state_ptr, capacity,
+    tokens_ptr, lens_ptr, namespaces_ptr, slot, prompt_len, end, max_len, traffic_ptr, owners_ptr, state_ptr, capacity,
     LONGER_THAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    end = tl.load(lens_ptr + slot)
+    end = tl.minimum(tl.load(lens_ptr + slot), end)
     own = tokens_ptr + slot.to(tl.int64) * max_len
     count = tl.minimum(end - prompt_len, capacity // 4)
     lane = tl.arange(0, BLOCK)
@@ -326,6 +326,7 @@ def keep_answer(
     namespaces: torch.Tensor,
     slot: int,
     prompt_len: int,
+    end: int,
     *,
     longer_than: int,
     buffers: LookupBuffers,
@@ -336,11 +337,12 @@ def keep_answer(
         token_ids, lens: as of ``match_keys``.
         namespaces: int64, like ``lens``.
         slot, prompt_len: of the request.
+        end: tokens up to the end of its answer; ``lens`` may count more.
         longer_than: shorter ones are left out.
         buffers: their ``traffic`` is written.
     """
     if buffers.capacity:
         _keep_answer_kernel[(1,)](
-            token_ids, lens, namespaces, slot, prompt_len, token_ids.shape[1], buffers.traffic, buffers.owners,
+            token_ids, lens, namespaces, slot, prompt_len, end, token_ids.shape[1], buffers.traffic, buffers.owners,
             buffers.state, buffers.capacity, LONGER_THAN=longer_than, BLOCK=_BLOCK,
         )  # fmt: skip

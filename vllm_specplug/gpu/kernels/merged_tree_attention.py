@@ -40,7 +40,7 @@ def _continue_kernel(
     if row_block * BLOCK_M >= query_len * GROUP:
         return
     tile = load_queries(
-        query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
+        query_ptr, query_stride, query_head_stride, query_start_ptr, output_ptr, request, kv_head, row_block, query_len,
         GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
     )  # fmt: skip
     _, row, in_query, _, head, dims, in_head = tile
@@ -114,7 +114,7 @@ def merged_tree_attention(
         max_context_len = block_table.shape[1] * kv_cache.shape[2]
     context, sums = attend_context(rows, kv_cache, block_table[:num_reqs], context_lens, scale, max(max_context_len, 1))
     group = query.shape[1] // num_kv_heads
-    tiles = tile_options(query, max_query_len * group)
+    tiles = tile_options(output, max_query_len * group)
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     _continue_kernel[(query_lens.shape[0] * num_row_blocks, num_kv_heads)](
         query, query.stride(0), query.stride(1),

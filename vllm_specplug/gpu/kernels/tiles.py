@@ -9,13 +9,27 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_specplug.core.attention_traits import AttentionTraits
+
+
+class CacheScales(NamedTuple):
+    """Factors of 8-bit numbers, float32 ``[1]`` or ``[num_kv_heads]`` each.
+
+    Attributes:
+        query: None: the queries have more bits.
+        key, value: of the pages and of tree rows.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor
+
 
 #: The interpreter's dot product misreads bfloat16 as integers, so its inputs are widened there.
 _INTERPRETED = triton.knobs.runtime.interpret
@@ -32,6 +46,7 @@ def attend(
         distance: of each key from each row; read only with slopes.
         slopes: ALiBi slope of each row; None: none.
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # pages may have fewer bits
     if WIDEN:
         q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -62,14 +77,14 @@ def add_sinks(sinks_ptr, tile, top, total, acc):
 
 @triton.jit
 def load_queries(
-    query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
+    query_ptr, query_stride, query_head_stride, query_start_ptr, output_ptr, request, kv_head, row_block, query_len,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Load one tile of a request's queries and their indices.
 
     Returns:
-        The queries ``[BLOCK_M, HEAD_PADDED]``; the query row of each line, whether the request has it, its row in the
-        batch and its head; the dimensions of a head, and whether they exist.
+        The queries ``[BLOCK_M, HEAD_PADDED]``, of the output's type; the query row of each line, whether the request
+        has it, its row in the batch and its head; the dimensions of a head, and whether they exist.
     """
     index = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row = index // GROUP
@@ -80,7 +95,7 @@ def load_queries(
     flat = (tl.load(query_start_ptr + request) + row).to(tl.int64)
     addresses = query_ptr + (flat * query_stride + head * query_head_stride)[:, None] + dims[None, :]
     q = tl.load(addresses, mask=in_query[:, None] & in_head[None, :], other=0.0)
-    return q, row, in_query, flat, head, dims, in_head
+    return q.to(output_ptr.dtype.element_ty), row, in_query, flat, head, dims, in_head
 
 
 @triton.jit
@@ -159,16 +174,16 @@ def attend_tree(
     return top, total, acc
 
 
-def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
+def tile_options(output: torch.Tensor, num_rows: int) -> dict[str, Any]:
     """Choose tile sizes and launch options.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``.
+        output: ``[num_tokens, num_heads, head_size]``, of the type in which tiles are multiplied.
         num_rows: rows of a request that share a KV head.
     """
-    head_size = query.shape[2]
+    head_size = output.shape[2]
     head_padded = triton.next_power_of_2(head_size)
-    row_bytes, wide = head_padded * query.element_size(), query.dtype == torch.float32
+    row_bytes, wide = head_padded * output.element_size(), output.dtype == torch.float32
     # At most 32 KiB of queries and 16 KiB of keys per tile.
     block_m = max(16, min(128, triton.next_power_of_2(num_rows), (32 << 10) // row_bytes))
     return {
@@ -181,7 +196,7 @@ def tile_options(query: torch.Tensor, num_rows: int) -> dict[str, Any]:
         # At most 64 registers of a thread for the output.
         "num_warps": 8 if block_m * max(head_padded, 128) >= 128 * 128 else 4,
         # 100 KiB of shared memory hold only two stages.
-        "num_stages": 3 if not wide and _shared_memory(query.device) >= 160 << 10 else 2,
+        "num_stages": 3 if not wide and _shared_memory(output.device) >= 160 << 10 else 2,
     }
 
 
@@ -201,32 +216,42 @@ def trait_options(traits: AttentionTraits, bits: torch.Tensor) -> dict[str, Any]
     }
 
 
+def scale_options(scales: CacheScales | None) -> dict[str, Any]:
+    """Return the kernel's arguments for the factors of 8-bit numbers; None: there are none."""
+    query, key, value = (None, None, None) if scales is None else scales
+    is_by_head = key is not None and key.numel() > 1
+    return {"query_scale_ptr": query, "key_scale_ptr": key, "value_scale_ptr": value, "SCALE_BY_HEAD": int(is_by_head)}
+
+
 def warm_up(
     attends: Sequence[Callable[..., None]],
     kv_cache: torch.Tensor,
     num_heads: int,
     bits: torch.Tensor,
     traits: AttentionTraits,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
     """Compile what a layer may launch: the kernels of each attention, once per tile height.
 
     Args:
         attends: called like ``triton_tree_attention.tree_attention``, with a request that has no rows.
         kv_cache: of the layer; not read.
-        num_heads: of the layer's queries, which have the cache's dtype.
+        num_heads: of the layer's queries.
         bits: int64 ``[>= 1, max_query_len, num_words]``, for the most rows of a request; not read.
         traits: of the layer.
+        dtypes: of queries and outputs; None: as the cache.
     """
     _, num_kv_heads, _, width = kv_cache.shape
-    query = kv_cache.new_zeros(1, num_heads, width // 2)
-    key, nothing = query[:, :num_kv_heads], torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
+    key = torch.zeros(1, num_kv_heads, width // 2, dtype=kv_cache.dtype, device=kv_cache.device)
+    query, output = (key.new_zeros(1, num_heads, width // 2, dtype=dtype) for dtype in dtypes or [key.dtype] * 2)
+    nothing = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
     heights: dict[int, int] = {}
     for rows in range(1, bits.shape[1] + 1):
-        heights.setdefault(tile_options(query, rows * (num_heads // num_kv_heads))["BLOCK_M"], rows)
+        heights.setdefault(tile_options(output, rows * (num_heads // num_kv_heads))["BLOCK_M"], rows)
     for rows, attend in itertools.product(heights.values(), attends):
         attend(
-            query, query, kv_cache, nothing[None], nothing, nothing, nothing, key, key, nothing, nothing, bits[:1], 1.0,
-            max_query_len=rows, traits=traits,
+            query, output, kv_cache, nothing[None], nothing, nothing, nothing, key, key, nothing, nothing, bits[:1],
+            1.0, max_query_len=rows, traits=traits,
         )  # fmt: skip
 
 

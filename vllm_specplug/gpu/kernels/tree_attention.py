@@ -18,11 +18,13 @@ import triton.language as tl
 
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.gpu.kernels.tiles import (
+    CacheScales,
     add_sinks,
     attend,
     attend_tree,
     count_visible,
     load_queries,
+    scale_options,
     store_output,
     tile_options,
     trait_options,
@@ -140,8 +142,9 @@ def _tree_attention_kernel(
     tree_start_ptr, tree_lens_ptr,
     bits_ptr, bits_stride, bits_row_stride,
     part_of_ptr, parts_ptr, tops_ptr, totals_ptr,
-    sinks_ptr, slopes_ptr, scale, num_heads, num_reqs, num_items, max_query_len, num_row_blocks,
-    WINDOW: tl.constexpr, TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    sinks_ptr, slopes_ptr, query_scale_ptr, key_scale_ptr, value_scale_ptr,
+    scale, num_heads, num_reqs, num_items, max_query_len, num_row_blocks,
+    WINDOW: tl.constexpr, TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALE_BY_HEAD: tl.constexpr,
     SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +159,7 @@ def _tree_attention_kernel(
     if row_block * BLOCK_M >= query_len * GROUP:
         return
     tile = load_queries(
-        query_ptr, query_stride, query_head_stride, query_start_ptr, request, kv_head, row_block, query_len,
+        query_ptr, query_stride, query_head_stride, query_start_ptr, output_ptr, request, kv_head, row_block, query_len,
         GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
     )  # fmt: skip
     cache = (
@@ -167,6 +170,10 @@ def _tree_attention_kernel(
         tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride,
     )  # fmt: skip
 
+    if query_scale_ptr is not None:
+        scale *= tl.load(query_scale_ptr + kv_head * SCALE_BY_HEAD)
+    if key_scale_ptr is not None:
+        scale *= tl.load(key_scale_ptr + kv_head * SCALE_BY_HEAD)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, HEAD_PADDED], 0.0, tl.float32)
@@ -196,6 +203,8 @@ def _tree_attention_kernel(
         )  # fmt: skip
         if sinks_ptr is not None:
             top, total, acc = add_sinks(sinks_ptr, tile, top, total, acc)
+    if value_scale_ptr is not None:
+        acc *= tl.load(value_scale_ptr + kv_head * SCALE_BY_HEAD)
 
     if not SPLIT:
         store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
@@ -275,20 +284,23 @@ def tree_attention(
     max_context_len: int | None = None,
     num_splits: int | None = None,
     traits: AttentionTraits = NO_TRAITS,
+    scales: CacheScales | None = None,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
     A row without visible keys gets zeros.  (This function is long because two thirds of it list its arguments.)
 
     Args:
-        query: float32, float16 or bfloat16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
-        output: as ``query``; only the rows that ``query_start`` and ``query_lens`` name are written.
+        query: float32, float16, bfloat16 or float8_e4m3fn ``[num_tokens, num_heads, head_size]``; any strides but
+            the last.
+        output: as ``query``, with 16 bits or more; only rows that ``query_start`` and ``query_lens`` name are written.
         kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, a token's key and value side by side; any
-            strides but the last.
+            strides but the last; a type with no more bits than the output's.
         block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
         context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
         query_start, query_lens: int32 ``[num_reqs]``; the request's rows in ``query``; 0 rows leave the request out.
-        tree_key, tree_value: ``[num_tree_rows, num_kv_heads, head_size]``; any strides but the last.
+        tree_key, tree_value: ``[num_tree_rows, num_kv_heads, head_size]``, rounded as ``kv_cache``; any strides but
+            the last.
         tree_start, tree_lens: int32 ``[num_reqs]``; the request's rows there.
         bits: int64 ``[num_reqs, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
         scale: factor of the scores.
@@ -296,12 +308,13 @@ def tree_attention(
         max_context_len: upper bound of ``context_lens``; only limits the number of splits.
         num_splits: programs that share one context, on average; by default as many as fill the device.
         traits: see ``attention_traits``; sinks of any float dtype.  With a window, each row sees a tree key.
+        scales: factors of 8-bit numbers.
     """
     num_heads, head_size = query.shape[1:]
     _, num_kv_heads, page, _ = kv_cache.shape
     group = num_heads // num_kv_heads
     num_reqs = context_lens.shape[0]
-    tiles = tile_options(query, max_query_len * group)
+    tiles = tile_options(output, max_query_len * group)
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
         longest = min((n for n in (max_context_len, traits.window) if n), default=None)
@@ -325,8 +338,8 @@ def tree_attention(
         bits, bits.stride(0), bits.stride(1),
         part_of, parts, tops, totals,
         scale=scale, num_heads=num_heads, num_reqs=num_reqs, num_items=num_items, max_query_len=max_query_len,
-        num_row_blocks=num_row_blocks, **trait_options(traits, bits), SPLIT=num_splits > 1, GROUP=group, PAGE=page,
-        **tiles,
+        num_row_blocks=num_row_blocks, **trait_options(traits, bits), **scale_options(scales), SPLIT=num_splits > 1,
+        GROUP=group, PAGE=page, **tiles,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](

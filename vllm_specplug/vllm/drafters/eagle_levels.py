@@ -68,21 +68,16 @@ class LevelScratch:
         vllm_config: vLLM's configuration.
         layer_names: the draft layers.
         capacity: rows of one request.
-        dtype, device: of the layers.
+        device: of the layers.
     """
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        layer_names: Collection[str],
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
+    def __init__(self, vllm_config: Any, layer_names: Collection[str], capacity: int, device: torch.device):
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
         shapes = {name: (layer.impl.num_kv_heads, layer.impl.head_size) for name, layer in layers.items()}
         self.vllm_config, self.layer_names, self.device = vllm_config, tuple(shapes), device
-        self.scratch = DraftScratch(shapes, dtype, device)
+        plain = vllm_config.model_config.dtype  # of latents
+        dtypes = {name: getattr(layer, "kv_cache_torch_dtype", plain) for name, layer in layers.items()}
+        self.scratch = DraftScratch(shapes, dtypes, device)
         self.capacity = capacity
         self._places: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -65,7 +65,7 @@ def _kind(layer: Any) -> tuple[Any, ...]:
     if impl.attn_type != AttentionType.DECODER or max(traits.window, traits.local) > LONGEST_WINDOW:
         return ()
     own = () if traits.sinks is None and traits.alibi_slopes is None else (layer.layer_name,)
-    sizes = impl.num_heads, impl.num_kv_heads, impl.head_size, layer.isa
+    sizes = impl.num_heads, impl.num_kv_heads, impl.head_size, layer.isa, impl.kv_cache_dtype, impl.scales(layer)
     return traits.window, traits.local, traits.soft_cap, *sizes, *own
 
 
@@ -94,7 +94,8 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     positions = torch.cat([torch.arange(length) for length in lens])
     requests = torch.arange(2).repeat_interleave(torch.tensor(lens))
     slots = table[requests, positions // block_size].long() * block_size + positions % block_size
-    cache = torch.zeros(sum(blocks) + 1, impl.num_kv_heads, block_size, 2 * impl.head_size, dtype=dtype)
+    cache = torch.zeros(sum(blocks) + 1, impl.num_kv_heads, block_size, 2 * impl.head_size)
+    cache = cache.to(layer.kv_cache_torch_dtype)
     impl.do_kv_cache_update(layer, key, value, cache, slots)
     edge = start if impl.traits.local else None
     query = _aimed_queries(impl.scale, key[: lens[0]].float(), window, impl.traits.soft_cap, edge)
@@ -107,11 +108,12 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     since[0, : blocks[0] - start // block_size], since[1] = table[0, start // block_size : blocks[0]], table[1]
     metadata = _metadata(layer, query, first, seq_lens - torch.tensor([start, 0], dtype=torch.int32), since, slots)
     CPUAttentionBackendImpl.forward(impl, layer, query, key, value, cache, metadata, theirs)
+    pages, (scale, value_scale) = impl.numbers(cache), impl.scales(layer)
     rows = (table, seq_lens, first[:-1].contiguous(), first[1:] - first[:-1])
-    causal_attention(query, ours, cache, layer.isa, *rows, impl.scale, impl.traits)
+    causal_attention(query, ours, pages, layer.isa, *rows, scale, impl.traits, value_scale)
     alone, last = torch.zeros_like(ours), first[1:2] - 1
     row = (table[:1], seq_lens[:1], last, torch.ones_like(last))
-    causal_attention(query, alone, cache, layer.isa, *row, impl.scale, impl.traits)
+    causal_attention(query, alone, pages, layer.isa, *row, scale, impl.traits, value_scale)
     return _difference(ours, theirs, value), torch.equal(alone[last], ours[last])
 
 
@@ -201,6 +203,7 @@ def _metadata(
         sliding_window_size=impl.sliding_window,
         isa=layer.isa,
         enable_kv_split=True,
+        kv_cache_dtype=impl.kv_cache_dtype,
     )
     return CPUAttentionMetadata(
         num_actual_tokens=len(query),
