@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from vllm.model_executor.models import registry
 from tests.architecture_table import METHODS, RESULTS, ROOT, listed, written
 from tests.doubles import images, tiny
 from tests.doubles.adapters import write_adapter
-from tests.doubles.architectures import ARCHITECTURES, REFUSED, Architecture, write_head, write_target
+from tests.doubles.architectures import ARCHITECTURES, MORE, REFUSED, Architecture, write_head, write_target
 from tests.doubles.gated_delta import in_float32
 from tests.doubles.quantised import write_quantised
 from tests.host_versions import TAKES_FLOAT32_SINKS
@@ -131,7 +132,9 @@ def parameter(name: str) -> Any:
         name == "Granite W8A8" and torch.cpu._is_amx_tile_supported(),
         reason="with AMX vLLM's 8-bit products refuse float32",
     )
-    return pytest.param(name, marks=[skip, fails])
+    wide = name in MORE and "SPECPLUG_ALL_ARCHITECTURES" not in os.environ
+    more = pytest.mark.skipif(wide, reason="needs SPECPLUG_ALL_ARCHITECTURES=1")
+    return pytest.param(name, marks=[skip, fails, more])
 
 
 @pytest.fixture(scope="module", params=[parameter(name) for name in ARCHITECTURES])
@@ -167,7 +170,8 @@ def start_trees(start: Callable[..., Any], name: str, folder: Path, method: str)
     speculative = SPECULATIVE[method] | ({"model": str(folder / "head")} if with_head else {})
     num_blocks = architecture.num_blocks
     if "layer_types" in architecture.settings:  # several groups; the head is one of its own
-        num_blocks += 8 if with_head else 4
+        few = "linear_attention" in architecture.settings["layer_types"]
+        num_blocks += (5 if few else 8) if with_head else 4
     return start(
         folder / "target",
         speculative_config=speculative,

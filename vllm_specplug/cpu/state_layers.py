@@ -21,8 +21,6 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -38,9 +36,13 @@ _PREPROCESS = "vllm.v1.worker.mamba_utils"
 #: Where a step's metadata have the ``StateStep``.
 _STEP = "specplug_states"
 
-#: Methods that compute convolution and recurrence of a layer, from inputs and an output with a row per token.
-CORES: dict[type, str] = {MambaMixer2: "conv_ssm_forward", ShortConv: "forward_native"}
-_GATED_DELTA = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+_LAYERS = "vllm.model_executor.layers.mamba"
+#: By class, the method that computes convolution and recurrence, from inputs and an output with a row per token.
+CORES = {
+    f"{_LAYERS}.mamba_mixer2.MambaMixer2": "conv_ssm_forward",
+    f"{_LAYERS}.short_conv.ShortConv": "forward_native",
+}
+_GATED_DELTA = f"{_LAYERS}.ops.cpu.gdn_attention"
 
 
 def _wrap_gated_delta(original: Callable[..., None]) -> Callable[..., None]:
@@ -142,8 +144,8 @@ def hook(name: str, layer: MambaBase) -> Core:
     if _has_gated_delta(layer):
         _apply(name, GATED_DELTA)
         return gated_delta_core(layer)
-    method = next((method for cls, method in CORES.items() if type(layer) is cls), None)
-    if method is None:
+    method = CORES.get(f"{type(layer).__module__}.{type(layer).__qualname__}", "")
+    if not hasattr(layer, method):
         raise ConfigError(
             f"tree speculation does not know the layer {name} ({type(layer).__name__}), which has a recurrent state; "
             "serve this model without speculation"
