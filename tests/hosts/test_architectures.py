@@ -186,7 +186,10 @@ def test_same_as_plain(model, start, results, method):
     assert token_ids(outputs) == plain.second
     cached = sum(output.num_cached_tokens for output in outputs)
     # Where block sizes differ, vLLM finds prefixes at common multiples of them only, one less beside a head.
-    assert cached >= 32 or (name, method) == ("Gemma 4", "eagle2")
+    # Without AMX vLLM caches no latents.
+    has_latents = "kv_lora_rank" in ARCHITECTURES[name].settings
+    uncached = (name, method) == ("Gemma 4", "eagle2") or (has_latents and not torch.cpu._is_amx_tile_supported())
+    assert cached >= 32 or uncached
     chunked = sum(len(prompt["prompt_token_ids"]) > CHUNK for prompt in PROMPTS)
     assert chunked > 0
     found = {"greedy": "same", "seeded": "same", "preemptions": preemptions, "cached tokens": cached}
