@@ -185,7 +185,7 @@ SWITCHES = {
     "enable_prefix_caching": "works, see WORKS",
     "is_attention_free": "set by vLLM from the model",
     "kv_sharing_fast_prefill": REFUSED_SWITCH,
-    "swa_bounded_replay": "of targets with MLA, which are refused",
+    "swa_bounded_replay": "of DeepSeek-V4.1, whose layers are refused",
     "use_kda_recoverssm": "targets with linear attention are refused",
     "use_replayssm": "targets with Mamba layers are refused",
     "user_specified_block_size": "vLLM's own note",

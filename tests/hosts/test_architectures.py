@@ -198,7 +198,10 @@ def test_same_as_plain(model, start, results, method):
     assert token_ids(outputs) == plain.second
     cached = sum(output.num_cached_tokens for output in outputs)
     # Where block sizes differ, vLLM finds prefixes at common multiples of them only, one less beside a head.
-    assert cached >= 32 or (name in FEW_PREFIXES and method == "eagle2")
+    # Without AMX vLLM caches no latents.
+    has_latents = "kv_lora_rank" in ARCHITECTURES[name].settings
+    uncached = has_latents and not torch.cpu._is_amx_tile_supported()
+    assert cached >= 32 or uncached or (name in FEW_PREFIXES and method == "eagle2")
     chunked = sum(len(prompt["prompt_token_ids"]) > CHUNK for prompt in PROMPTS)
     assert chunked > 0
     found = {"greedy": "same", "seeded": "same", "preemptions": preemptions, "cached tokens": cached}
