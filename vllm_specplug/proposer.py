@@ -274,7 +274,8 @@ class ModelDrafter:
         configure: checks the options and the checkpoint against the target.  Raises ``ConfigError`` or
             ``CheckpointError`` with the fix in the message.
         heads: ``"module:Class"`` of the :class:`Heads` that the standard adapters run.
-        v1: ``"module:Class"`` of the adapter for the V1 runner, called with ``(vllm_config, device, runner)``.
+        v1: ``"module:Class"``, or a function, that makes the adapter for the V1 runner, called with
+            ``(vllm_config, device, runner)``.
         v2: the same for the V2 runner, called with ``(vllm_config, device, req_states)``; None: not on V2.
         is_vllm_model: whether vLLM loads the drafter as a draft model with a KV cache.
     """

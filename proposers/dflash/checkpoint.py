@@ -44,7 +44,7 @@ def read_head(options: DFlashOptions, target: TargetInfo) -> DrafterConfig:
         raise CheckpointError(
             f"{path} is {name_of(kind)}, and the method 'dflash_tree' needs a DFlash or P-EAGLE head: {served_by(kind)}"
         )
-    _check_kind(path, config)
+    check_kind(path, config)
     given = config.get("dflash_config") or {}
     mask = given.get("mask_token_id", config.get("mask_token_id"))
     layers = given.get("target_layer_ids") or [one - 1 for one in config.get("aux_hidden_state_layer_ids") or []]
@@ -81,7 +81,7 @@ def _geometry(config: Mapping) -> Mapping:
     return config["transformer_layer_config"] if SPECULATORS_KEY in config else config
 
 
-def _check_kind(path: Path, config: Mapping) -> None:
+def check_kind(path: Path, config: Mapping) -> None:
     """Refuse heads that compute more than DFlash's layers."""
     names, given = " ".join(architectures(config)).lower(), config.get("dflash_config") or {}
     found = None

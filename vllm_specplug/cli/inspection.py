@@ -12,6 +12,7 @@ import torch
 
 from vllm_specplug.config import resolve_drafter
 from vllm_specplug.proposer import TargetInfo, find_method
+from vllm_specplug.proposers.dflash.checkpoint import check_kind
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_config, read_shapes, validate_checkpoint
 from vllm_specplug.proposers.eagle2.kinds import METHOD_OF, SPECULATORS_KEY, kind_of, name_of
 from vllm_specplug.proposers.eagle2.layout import DEFAULT_AUX_LAYERS, target_width
@@ -19,12 +20,12 @@ from vllm_specplug.proposers.eagle2.plain_layout import verifier_of
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 _EAGLE = ("eagle", "eagle3")
-#: By kind that is no EAGLE head: what it reads of the target, and no problem.
-_OTHERS: dict[str, tuple[str | None, str | None]] = {
-    "medusa": ("the target's last hidden state", None),
-    "dflash": ("hidden states of the layers that its config names", None),
-    "peagle": ("hidden states of the layers that its config names", None),
-    "model": ("tokens only", None),
+#: By kind that is no EAGLE head: what it reads of the target.
+_OTHERS = {
+    "medusa": "the target's last hidden state",
+    "dflash": "hidden states of the layers that its config names",
+    "peagle": "hidden states of the layers that its config names",
+    "model": "tokens only",
 }
 
 
@@ -78,7 +79,7 @@ def inspect(path: str) -> Inspection:
         draft_vocab_size = shapes["d2t"][0] if shapes.get("d2t") else config.get("draft_vocab_size") or vocab_size
     source = config["specplug"] if isinstance(config.get("specplug"), dict) else {}
     width = config.get("target_hidden_size") or target_width(geometry, shapes)
-    reads, problem = _OTHERS[kind] if kind in _OTHERS else _check(folder, width, vocab_size)
+    reads, problem = _other(folder, kind, config) if kind in _OTHERS else _check(folder, width, vocab_size)
     return Inspection(
         path=str(folder),
         layout=layout,
@@ -138,6 +139,16 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
 def command_of(found: Inspection) -> dict[str, str]:
     """Return the speculative config that serves a drafter."""
     return {"method": METHOD_OF.get(found.kind, "eagle2"), "model": found.path}
+
+
+def _other(path: Path, kind: str, config: dict) -> tuple[str, str | None]:
+    """Return what a drafter that is no EAGLE head reads, and why no target could be served with it, or None."""
+    try:
+        if kind == "dflash":
+            check_kind(path, config)
+    except CheckpointError as error:
+        return _OTHERS[kind], f"no: {error}"
+    return _OTHERS[kind], None
 
 
 def _check(path: Path, width: int | None, vocab_size: int | None) -> tuple[str | None, str | None]:

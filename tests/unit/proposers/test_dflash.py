@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.doubles import dflash, published, tiny
+from vllm_specplug.cli.inspection import inspect
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposer import TargetInfo, find_method
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError
@@ -60,6 +61,12 @@ GIVEN = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
 def test_heads_that_do_not_fit(tmp_path, changes, words):
     with pytest.raises(CheckpointError, match=words):
         configure(dflash.write(tmp_path, **changes))
+
+
+def test_inspect_says_which_kinds_are_not_served(tmp_path):
+    assert inspect(str(dflash.write(tmp_path / "served"))).problem is None
+    found = inspect(str(dflash.write(tmp_path / "second", architectures=["DFlash2DraftModel"])))
+    assert found.problem.startswith("no: ") and "a DFlash 2 head" in found.problem
 
 
 def test_another_kind(tmp_path):
