@@ -150,15 +150,20 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         super().process_weights_after_loading(act_dtype)
         self.__dict__.pop("traits", None)  # weights may be loaded again
 
+    @functools.cached_property
+    def is_fp8(self) -> bool:
+        """Whether the cache has 8 bits; vLLM stores them as bytes."""
+        return self.kv_cache_dtype in FP8
+
     def scales(self, layer: Any) -> tuple[float, float]:
         """Factors of the scores and of the output."""
-        if not self.is_fp8_kv_cache:
+        if not self.is_fp8:
             return self.scale, 1.0
         return self.scale * layer._k_scale_float, layer._v_scale_float
 
     def numbers(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return what is stored as numbers: vLLM stores fp8 as bytes."""
-        return stored.view(FP8[self.kv_cache_dtype]) if self.is_fp8_kv_cache else stored
+        """Return what is stored as numbers."""
+        return stored.view(FP8[self.kv_cache_dtype]) if self.is_fp8 else stored
 
     def as_stored(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Round keys and values as vLLM does when it writes them to the pages, by vLLM's own operator.
@@ -166,7 +171,7 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         Args:
             key, value: ``[num_rows, num_kv_heads, head_size]``; of an fp8 cache the results are uint8.
         """
-        if not self.is_fp8_kv_cache:
+        if not self.is_fp8:
             return key, value
         pages = key.new_empty(*key.shape[:2], 2, self.head_size, dtype=torch.uint8)  # of one token each
         ops.cpu_attn_reshape_and_cache(

@@ -104,7 +104,7 @@ def test_tree_rows_are_rounded_as_vllm_rounds_cached_rows(vllm_ops, isa, dtype, 
     from vllm_specplug.cpu.attention import FP8, TreeAttentionImpl
 
     impl = TreeAttentionImpl.__new__(TreeAttentionImpl)
-    impl.is_fp8_kv_cache, impl.kv_cache_dtype, impl.head_size = True, name, 64
+    impl.kv_cache_dtype, impl.head_size = name, 64
     layer = SimpleNamespace(_k_scale_float=value, _v_scale_float=3 * value)
     fused = torch.randn(64, 9, 64) * 10.0 ** torch.randint(-4, 6, (64, 1, 1))
     key, value_ = fused.to(dtype).nan_to_num()[:, 3:].split(3, dim=1)

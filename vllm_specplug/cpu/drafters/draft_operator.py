@@ -73,7 +73,7 @@ class DraftOperator:
             and mlp.gate_up_proj.output_size % (2 * _LANES) == 0
             and attend.impl.kv_sharing_target_layer_name is None
             and attend.impl.traits.adds_nothing
-            and not attend.impl.is_fp8_kv_cache
+            and not attend.impl.is_fp8
             and len(linear) == len(parts)
         )
         if not is_plain:

@@ -203,7 +203,7 @@ def _metadata(
         sliding_window_size=impl.sliding_window,
         isa=layer.isa,
         enable_kv_split=True,
-        kv_cache_dtype=impl.kv_cache_dtype,
+        **({"kv_cache_dtype": impl.kv_cache_dtype} if impl.is_fp8 else {}),  # vLLM knows the name since it has fp8
     )
     return CPUAttentionMetadata(
         num_actual_tokens=len(query),
