@@ -17,7 +17,7 @@ demo: install
 # Tests are in tiers, one folder and one marker each: unit (no engine), hosts (tiny models in vLLM's V1 runner), e2e
 # (programs and servers) and v2 (V2 runner, Triton's interpreter; it needs its own pytest process).  `make test` runs all,
 # `make test-fast` the types and the quick ones of the unit tier (2 to 3 minutes), `pytest -m hosts` any one of them.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5 -m "not sizes"
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5 -m "not wide"
 
 # Two parts run at once, each in one thread, the longest ones first.
 PARTS := v2 e2e ranks hosts-rest hosts-models unit

@@ -325,7 +325,7 @@ ARCHITECTURES = {
     ),
 }
 
-#: These are tested only if the environment has SPECPLUG_ALL_ARCHITECTURES: others have layers of the same kinds.
+#: Their tests are marked ``wide``: others have layers of the same kinds.
 MORE = ("Qwen3.5", "Qwen3.5 MoE", "Nemotron-H", "Granite 4")
 
 #: Models that are refused: a layer that the message names, and what it says of it.

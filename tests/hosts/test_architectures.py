@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,9 +131,7 @@ def parameter(name: str) -> Any:
         name == "Granite W8A8" and torch.cpu._is_amx_tile_supported(),
         reason="with AMX vLLM's 8-bit products refuse float32",
     )
-    wide = name in MORE and "SPECPLUG_ALL_ARCHITECTURES" not in os.environ
-    more = pytest.mark.skipif(wide, reason="needs SPECPLUG_ALL_ARCHITECTURES=1")
-    return pytest.param(name, marks=[skip, fails, more])
+    return pytest.param(name, marks=[skip, fails, *([pytest.mark.wide] if name in MORE else [])])
 
 
 @pytest.fixture(scope="module", params=[parameter(name) for name in ARCHITECTURES])

@@ -14,7 +14,7 @@ from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 
-from tests.doubles.architectures import ARCHITECTURES, Architecture, write_target
+from tests.doubles.architectures import ARCHITECTURES, MORE, Architecture, write_target
 from tests.doubles.quantised import FORMATS, write_quantised
 from tests.hosts.conftest import acceptance_length, counters, make_prompts, needs_avx512
 from tests.hosts.test_architectures import CHUNK, SETTINGS, write_checkpoints
@@ -50,6 +50,10 @@ REAL_SIZES = {
     "coarse experts": Architecture("MixtralConfig", "", {**WIDE, **COARSE_EXPERTS}),
     "dense": Architecture("Qwen3Config", "", {**WIDE, "intermediate_size": 8192}),
 }
+
+
+def wide(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.wide)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +140,7 @@ def check(asking: Asking, answers: list[list[int]]) -> list[Scored]:
     return plain
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [wide(name) if name in MORE else name for name in ARCHITECTURES])
 def test_architectures(tmp_path, start, known, name):  # noqa: F811
     """In bfloat16, with prompts in chunks, preemptions, adapters, windows, sinks, soft caps and M-RoPE."""
     write_checkpoints(tmp_path, name)
@@ -169,18 +173,14 @@ def test_quantised_weights(tmp_path, start, known, checkpoints, form):  # noqa: 
     check(Asking(llm, None), known)
 
 
-def sized(*values: str) -> Any:
-    return pytest.param(*values, marks=pytest.mark.sizes)
-
-
 @needs_avx512
 @pytest.mark.parametrize(
     "name, form, dtype",
     [
         ("fine experts", "", "bfloat16"),
-        *(sized(name, "", "float32") for name in REAL_SIZES),
-        *(sized(name, "", "bfloat16") for name in ("coarse experts", "dense")),
-        *(sized("dense", form, "bfloat16") for form in FORMATS),
+        *(wide(name, "", "float32") for name in REAL_SIZES),
+        *(wide(name, "", "bfloat16") for name in ("coarse experts", "dense")),
+        *(wide("dense", form, "bfloat16") for form in FORMATS),
     ],
 )
 def test_real_sizes(tmp_path, start, known, name, form, dtype):  # noqa: F811
