@@ -93,15 +93,6 @@ GATED_DELTA = {
     "num_key_value_heads": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }
-#: vLLM reads them; transformers has other names for them.
-LFM2_SIZES = {
-    "block_dim": HIDDEN,
-    "conv_dim": HIDDEN,
-    "block_ff_dim": INTERMEDIATE,
-    "block_multiple_of": 16,
-    "block_auto_adjust_ff_dim": False,
-    "tie_word_embeddings": False,
-}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -213,12 +204,6 @@ ARCHITECTURES = {
         {"layer_types": GATED_DELTA["layer_types"], **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
         num_blocks=8,
         options={"language_model_only": True},
-        plain=NO_PREFIXES,
-    ),
-    "LFM2": Architecture(
-        "Lfm2Config",
-        "short convolutions between attention",
-        {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
         plain=NO_PREFIXES,
     ),
     "Falcon-H1": Architecture(
