@@ -113,15 +113,6 @@ PLAIN_LATENTS = {"plain": {"attention_config": {"backend": "CPU_MLA"}}}
 #: vLLM's operator for rotary positions is wrong for MLA; it is used in eager mode, but for YaRN.
 TORCH_POSITIONS = {"options": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 DEEPSEEK_YARN = {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-#: vLLM reads them; transformers has other names for them.
-LFM2_SIZES = {
-    "block_dim": HIDDEN,
-    "conv_dim": HIDDEN,
-    "block_ff_dim": INTERMEDIATE,
-    "block_multiple_of": 16,
-    "block_auto_adjust_ff_dim": False,
-    "tie_word_embeddings": False,
-}
 TIED = {"gain": 2.0}
 TIED_SCALED = {"gain": 1.5, "embedding": 0.02}
 
@@ -233,12 +224,6 @@ ARCHITECTURES = {
         {"layer_types": GATED_DELTA["layer_types"], **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
         num_blocks=8,
         options={"language_model_only": True},
-        plain=NO_PREFIXES,
-    ),
-    "LFM2": Architecture(
-        "Lfm2Config",
-        "short convolutions between attention",
-        {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], **LFM2_SIZES},
         plain=NO_PREFIXES,
     ),
     "Falcon-H1": Architecture(
