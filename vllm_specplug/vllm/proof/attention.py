@@ -62,7 +62,8 @@ def _kind(layer: Any) -> tuple[Any, ...]:
     if not isinstance(impl, TreeAttentionImpl):
         return "latents", impl.num_heads, impl.head_size, impl.kv_lora_rank, impl.qk_nope_head_dim, impl.v_head_dim
     traits = impl.traits
-    if impl.attn_type != AttentionType.DECODER or max(traits.window, traits.local) > LONGEST_WINDOW:
+    too_long = max(traits.window, traits.local) > LONGEST_WINDOW
+    if impl.attn_type != AttentionType.DECODER or too_long or 0 < traits.local < ROWS:
         return ()
     own = () if traits.sinks is None and traits.alibi_slopes is None else (layer.layer_name,)
     sizes = impl.num_heads, impl.num_kv_heads, impl.head_size, layer.isa
