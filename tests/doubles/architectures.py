@@ -293,8 +293,7 @@ ARCHITECTURES = {
     "GLM-4.7-Flash": Architecture(
         "Glm4MoeLiteConfig",
         "MLA, MoE with a float32 router",
-        # Of fewer experts, torch computes some sigmoids one by one, with other bits: see docs/same_bits.md.
-        {**LATENTS, "n_routed_experts": 32, "num_local_experts": 32},
+        LATENTS,
         **PLAIN_LATENTS,
         **TORCH_POSITIONS,
     ),

@@ -21,6 +21,7 @@ from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 WINDOW = 16
+CHUNK = 128  # a block of the KV cache
 SIZES = {
     "vocab_size": tiny.VOCAB,
     "hidden_size": tiny.HIDDEN,
@@ -44,6 +45,15 @@ TARGETS = {
     ),
     "sinks": ("GptOssConfig", {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "ALiBi": ("BloomConfig", {"num_attention_heads": 2}),
+    "chunks": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": tiny.INTERMEDIATE,
+            "attention_chunk_size": CHUNK,
+        },
+    ),
     "shared KV": (
         "Gemma3nTextConfig",
         {

@@ -15,7 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 
 from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of, token_ids
-from tests.hosts.test_attention_traits import WINDOW, write_target
+from tests.hosts.test_attention_traits import CHUNK, WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed, Row
 from vllm_specplug.cpu import attention, step
@@ -184,6 +184,7 @@ LEFT_OUT = {
     "alternating windows, soft caps": [{"soft_cap": 0.0}, {"window": WINDOW + 1}],
     "sinks": [{"sinks": None}],
     "ALiBi": [{"alibi_slopes": None}],
+    "chunks": [{"local": CHUNK + 1}, {"local": CHUNK - 1}, {"local": 0}],
 }
 
 
@@ -202,7 +203,7 @@ def test_traits_that_are_wrong_are_caught(engine, expert_group, tmp_path, monkey
     for fault in LEFT_OUT[name]:
         with monkeypatch.context() as patch:
             for impl in impls:
-                if impl.traits.window or "window" not in fault:
+                if all(getattr(impl.traits, name) for name in {"window", "local"} & fault.keys()):
                     patch.setattr(impl, "traits", replace(impl.traits, **fault))
             with pytest.raises(ProofFailed, match="attention of .* differs from vLLM's by"):
                 prove_again(llm)

@@ -62,7 +62,8 @@ def _kind(layer: Any) -> tuple[Any, ...]:
     if not isinstance(impl, TreeAttentionImpl):
         return "latents", impl.num_heads, impl.head_size, impl.kv_lora_rank, impl.qk_nope_head_dim, impl.v_head_dim
     traits = impl.traits
-    if impl.attn_type != AttentionType.DECODER or max(traits.window, traits.local) > LONGEST_WINDOW:
+    too_long = max(traits.window, traits.local) > LONGEST_WINDOW
+    if impl.attn_type != AttentionType.DECODER or too_long or 0 < traits.local < ROWS:
         return ()
     own = () if traits.sinks is None and traits.alibi_slopes is None else (layer.layer_name,)
     sizes = impl.num_heads, impl.num_kv_heads, impl.head_size, layer.isa, impl.kv_cache_dtype, impl.scales(layer)
@@ -78,11 +79,12 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     """
     impl, generator = layer.impl, torch.Generator().manual_seed(0)
     window = max(impl.sliding_window, 0)
+    chunk = getattr(layer, "attention_chunk_size", None) or 0
     # vLLM's kernel gets the tokens since the last chunk's first one, `start`.
-    start = impl.traits.local if impl.traits.local >= ROWS and impl.traits.local % block_size == 0 else 0
+    start = chunk if chunk % block_size == 0 else 0
     lens = [max(TOKENS, window + ROWS + 8), 4]  # few keys show sinks
-    if impl.traits.local:
-        lens[0] = start + min(TOKENS, impl.traits.local)
+    if chunk:
+        lens[0] = start + min(TOKENS, chunk)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -97,7 +99,7 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     cache = torch.zeros(sum(blocks) + 1, impl.num_kv_heads, block_size, 2 * impl.head_size)
     cache = cache.to(layer.kv_cache_torch_dtype)
     impl.do_kv_cache_update(layer, key, value, cache, slots)
-    edge = start if impl.traits.local else None
+    edge = start if chunk else None
     query = _aimed_queries(impl.scale, key[: lens[0]].float(), window, impl.traits.soft_cap, edge)
     query = query.repeat_interleave(impl.num_heads // impl.num_kv_heads, dim=1)
     query = torch.cat([query, 0.1 * random(lens[1], impl.num_heads, impl.head_size)]).to(dtype)
