@@ -25,7 +25,7 @@ def anew(llm, prompts, params=GREEDY):
 
 
 def start(engine, form):
-    return engine("eagle", {**WHOLE_TREE, **TREE}, kv_cache_dtype=form, **ENGINE)
+    return engine("eagle", {**WHOLE_TREE, **TREE}, kv_cache_dtype=form, num_gpu_blocks_override=24, **ENGINE)  # all are scaled
 
 
 def not_rounded(monkeypatch):
