@@ -53,6 +53,6 @@ CACHE_FAULTS = [
         GPU + "kernels/lookup.py",
         "end = tl.minimum(tl.load(lens_ptr + slot), end)",
         "end = tl.load(lens_ptr + slot)",
-        V2 + "test_lookup.py::test_answers_of_ended_requests_are_drafted",
+        V2 + "test_lookup_kernels.py::test_traffic",
     ),
 ]
