@@ -26,7 +26,7 @@ class _PagedReference(TritonAttentionImpl):
 
     @kernel
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        if self.is_fp8:
+        if kv_cache.dtype != key.dtype:
             key, value = self.as_stored(layer, key, value)
         written = (slot_mapping >= 0).nonzero().squeeze(1)  # a slot below 0 is padding
         slots, page = slot_mapping[written], kv_cache.shape[2]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tests.doubles.interpreted import InterpretedImpl
 from tests.hosts.conftest import TREE as WHOLE_TREE
 from tests.hosts.conftest import acceptance_length
 from tests.hosts.test_attention_traits import layers_of
 from tests.v2.conftest import ENGINE, GREEDY, answers, same
 from tests.v2.test_identity import TREE
+from vllm_specplug.core.kv import KvScratch
+from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.gpu import attention as paged
 from vllm_specplug.gpu.attention import TreeImpl
+from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 PLAINLY = GREEDY.clone()
 PLAINLY.extra_args = {"speculation": False}
@@ -25,7 +31,9 @@ def anew(llm, prompts, params=GREEDY):
 
 
 def start(engine, form):
-    return engine("eagle", {**WHOLE_TREE, **TREE}, kv_cache_dtype=form, **ENGINE)
+    return engine(
+        "eagle", {**WHOLE_TREE, **TREE}, kv_cache_dtype=form, num_gpu_blocks_override=24, **ENGINE
+    )  # all are scaled
 
 
 def not_rounded(monkeypatch):
@@ -58,10 +66,65 @@ def test_fp8(engine, prompts, plain, monkeypatch):
     llm.reset_prefix_cache()
 
 
+CONTEXT, WIDTH = 20, 7
+TYPES = {"fp8": torch.uint8, "auto": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def layer_of(form):
+    """An attention layer of 4 heads of 32, two of them for keys and values."""
+    impl = InterpretedImpl.__new__(InterpretedImpl)
+    vars(impl).update(kv_cache_dtype=form, num_heads=4, num_kv_heads=2, head_size=32, scale=32**-0.5, logits_soft_cap=0)
+    vars(impl).update(sliding_window=(-1, -1), sinks=None, alibi_slopes=None, kv_sharing_target_layer_name=None)
+    factors = {"_q_scale": torch.ones(1), **FACTORS}
+    return SimpleNamespace(impl=impl, layer_name="layer", kv_cache_torch_dtype=TYPES[form], **factors)
+
+
+def chain(scratch):
+    """A tree that is a chain, after the context."""
+    starts, widths = torch.zeros(1, dtype=torch.int32), torch.tensor([WIDTH], dtype=torch.int32)
+    return DeviceTreeRows(
+        context_lens=torch.tensor([CONTEXT], dtype=torch.int32),
+        query_start=starts,
+        query_lens=widths,
+        tree_start=starts,
+        tree_lens=widths,
+        all_rows=True,
+        scratch=scratch,
+        bits=ancestor_bits(torch.ones(1, WIDTH, WIDTH, dtype=torch.bool).tril()),
+        max_query_len=WIDTH,
+        max_context_len=CONTEXT,
+        uniform=True,
+    )
+
+
 @pytest.mark.interpreted
-def test_the_kernel_reads_8_bits(engine, prompts):
-    llm = start(engine, "fp8")
-    assert same(anew(llm, prompts[:1]), anew(llm, prompts[:1], PLAINLY))
+@pytest.mark.parametrize("form", TYPES)
+def test_tree_rows_are_read_like_cached_rows(form, monkeypatch):
+    """Rows of a chain get what plain rows get, at verification and in a draft level; rows without rounding do not."""
+    layer = layer_of(form)
+    impl, pages = layer.impl, torch.zeros(4, 2, 16, 64, dtype=TYPES[form])
+    query, key, value = torch.randn(3, CONTEXT + WIDTH, 4, 32, generator=torch.Generator().manual_seed(0))
+    key, value, table = key[:, :2], value[:, :2], torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    positions = torch.arange(CONTEXT + WIDTH)
+    slots = table[0, positions // 16].long() * 16 + positions % 16
+    impl.do_kv_cache_update(layer, key, value, pages, slots)
+    start, lens = (torch.tensor(n, dtype=torch.int32) for n in ([0, len(query)], [len(query)]))
+    plain = SimpleNamespace(tree=None, query_start_loc=start, seq_lens=lens, block_table=table, slot_mapping=slots)
+    expected = impl.forward(layer, query, key, value, pages, plain, torch.zeros_like(query))[CONTEXT:]
+    tail = [rows[CONTEXT:] for rows in (query, key, value)]
+    context = SimpleNamespace(slot_mapping={"layer": slots[CONTEXT:]})
+    monkeypatch.setattr(paged, "get_forward_context", lambda: context)
+
+    def attend(scratch=None):
+        metadata = SimpleNamespace(tree=chain(scratch), block_table=table, others=None)
+        return impl.forward(layer, *tail, pages, metadata, torch.zeros_like(tail[0]))
+
+    torch.testing.assert_close(attend(), expected, rtol=0, atol=1e-5)
+    rooms = torch.zeros(2, WIDTH, 2, 32, dtype=TYPES[form])
+    torch.testing.assert_close(attend({"layer": KvScratch(*rooms, torch.arange(WIDTH))}), expected, rtol=0, atol=1e-5)
+    if form == "fp8":
+        not_rounded(monkeypatch)
+        assert (attend() - expected).abs().max() > 1e-3
 
 
 def test_16_bits_of_a_model_of_32(engine, prompts, plain):

@@ -230,12 +230,12 @@ def test_nothing_waits_for_copies():
 
 
 def test_which_answers_are_kept():
-    """Those of ended requests that speculated, once the server serves."""
+    """Those of ended requests that speculated, once the server serves, up to their ends."""
     kept = []
 
     class Remembers:
-        def finish(self, token_ids, num_tokens, namespaces, slot, prompt_len):
-            kept.append((token_ids, num_tokens, namespaces, slot, prompt_len))
+        def finish(self, token_ids, num_tokens, namespaces, slot, prompt_len, end):
+            kept.append((token_ids, num_tokens, namespaces, slot, prompt_len, end))
 
     speculator = TreeSpeculator.__new__(TreeSpeculator)
     speculator._proposer, speculator.guard, speculator.learning = Remembers(), Guard("lookup"), None
@@ -248,15 +248,15 @@ def test_which_answers_are_kept():
         prompt_len=SimpleNamespace(np=np.array([5, 6, 7])),
     )
     ended = {"b", "silent", "a", "never started"}
-    speculator.finish(ended)
+    speculator.finish(ended, {})
     assert not kept
     speculator.start_serving()
-    assert kept == [(tokens, "lens", "names", 0, 9)]  # of no token
+    assert kept == [(tokens, "lens", "names", 0, 9, 9)]  # of no token
     kept.clear()
-    speculator.finish(ended)
-    assert kept == [(tokens, "lens", "names", 2, 7), (tokens, "lens", "names", 0, 5)]
+    speculator.finish(ended, {"a": 8})
+    assert kept == [(tokens, "lens", "names", 2, 7, 8), (tokens, "lens", "names", 0, 5, 9)]
     speculator._proposer = object()  # keeps nothing
-    speculator.finish(ended)
+    speculator.finish(ended, {})
     assert len(kept) == 2 and not speculator.guard.failures
 
 

@@ -103,7 +103,8 @@ class Traffic:
         for known in (tokens[: prompt_len + 1], tokens):  # behind the prompt, and at the end
             self.v1.propose(context([known], ids=[name], max_len=200, **given))
         self.v1.finish([name])
-        self.v2.finish(*on_device([[], tokens, []]), torch.tensor([7, namespace, 7], device=DEVICE), 1, prompt_len)
+        after_stop, namespaces = [*tokens, 5, 6], torch.tensor([7, namespace, 7], device=DEVICE)
+        self.v2.finish(*on_device([[], after_stop, []]), namespaces, 1, prompt_len, len(tokens))
         buffers, ring = self.v2._buffers, self.v1._traffic
         assert buffers.traffic.tolist() == ring.tokens.tolist()
         assert buffers.owners.tolist() == ring.namespaces.tolist()

@@ -142,7 +142,7 @@ def test_layers_with_other_traits_keep_triton(monkeypatch, caplog, name, wrong):
     install_flash(monkeypatch, 3) if name == "flash" else install_xformers(monkeypatch)
     traits = {which: TRAITS[which] for which in ("window in the tree", "alibi", "soft cap", "sinks")}
     layers = {
-        which: SimpleNamespace(impl=SimpleNamespace(head_size=64, context=None, traits=one))
+        which: SimpleNamespace(impl=SimpleNamespace(head_size=64, context=None, traits=one, is_fp8=False))
         for which, one in traits.items()
     }
     with caplog.at_level("INFO", "vllm_specplug"):
@@ -319,9 +319,8 @@ def test_refused_by_the_engine(engine):
 
 @HERE_ONLY
 def test_refused_with_the_layers(monkeypatch):
-    layer = SimpleNamespace(
-        impl=SimpleNamespace(head_size=64, context=None, traits=NO_TRAITS), kv_cache=torch.zeros(3, 2, 16, 128)
-    )
+    impl = SimpleNamespace(head_size=64, context=None, traits=NO_TRAITS, is_fp8=False)
+    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(3, 2, 16, 128))
     install_flash(monkeypatch, 2)
     monkeypatch.setattr(flash_context, "get_flash_attn_version", lambda **_: None)
     with pytest.raises(ConfigError, match="no FlashAttention for this device, or use tree_attention='triton'"):
