@@ -293,7 +293,7 @@ ARCHITECTURES = {
     "GLM-4.7-Flash": Architecture(
         "Glm4MoeLiteConfig",
         "MLA, MoE with a float32 router",
-        LATENTS,
+        {**LATENTS, "n_routed_experts": 32, "num_local_experts": 32},
         **PLAIN_LATENTS,
         **TORCH_POSITIONS,
     ),
