@@ -29,7 +29,7 @@ CACHE_FAULTS = [
         GPU + "kernels/tree_attention.py",
         "    if value_scale_ptr is not None:\n",
         "    if value_scale_ptr is not None and SPLIT:\n",
-        V2 + "test_kernels.py::test_attention_over_8_bits",
+        V2 + "test_fp8_caches.py::test_attention_over_8_bits",
     ),
     Fault(
         "keys of 8 bits in the pages lose their last bit",

@@ -23,7 +23,7 @@ from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
 from vllm_specplug.gpu.kernels.lookup import match_keys
 from vllm_specplug.gpu.kernels.step import cache_pointers, move_rows, stage_rows, store_trees, walk_rows
 from vllm_specplug.gpu.kernels.step import plan_step as plan_by_kernel
-from vllm_specplug.gpu.kernels.tiles import CacheScales, warm_up
+from vllm_specplug.gpu.kernels.tiles import warm_up
 from vllm_specplug.gpu.kernels.tree_attention import _find_part, tree_attention
 from vllm_specplug.types import PADDING, Walk
 
@@ -394,37 +394,3 @@ def test_match_keys(max_len, min_match, max_match):
         assert (expected > 0).any()
         found = match_keys(**on_device(inputs), min_match=min_match, max_match=max_match)
         assert torch.equal(found.cpu(), expected)
-
-
-@pytest.mark.parametrize("factors", ["of the layer", "of each head"])
-@pytest.mark.parametrize("num_splits", [1, 8])
-@pytest.mark.parametrize("eight_bit_queries", [False, True])
-def test_attention_over_8_bits(num_splits, factors, eight_bit_queries):
-    """Keys and values of pages and of tree rows have 8 bits, on some GPUs queries too."""
-    inputs = make_inputs((90, 5), (17, 3), block_size=16, dtype=torch.bfloat16, kv_layout=TOKEN_LAYOUT, garbage=0.0)
-    eight = torch.float8_e4m3fn
-    rounded = {name: inputs[name].float().to(eight) for name in ("kv_cache", "tree_key", "tree_value")}
-    if eight_bit_queries:
-        rounded["query"] = inputs["query"].float().to(eight)
-    count = 1 if factors == "of the layer" else inputs["kv_cache"].shape[1]
-    key, value, query = 2.0 + torch.rand(3, count)
-    scales = CacheScales(query if eight_bit_queries else None, key, value)
-    output = run_attention({**inputs, **rounded}, num_splits=num_splits, scales=scales)
-    group = inputs["query"].shape[1] // inputs["kv_cache"].shape[1]
-    by_head = [factor.expand(inputs["kv_cache"].shape[1]).double().unsqueeze(1) for factor in (key, value)]
-    wide = {
-        name: part.double()
-        for name, part in {**inputs, **rounded}.items()
-        if torch.is_tensor(part) and part.is_floating_point()
-    }
-    wide["tree_key"], wide["tree_value"] = wide["tree_key"] * by_head[0], wide["tree_value"] * by_head[1]
-    halves = torch.cat([by_head[0].expand(-1, 64), by_head[1].expand(-1, 64)], dim=1)
-    wide["kv_cache"] = wide["kv_cache"] * halves.unsqueeze(1)
-    if eight_bit_queries:
-        wide["query"] = wide["query"] * query.expand(inputs["kv_cache"].shape[1]).repeat_interleave(
-            group
-        ).double().unsqueeze(1)
-    expected = exact({**inputs, **wide, "output": torch.full_like(inputs["output"].double(), float("nan"))})
-    written = ~expected.isnan()
-    deviation = (output.double() - expected)[written].abs().max() / expected[written].abs().max()
-    assert deviation <= 2 * TOLERANCE[torch.bfloat16]
