@@ -1,16 +1,20 @@
-"""KV caches of 8 bits: tokens are plain vLLM's, the proof passes, and a wrong factor shows."""
+"""KV caches of 8 bits: tokens are plain vLLM's, the proof passes, and wrong rounding or factors show."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.hosts.conftest import SEEDED, acceptance_length, make_prompts, needs_avx512, runner_of, token_ids
 from tests.hosts.test_attention_traits import layers_of
-from tests.hosts.test_proof import kept_nothing, prove_again  # noqa: F401
+from tests.hosts.test_proof import prove_again
+from vllm_specplug.core.proof import ProofFailed
 from vllm_specplug.cpu.attention import TreeAttentionImpl
+from vllm_specplug.utils import proof_files
+from vllm_specplug.vllm.attention_backends import FP8
 from vllm_specplug.vllm.proof import attention as attention_proof
 
 pytestmark = needs_avx512  # vLLM's fp8 caches need it
@@ -22,6 +26,12 @@ SCALES = {"_k_scale_float": 0.11, "_v_scale_float": 0.07}
 
 def answers(llm, params):
     return token_ids(llm.generate(make_prompts(12), params, use_tqdm=False))
+
+
+def nearest(self: TreeAttentionImpl, layer: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Round to the nearest numbers; vLLM's operator truncates."""
+    pairs = ((key, layer._k_scale_float), (value, layer._v_scale_float))
+    return tuple((rows.float() / factor).to(FP8[self.kv_cache_dtype]).view(torch.uint8) for rows, factor in pairs)
 
 
 def scale(monkeypatch: pytest.MonkeyPatch, llm: Any) -> None:
@@ -47,9 +57,13 @@ def test_same_as_plain(engine, monkeypatch, form):
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
-def test_the_proof_passes(engine, kept_nothing, monkeypatch, form):  # noqa: F811
+def test_the_proof_passes(engine, monkeypatch, tmp_path, form):
     llm = engine("eagle", kv_cache_dtype=form, dtype="bfloat16", max_num_seqs=6)
+    monkeypatch.setattr(proof_files, "FOLDER", tmp_path)  # the proof at its start was kept
     scale(monkeypatch, llm)
+    with monkeypatch.context() as patch, pytest.raises(ProofFailed, match="differs from plain decoding"):
+        patch.setattr(TreeAttentionImpl, "as_stored", nearest)
+        prove_again(llm)  # first: a proof that passes is kept
     prove_again(llm)
     assert attention_proof.fault_of_attention(runner_of(llm)) == ""
     honest = TreeAttentionImpl.scales

@@ -118,7 +118,10 @@ SCORED = {"logprobs_mode": "raw_logits", "max_logprobs": -1, "speculative_config
 
 def start_knowing(start, folder, name, dtype, **options):
     architecture = ARCHITECTURES[name]
-    scarce = {"num_gpu_blocks_override": architecture.num_blocks + 4, "max_num_batched_tokens": CHUNK}
+    num_blocks = architecture.num_blocks + (
+        1 if "enable_prefix_caching" in architecture.plain else 4
+    )  # of states: large
+    scarce = {"num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": CHUNK}
     settings = {**scarce, **SCORED, "dtype": dtype, **architecture.options, **options}
     adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if (folder / "adapter").exists() else None
     return Asking(start(folder / "target", **settings), adapter)
@@ -151,7 +154,10 @@ def test_architectures(tmp_path, start, known, name):  # noqa: F811
     write_checkpoints(tmp_path, name)
     asking = start_knowing(start, tmp_path, name, "bfloat16")
     check(asking, known)
-    assert int(counters(asking.llm)["preemptions"]) > 0 or "enable_lora" in ARCHITECTURES[name].options
+    # After a preemption vLLM computes states of an answer by its kernel for prompts, which rounds otherwise.
+    keeps_states = "enable_prefix_caching" in ARCHITECTURES[name].plain
+    preempted = int(counters(asking.llm)["preemptions"]) > 0
+    assert preempted != keeps_states or "enable_lora" in ARCHITECTURES[name].options
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
