@@ -144,7 +144,7 @@ def check(asking: Asking, answers: list[list[int]]) -> list[Scored]:
 
 
 def keeps_bits(name: str) -> bool:
-    """Whether all bits are kept; docs/same_bits.md names the others.  Of recurrent states, test_hybrid.py shows which."""
+    """Whether all bits are kept; docs/same_bits.md names the others, and test_hybrid.py shows what states keep."""
     return name != "GLM-4.7-Flash" and "enable_prefix_caching" not in ARCHITECTURES[name].plain
 
 
