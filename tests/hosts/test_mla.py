@@ -5,12 +5,14 @@ Identity with plain vLLM and equal bits: ``test_architectures.py`` and ``test_sa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import LLM
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.attention import MLAAttention
 
 from tests.doubles.architectures import ARCHITECTURES, write_target
@@ -28,14 +30,19 @@ SMALL = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
 
 
 @pytest.fixture(scope="module")
-def small(engine, tmp_path_factory) -> Any:
+def small(engine, tmp_path_factory) -> Iterator[Any]:
     """An engine of small latents in bfloat16."""
     path: Path = tmp_path_factory.mktemp("mla") / "target"
     deepseek = ARCHITECTURES["DeepSeek-V3"]
     write_target(path, replace(deepseek, settings={**deepseek.settings, **SMALL}))
     lookup = {"method": "lookup", "budget": "fixed"}
-    engine.kept.append(LLM(str(path), **{**ENGINE, "dtype": "bfloat16", "max_num_seqs": 6}, speculative_config=lookup))
-    return engine.kept[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:  # see ``expert_group``
+            patch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())
+        engine.kept.append(
+            LLM(str(path), **{**ENGINE, "dtype": "bfloat16", "max_num_seqs": 6}, speculative_config=lookup)
+        )
+        yield engine.kept[-1]
 
 
 def rotary_position_off_by_one(monkeypatch):
