@@ -86,7 +86,7 @@ def test_a_misspelt_method_names_the_right_one(args, checkpoints):
     refused(
         args,
         {"method": "eagel2", "model": str(checkpoints["eagle"])},
-        "did you mean 'eagle2'.*serves: auto, eagle2, hass",
+        "did you mean 'eagle2'.*serves: auto, dflash_tree, draft_tree, eagle2",
     )
 
 
