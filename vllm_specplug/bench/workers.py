@@ -278,6 +278,8 @@ def measure(
             done += 1
             where = f"{done}/{total} at concurrency {part.concurrency}: {found.category}"
             print(f"\r{where:<60}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        return results, {engine.method.label: engine.close() for engine in engines}
     except KeyboardInterrupt:
         if not done:
             raise
@@ -286,5 +288,3 @@ def measure(
             del results[engine.method.label][done:]
             engine.kill()
         return results, {engine.method.label: None for engine in engines}
-    print(file=sys.stderr)
-    return results, {engine.method.label: engine.close() for engine in engines}

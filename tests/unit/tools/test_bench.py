@@ -85,6 +85,17 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch):
     assert interruption(results, [Part(1, 0, parts[0].batches[:2])]) == {}
 
 
+def test_an_interrupt_while_engines_end_keeps_all(monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeEngine, "close", interrupted)
+    parts = [Part(1, 0, make_batches([Question("0", "a", "?")], 1))]
+    results, peaks = measure([FakeEngine("plain")], parts, 8)
+    assert [one.questions for one in results["plain"]] == [["0"]] and peaks == {"plain": None}
+    assert interruption(results, parts) == {}
+
+
 def test_an_interrupt_before_the_first_batch_ends_the_run(monkeypatch):
     monkeypatch.setattr(FakeEngine, "calls", [])
 
