@@ -22,6 +22,7 @@ from vllm_specplug.core.proof import ProofFailed
 from vllm_specplug.cpu import runner, state_layers, states
 from vllm_specplug.cpu.budget import ServingBudget
 from vllm_specplug.cpu.state_layers import hook
+from vllm_specplug.utils import proof_files
 
 pytestmark = pytest.mark.usefixtures("expert_group")
 PROMPTS = [{"prompt_token_ids": [3 + token % 147 for token in one["prompt_token_ids"]]} for one in make_prompts(8)]
@@ -175,7 +176,8 @@ def test_the_proof_finds_faults(served, fault):
 
 
 @pytest.mark.usefixtures("kept_nothing")
-def test_the_proof_passes(served, caplog):
+def test_the_proof_passes(served, caplog, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(proof_files, "FOLDER", tmp_path_factory.mktemp("again"))  # the one at the start may be kept
     caplog.set_level("INFO")
     prove_again(served)
     assert "have the bits of plain decoding" in caplog.text
