@@ -6,21 +6,11 @@ import pytest
 from vllm import SamplingParams
 
 from tests.doubles import dflash
-from tests.hosts.conftest import (
-    SEEDED,
-    acceptance_length,
-    check_prefix_cache_hits,
-    counters,
-    drafts_after_pauses,
-    make_prompts,
-    runner_of,
-    token_ids,
-)
+from tests.hosts.conftest import acceptance_length, drafts_after_pauses, token_ids
 from tests.hosts.test_architectures import PARAMS, PROMPTS
+from tests.hosts.test_draft_tree import LONG, SETTINGS, check_as_plain
 
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
-LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +23,7 @@ def head(checkpoints, tmp_path_factory) -> str:
 
 
 def test_same_as_plain(engine, head):
-    """Greedy and seeded; too few KV blocks, chunked prefill, then prompts that continue answers."""
-    plain = engine(**SETTINGS)
-    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    scarce = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64}
-    llm = engine(head, TREE, **scarce, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    assert counters(llm)["preemptions"] > 0
-    assert runner_of(llm).drafter.draft_layers
-    prompts = make_prompts(4)
-    expected = token_ids(plain.generate(prompts, SEEDED, use_tqdm=False))
-    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
-    check_prefix_cache_hits(plain, llm, PROMPTS[:2])
+    assert check_as_plain(engine, head, TREE) > 1.2
 
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, head):

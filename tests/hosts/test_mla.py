@@ -107,11 +107,14 @@ def test_what_trees_and_plain_steps_share_is_compared(small, monkeypatch, tmp_pa
         prove_again(small)
 
 
-def test_sizes_that_are_refused(monkeypatch):
+def test_what_the_kernel_does_not_read_is_refused(monkeypatch):
     monkeypatch.setattr(mla.CPUMLAImpl, "__init__", lambda self, **sizes: vars(self).update(sizes))
-    mla.TreeMLAImpl(kv_lora_rank=32, head_size=48, qk_rope_head_dim=16)
+    sizes = {"kv_lora_rank": 32, "head_size": 48, "qk_rope_head_dim": 16, "kv_cache_dtype": "auto"}
+    mla.TreeMLAImpl(**sizes)
     with pytest.raises(ConfigError, match="multiples of 16: found kv_lora_rank=24, qk_rope_head_dim=16"):
-        mla.TreeMLAImpl(kv_lora_rank=24, head_size=40, qk_rope_head_dim=16)
+        mla.TreeMLAImpl(**{**sizes, "kv_lora_rank": 24})
+    with pytest.raises(ConfigError, match="16 bits or more: found --kv-cache-dtype fp8_e5m2, use auto"):
+        mla.TreeMLAImpl(**{**sizes, "kv_cache_dtype": "fp8_e5m2"})
     monkeypatch.setattr(mla, "operators", lambda: None)
     with pytest.raises(ConfigError, match="with the C.. operators only: install g"):
-        mla.TreeMLAImpl(kv_lora_rank=32, head_size=48, qk_rope_head_dim=16)
+        mla.TreeMLAImpl(**sizes)

@@ -24,6 +24,7 @@ from vllm_specplug.cpu.attention import RowsWithoutTree, TreeImpl, keep_rows
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.row_linear import head_linear, pack_heads
 from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT, causal_attention, tree_attention
+from vllm_specplug.vllm.attention_backends import FP8
 from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 #: The kernel reads latents, and keys with their rotary part, in vectors of so many numbers.
@@ -94,6 +95,10 @@ class TreeMLAImpl(TreeImpl, CPUMLAImpl):
         super().__init__(*args, **kwargs)
         if operators() is None:
             raise ConfigError("tree speculation reads latents (MLA) with the C++ operators only: install g++")
+        if self.kv_cache_dtype in FP8:
+            raise ConfigError(
+                f"on a CPU latents (MLA) have 16 bits or more: found --kv-cache-dtype {self.kv_cache_dtype}, use auto"
+            )
         if self.kv_lora_rank % _VECTOR or self.head_size % _VECTOR:
             raise ConfigError(
                 f"tree speculation reads latents (MLA) in sizes that are multiples of {_VECTOR}: found kv_lora_rank="
