@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Skip, attempt, bandwidth_gb_s, device, device_ms, no_syncs, timed
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import attend, device_arguments, make_inputs
 from tests.doubles.attention_reference import ReferenceContext
-from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
@@ -83,7 +82,7 @@ def _case(nodes: int, context: int, batch: int) -> tuple[Row, torch.Tensor]:
     # A token's heads side by side, as in vLLM's default layout.
     inputs["kv_cache"] = inputs["kv_cache"].transpose(1, 2).contiguous().transpose(1, 2)
     expected = torch.empty_like(inputs["output"], dtype=torch.float32)
-    tree_attention_reference(**{**inputs, "output": expected})
+    attend(tree_attention_reference, **{**inputs, "output": expected})
     return inputs, expected
 
 
@@ -108,13 +107,11 @@ def context_attention(name: str, head_size: int) -> Any:
 
 
 def _option(name: str, inputs: Row, nodes: int, context: int, batch: int) -> functools.partial:
-    inputs = {key: value for key, value in inputs.items() if key != "kv_layout"}
-    inputs["bits"] = ancestor_bits(inputs.pop("mask"))
-    attend = tree_attention
-    if name != "triton":
-        of_context = context_attention(name, inputs["query"].shape[2])
-        attend = functools.partial(merged_tree_attention, of_context, uniform=True)
-    return functools.partial(attend, **inputs, max_query_len=nodes + 1, max_context_len=context)
+    arguments = device_arguments(**inputs, max_context_len=context, uniform=True)
+    if name == "triton":
+        return functools.partial(tree_attention, **arguments)
+    of_context = context_attention(name, inputs["query"].shape[2])
+    return functools.partial(merged_tree_attention, of_context, **arguments)
 
 
 def _gathered(inputs: Row, context: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.attention import PAGE
 from benchmarks.gpu.device import bandwidth_gb_s, device, timed
-from tests.doubles.attention_inputs import make_inputs
-from vllm_specplug.core.layout import ancestor_bits
+from tests.doubles.attention_inputs import device_arguments, make_inputs
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
 
@@ -90,14 +89,13 @@ def tree_of(heads: tuple[int, int, int], rows: int, context: int, dtype: torch.d
         [context] * len(lens), lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
         block_size=PAGE, dtype=dtype, kv_layout=TOKEN_LAYOUT, garbage=0.0, gap=0, device=device(),
     )  # fmt: skip
-    for name in ("kv_layout", "query", "tree_key", "tree_value"):
+    for name in ("query", "tree_key", "tree_value"):
         del inputs[name]
-    bits, longest = ancestor_bits(inputs.pop("mask")), max(lens)
+    arguments = device_arguments(**inputs, max_context_len=context)
 
     def attend(projected: torch.Tensor) -> torch.Tensor:
         query, key, value = projected.unflatten(1, (-1, head_size)).split([num_heads, num_kv_heads, num_kv_heads], 1)
-        sizes = {"max_query_len": longest, "max_context_len": context}
-        tree_attention(query, tree_key=key, tree_value=value, bits=bits, **inputs, **sizes)
+        tree_attention(query, tree_key=key, tree_value=value, **arguments)
         return inputs["output"]
 
     return attend

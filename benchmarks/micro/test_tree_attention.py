@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import cpu_arguments, make_inputs
 from tests.unit.kernels.test_tree_attention import vllm_chain_attention
 from vllm_specplug.cpu.kernels.tree_attention import select_backend, tree_attention
 
@@ -42,7 +42,8 @@ def test_verification(benchmark, threads, dtype, context, num_nodes):
         chain_seconds.append(time.perf_counter() - start)
 
     benchmark.extra_info["backend"] = select_backend()
-    benchmark.pedantic(tree_attention, kwargs=inputs, setup=timed_chain, rounds=ROUNDS, iterations=1, warmup_rounds=5)
+    sizes = {"rounds": ROUNDS, "iterations": 1, "warmup_rounds": 5}
+    benchmark.pedantic(tree_attention, kwargs=cpu_arguments(**inputs), setup=timed_chain, **sizes)
     seconds, ratio = benchmark.stats.stats.min, benchmark.stats.stats.min / min(chain_seconds)
     benchmark.extra_info["ratio_to_chain"] = ratio
     case = f"{threads} threads, {dtype}, context {context}, {num_nodes} nodes"

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from vllm_specplug.cpu.kernels.tree_attention import pack_pages
+from vllm_specplug.core.layout import ancestor_bits
+from vllm_specplug.core.tree_rows import CpuTreeRows, DeviceTreeRows, KvPages
+from vllm_specplug.cpu.kernels.tree_attention import PlainRows, causal_attention, pack_pages
+
+#: Names of the tensors of ``TreeRows``.
+ROWS = ("context_lens", "query_start", "query_lens", "tree_start", "tree_lens")
+
+
+def cpu_arguments(**inputs: Any) -> dict[str, Any]:
+    """Return arguments of the CPU's ``tree_attention``, from inputs of ``make_inputs`` and options."""
+    pages = KvPages(inputs.pop("kv_cache"), inputs.pop("block_table"), inputs.pop("kv_layout"))
+    tree = CpuTreeRows(**{name: inputs.pop(name) for name in ROWS}, mask=inputs.pop("mask"))
+    return {"pages": pages, "tree": tree, **inputs}
+
+
+def device_arguments(**inputs: Any) -> dict[str, Any]:
+    """Return arguments of the device's ``tree_attention``, from inputs of ``make_inputs`` and options."""
+    pages = KvPages(inputs.pop("kv_cache"), inputs.pop("block_table"), inputs.pop("kv_layout"))
+    mask = inputs.pop("mask")
+    rows = {name: inputs.pop(name) for name in (*ROWS, "max_context_len", "uniform") if name in inputs}
+    tree = DeviceTreeRows(**rows, bits=ancestor_bits(mask), max_query_len=mask.shape[1])
+    return {"pages": pages, "tree": tree, **inputs}
+
+
+def attend(kernel: Callable[..., None], **inputs: Any) -> None:
+    """Run a kernel with the arguments of ``cpu_arguments``."""
+    kernel(**cpu_arguments(**inputs))
+
+
+def attend_on_device(kernel: Callable[..., None], **inputs: Any) -> None:
+    """Run a kernel with the arguments of ``device_arguments``."""
+    kernel(**device_arguments(**inputs))
+
+
+def attend_causally(**inputs: Any) -> None:
+    """Run ``causal_attention`` on its inputs, with the names of ``make_inputs``, and ``seq_lens``."""
+    pages = KvPages(inputs.pop("kv_cache"), inputs.pop("block_table"), inputs.pop("kv_layout"))
+    rows = PlainRows(*(inputs.pop(name) for name in PlainRows._fields))
+    causal_attention(pages=pages, rows=rows, **inputs)
 
 
 def make_inputs(
@@ -28,7 +66,7 @@ def make_inputs(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Make random keyword arguments of ``tree_attention.tree_attention``.
+    """Make random keyword arguments of ``attend``.
 
     Pages are in shuffled order; ``query``, ``tree_key`` and ``tree_value`` are slices of a fused QKV tensor
     (non-contiguous); rows that belong to no request separate the requests.

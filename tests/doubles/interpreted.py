@@ -14,7 +14,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.doubles.cuda_graphs import kernel
 from tests.doubles.oracle_kernels import scaled
-from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
+from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference
 from vllm_specplug.gpu.attention import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
 from vllm_specplug.gpu.runner import TreeRunner
 from vllm_specplug.gpu.worker import TreeWorkerV2
@@ -44,23 +45,16 @@ class _PagedReference(TritonAttentionImpl):
         start = attn_metadata.query_start_loc[:-1]
         lens = attn_metadata.query_start_loc[1:] - start
         longest = int(lens.max())
-        tree_attention_reference(
-            query,
-            output,
-            kv_cache,
-            TOKEN_LAYOUT,
-            attn_metadata.block_table,
-            (attn_metadata.seq_lens - lens).clamp(min=0),  # shorter than its rows in a capture
-            start,
-            lens,
-            key,
-            value,
-            start,
-            lens,
-            torch.ones(len(lens), longest, longest, dtype=torch.bool).tril(),
-            self.scale,
-            traits=self.traits,
+        rows = CpuTreeRows(
+            context_lens=(attn_metadata.seq_lens - lens).clamp(min=0),  # shorter than its rows in a capture
+            query_start=start,
+            query_lens=lens,
+            tree_start=start,
+            tree_lens=lens,
+            mask=torch.ones(len(lens), longest, longest, dtype=torch.bool).tril(),
         )
+        pages = KvPages(kv_cache, attn_metadata.block_table)
+        tree_attention_reference(query, output, pages, rows, key, value, self.scale, traits=self.traits)
         return output
 
 

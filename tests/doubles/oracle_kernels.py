@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.doubles.attention_inputs import ROWS
 from vllm_specplug.core import draft_sampling, growth, pool, pruning
 from vllm_specplug.core.growth import GrowthOps
 from vllm_specplug.core.layout import WORD_BITS, ancestor_bits
 from vllm_specplug.core.pool import Beam, DraftPool
-from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.core.tree_rows import CpuTreeRows
+from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference
 from vllm_specplug.gpu import attention as paged
 from vllm_specplug.gpu import draft_sampling as sampled_v2
 from vllm_specplug.gpu.drafters import eagle as eagle_v2
@@ -35,33 +37,16 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_unseen
-def _attend(
-    query, output, kv_cache, block_table, context_lens, query_start, query_lens, tree_key, tree_value, tree_start,
-    tree_lens, bits, scale, *, max_query_len, traits, num_splits=None, max_context_len=None, scales=None,
-) -> None:  # fmt: skip
-    """``triton_tree_attention.tree_attention``; a number of splits is given to compile it only."""
+def _attend(query, output, pages, tree, tree_key, tree_value, scale, *, traits, num_splits=None, scales=None) -> None:
+    """The device's ``tree_attention``; a number of splits is given to compile it only."""
     if num_splits is not None:
         return
-    num_reqs = len(context_lens)
     if scales is not None:
-        kv_cache, tree_key, tree_value = scaled(kv_cache, tree_key, tree_value, scales)
-    tree_attention_reference(
-        query,
-        output,
-        kv_cache,
-        TOKEN_LAYOUT,
-        block_table,
-        context_lens,
-        query_start[:num_reqs],
-        query_lens[:num_reqs],
-        tree_key,
-        tree_value,
-        tree_start[:num_reqs],
-        tree_lens[:num_reqs],
-        _mask(bits),
-        scale,
-        traits=traits,
-    )
+        kv_cache, tree_key, tree_value = scaled(pages.kv_cache, tree_key, tree_value, scales)
+        pages = pages._replace(kv_cache=kv_cache)
+    rows = {name: getattr(tree, name)[: len(tree.context_lens)] for name in ROWS}
+    on_cpu = CpuTreeRows(**rows, mask=_mask(tree.bits))
+    tree_attention_reference(query, output, pages, on_cpu, tree_key, tree_value, scale, traits=traits)
 
 
 def scaled(

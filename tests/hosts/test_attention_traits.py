@@ -17,7 +17,7 @@ from tests.doubles import knowing, tiny
 from tests.host_versions import TAKES_FLOAT32_SINKS
 from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, runner_of, token_ids
 from vllm_specplug import proposer
-from vllm_specplug.vllm.tree_rows import CpuTreeRows
+from vllm_specplug.core.tree_rows import CpuTreeRows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 WINDOW = 16

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import attend_on_device, make_inputs
 from tests.doubles.attention_reference import ReferenceContext
 from tests.doubles.interpreter import claim_backend
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
-from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu.kernels import tiles as triton_tiles
 from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
@@ -134,12 +134,11 @@ def attention(rows: int, head_size: int, case: str = "plain", splits: bool = Tru
         (40, 3), (rows, 2), num_heads=8, num_kv_heads=2, head_size=head_size, block_size=16, dtype=dtype,
         kv_layout=TOKEN_LAYOUT,
     )  # fmt: skip
-    del inputs["kv_layout"]
-    inputs["bits"] = ancestor_bits(inputs.pop("mask"))
-    sizes = {"max_query_len": rows, "num_splits": 2 if splits else 1}
-    triton_tree_attention.tree_attention(**inputs, **sizes, traits=TRAITS[case])
+    num_splits = 2 if splits else 1
+    attend_on_device(triton_tree_attention.tree_attention, **inputs, num_splits=num_splits, traits=TRAITS[case])
     if splits and dtype != torch.float32:
-        merged_tree_attention(ReferenceContext(), **inputs, max_query_len=rows, traits=MERGED_TRAITS[case])
+        merged = partial(merged_tree_attention, ReferenceContext())
+        attend_on_device(merged, **inputs, traits=MERGED_TRAITS[case])
 
 
 def attention_over_8_bits(rows: int = 61, head_size: int = 128) -> None:
@@ -148,15 +147,13 @@ def attention_over_8_bits(rows: int = 61, head_size: int = 128) -> None:
         (40, 3), (rows, 2), num_heads=8, num_kv_heads=2, head_size=head_size, block_size=16, dtype=torch.bfloat16,
         kv_layout=TOKEN_LAYOUT,
     )  # fmt: skip
-    del inputs["kv_layout"]
-    inputs["bits"] = ancestor_bits(inputs.pop("mask"))
     fp8 = torch.float8_e4m3fn
     inputs |= {name: inputs[name].to(fp8) for name in ("kv_cache", "tree_key", "tree_value")}
     factors = torch.ones(2)
     for query, of_query in ((inputs["query"], None), (inputs["query"].to(fp8), factors)):
         scales = triton_tiles.CacheScales(of_query, factors, factors)
         inputs["query"] = query
-        triton_tree_attention.tree_attention(**inputs, max_query_len=rows, num_splits=2, scales=scales)
+        attend_on_device(triton_tree_attention.tree_attention, **inputs, num_splits=2, scales=scales)
 
 
 def small_kernels(num_reqs: int = 2, width: int = 61) -> None:

@@ -18,11 +18,11 @@ from tests.v2.test_identity import TREE
 from tests.v2.test_kernels import exact, run_attention
 from vllm_specplug.core.kv import KvScratch
 from vllm_specplug.core.layout import ancestor_bits
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu import attention as paged
 from vllm_specplug.gpu.attention import TreeImpl
 from vllm_specplug.gpu.kernels.tiles import CacheScales
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 PLAINLY = GREEDY.clone()
 PLAINLY.extra_args = {"speculation": False}

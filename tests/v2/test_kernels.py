@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import attend_on_device, make_inputs
 from tests.doubles.contexts import make_match_inputs as make_keys_inputs
 from tests.doubles.lookup_reference import match_keys as reference_keys
 from tests.doubles.reference_step import move_rows as reference_moves
@@ -47,13 +47,9 @@ def traits_on_device(traits):
 def run_attention(inputs, **changes):
     """The kernel on a copy of ``inputs``; the output on the CPU."""
     device = on_device({**inputs, "output": inputs["output"].clone()})
-    del device["kv_layout"]
-    mask = device.pop("mask")
-    rows = mask.shape[1]
-    device["bits"] = ancestor_bits(mask)
     if "traits" in device:
         device["traits"] = traits_on_device(device["traits"])
-    tree_attention(**device, max_query_len=rows, **changes)
+    attend_on_device(tree_attention, **device, **changes)
     return device["output"].cpu()
 
 

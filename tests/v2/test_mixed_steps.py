@@ -10,11 +10,11 @@ from tests.doubles import interpreted
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import SCARCE, answers, same
 from tests.v2.test_identity import TREE
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu import attention as paged
 from vllm_specplug.gpu import step as v2_step
 from vllm_specplug.gpu.attention import TreeTritonMetadata, with_trees
 from vllm_specplug.gpu.runner import TreeModelState
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 
 def ints(*values):

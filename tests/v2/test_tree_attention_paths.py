@@ -1,6 +1,7 @@
 """Tree attention in two parts: against the reference, with stand-ins for kernels that need a GPU, and in the engine."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import attend_on_device, make_inputs
 from tests.doubles.attention_reference import ReferenceContext
 from tests.doubles.stand_ins import install_flash, install_xformers
 from tests.hosts.conftest import runner_of
@@ -18,7 +19,6 @@ from tests.v2.test_identity import TREE
 from tests.v2.test_kernels import DEVICE, TRAITS, exact, on_device, per_head, trait_inputs, traits_on_device
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
-from vllm_specplug.core.layout import ancestor_bits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu import flash_context
 from vllm_specplug.gpu.attention import check_caches, use_tree_attention
@@ -42,11 +42,8 @@ def like_the_host(inputs):
 def run(context, inputs, **options):
     """The output on the CPU; ``inputs`` stay."""
     device = on_device({**inputs, "output": inputs["output"].clone()})
-    del device["kv_layout"]
-    mask = device.pop("mask")
-    device["bits"] = ancestor_bits(mask)
     device["traits"] = traits_on_device(device.get("traits", NO_TRAITS))
-    merged_tree_attention(context, **device, max_query_len=mask.shape[1], **options)
+    attend_on_device(partial(merged_tree_attention, context), **device, **options)
     return device["output"].cpu()
 
 
@@ -149,7 +146,7 @@ def test_layers_with_other_traits_keep_triton(monkeypatch, caplog, name, wrong):
         use_tree_attention(layers, name)
     assert {which for which, layer in layers.items() if layer.impl.context is None} == wrong
     assert f"{len(wrong)} of 4 layers use 'triton'" in caplog.text
-    with pytest.raises(ValueError, match="use triton_tree_attention"):
+    with pytest.raises(ValueError, match="use tree_attention='triton'"):
         run(layers["sinks"].impl.context, trait_inputs(traits["alibi"]))
 
 

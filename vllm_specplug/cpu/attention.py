@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.attention_traits import AttentionTraits
 from vllm_specplug.core.kv import KvScratch
+from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
 from vllm_specplug.cpu.kernels.cpu_ops import operators
-from vllm_specplug.cpu.kernels.tree_attention import causal_attention, tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import PlainRows, causal_attention, tree_attention
 from vllm_specplug.vllm.attention_backends import (
     FP8,
     TreeBuilder,
@@ -37,7 +38,6 @@ from vllm_specplug.vllm.attention_backends import (
     local_attention_from,
     overridden_backends,
 )
-from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 
 class RowsWithoutTree:
@@ -223,10 +223,10 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         output: torch.Tensor,
     ) -> None:
         """Attend from the rows without trees, whose key/value are in the pages."""
-        start, lens = metadata.rows_without_tree
-        rows = (metadata.block_table, metadata.seq_lens, start, lens)
+        pages = KvPages(self.numbers(kv_cache), metadata.block_table, layer.isa)
+        rows = PlainRows(metadata.seq_lens, *metadata.rows_without_tree)
         scale, value_scale = self.scales(layer)
-        causal_attention(query, output, self.numbers(kv_cache), layer.isa, *rows, scale, self.traits, value_scale)
+        causal_attention(query, output, pages, rows, scale, self.traits, value_scale)
 
     def _attend_trees(
         self,
@@ -238,34 +238,19 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         metadata: TreeAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
-        tree = metadata.tree
-        tree_start, kept = tree.tree_start, None
+        tree, kept = metadata.tree, None
         source = self.kv_sharing_target_layer_name  # this layer reads that one's cache, and has no key and value
         if source is not None:
             key, value, tree_start = tree.rows_of(source)
+            tree = replace(tree, tree_start=tree_start)
         else:
             key, value = self.as_stored(layer, key, value)
             key, value, kept = keep_rows(tree, layer.layer_name, key, value)
+        pages = KvPages(self.numbers(kv_cache), metadata.block_table, layer.isa)
         scale, value_scale = self.scales(layer)
-        tree_attention(
-            query,
-            output,
-            self.numbers(kv_cache),
-            layer.isa,
-            metadata.block_table,
-            tree.context_lens,
-            tree.query_start,
-            tree.query_lens,
-            self.numbers(key),
-            self.numbers(value),
-            tree_start,
-            tree.tree_lens,
-            tree.mask,
-            scale,
-            None if kept is None else self.numbers(kept),
-            self.traits,
-            value_scale,
-        )
+        kept = None if kept is None else self.numbers(kept)
+        rows = self.numbers(key), self.numbers(value)
+        tree_attention(query, output, pages, tree, *rows, scale, kept, self.traits, value_scale)
 
     def _is_ours(self, metadata: TreeAttentionMetadata) -> bool:
         """Whether our kernel computes rows without trees: they then have the same bits however they are batched."""

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from vllm_specplug.core.step import StepPlan
+from vllm_specplug.core.tree_rows import CpuTreeRows
 from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT, write_rows
 from vllm_specplug.vllm.kv_groups import AlikeLayers
-from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 #: A step of more tree rows gets memory of its own: the shared memory is 16 MiB for a Llama of 8 billion parameters.
 SHARED_ROWS = 128

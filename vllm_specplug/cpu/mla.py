@@ -20,12 +20,12 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from vllm_specplug.config import ConfigError
+from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
 from vllm_specplug.cpu.attention import RowsWithoutTree, TreeImpl, keep_rows
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.row_linear import head_linear, pack_heads
-from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT, causal_attention, tree_attention
+from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT, PlainRows, causal_attention, tree_attention
 from vllm_specplug.vllm.attention_backends import FP8
-from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 #: The kernel reads latents, and keys with their rotary part, in vectors of so many numbers.
 _VECTOR = 16
@@ -182,31 +182,15 @@ class TreeMLAImpl(TreeImpl, CPUMLAImpl):
             kv_cache: ``[num_blocks, block_size, head_size]``.
             metadata: of the forward.
         """
-        tree, pages = metadata.tree, kv_cache.unsqueeze(1)
+        tree, pages = metadata.tree, KvPages(kv_cache.unsqueeze(1), metadata.block_table, LATENT_LAYOUT)
         if tree is None or not tree.all_rows:
             self._write(key, kv_cache, metadata.slot_mapping)
-            rows = (metadata.block_table, metadata.seq_lens, *metadata.rows_without_tree)
-            causal_attention(query, output, pages, LATENT_LAYOUT, *rows, self.scale)
+            rows = PlainRows(metadata.seq_lens, *metadata.rows_without_tree)
+            causal_attention(query, output, pages, rows, self.scale)
         if tree is None:
             return
         key, _, kept = keep_rows(tree, self.layer_name, key, key)
-        tree_attention(
-            query,
-            output,
-            pages,
-            LATENT_LAYOUT,
-            metadata.block_table,
-            tree.context_lens,
-            tree.query_start,
-            tree.query_lens,
-            key,
-            key[..., : self.kv_lora_rank],
-            tree.tree_start,
-            tree.tree_lens,
-            tree.mask,
-            self.scale,
-            kept,
-        )
+        tree_attention(query, output, pages, tree, key, key[..., : self.kv_lora_rank], self.scale, kept)
 
     @staticmethod
     def _write(key: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.core.step import StepPlan
+from vllm_specplug.core.tree_rows import CpuTreeRows
 from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
 from vllm_specplug.cpu.kernels.tree_ops import from_flat, lay_out, plan_step
 from vllm_specplug.cpu.kv import KeptRows, write_accepted
@@ -28,7 +29,6 @@ from vllm_specplug.cpu.states import StateRows
 from vllm_specplug.cpu.walk import SampledWalk
 from vllm_specplug.types import TokenTree, Walk
 from vllm_specplug.vllm.kv_groups import AlikeLayers
-from vllm_specplug.vllm.tree_rows import CpuTreeRows
 
 
 @dataclass(frozen=True)

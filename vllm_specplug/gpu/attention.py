@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.triton_attn import (
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.attention_traits import AttentionTraits
+from vllm_specplug.core.tree_rows import DeviceTreeRows, KvPages
 from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.step import cache_pointers
@@ -33,7 +34,6 @@ from vllm_specplug.gpu.kernels.tiles import CacheScales, warm_up
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
 from vllm_specplug.vllm.attention_backends import FP8, TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.vllm.kv_groups import AlikeLayers
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -140,27 +140,11 @@ class TreeImpl:
             key, value = rows_in_pages(kv_cache, get_forward_context().slot_mapping[layer.layer_name])
         attend = tree_attention
         if self.context is not None:
-            attend = partial(merged_tree_attention, self.context, uniform=tree.uniform)
+            attend = partial(merged_tree_attention, self.context)
         elif self.is_fp8:
             attend = partial(tree_attention, scales=self.scales(layer, query))
-        attend(
-            query,
-            output,
-            self.numbers(kv_cache),
-            attn_metadata.block_table,
-            tree.context_lens,
-            tree.query_start,
-            tree.query_lens,
-            self.numbers(key),
-            self.numbers(value),
-            tree.tree_start,
-            tree.tree_lens,
-            tree.bits,
-            self.scale,
-            max_query_len=tree.max_query_len,
-            max_context_len=tree.max_context_len,
-            traits=self.traits,
-        )
+        pages = KvPages(self.numbers(kv_cache), attn_metadata.block_table)
+        attend(query, output, pages, tree, self.numbers(key), self.numbers(value), self.scale, traits=self.traits)
 
 
 def rows_in_pages(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

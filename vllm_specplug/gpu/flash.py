@@ -13,10 +13,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.attention import TreeImpl
 from vllm_specplug.gpu.rounds import shapes
 from vllm_specplug.vllm.attention_backends import TreeBuilder
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 
 @dataclass

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specplug.config import ConfigError, model_drafter
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu import step
 from vllm_specplug.gpu.attention import check_caches, committed_caches, compile_kernels
 from vllm_specplug.gpu.draft_sampling import most_children
@@ -36,7 +37,6 @@ from vllm_specplug.utils.lazy import load
 from vllm_specplug.vllm.kv_groups import alike_layers
 from vllm_specplug.vllm.patches import Patch, apply_all
 from vllm_specplug.vllm.ranks import leads
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 
 def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:

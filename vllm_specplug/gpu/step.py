@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.attention import with_trees
 from vllm_specplug.gpu.kernels.step import move_rows, plan_step, walk_rows
 from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.types import Walk
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 if TYPE_CHECKING:
     from vllm_specplug.gpu.drafters.base import TreeSpeculator

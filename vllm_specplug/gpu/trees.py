@@ -13,9 +13,9 @@ import torch
 from vllm_specplug.core.layout import WORD_BITS, ancestor_bits, ancestor_mask
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.core.tree import depths_from_parents, valid_rows
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.kernels.step import stage_rows, store_trees
 from vllm_specplug.types import PADDING, TokenTree
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 
 class DeviceTrees:

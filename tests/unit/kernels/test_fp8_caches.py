@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import attend_causally, make_inputs
 from tests.unit.kernels.test_tree_attention import (
     LAYOUTS,
     TRAITS,
@@ -18,11 +18,12 @@ from tests.unit.kernels.test_tree_attention import (
     one_thread,  # noqa: F401
     prompt_inputs,
     requires_operators,
+    tree_attention,
     vllm_ops,  # noqa: F401
 )
 from vllm_specplug.core.attention_traits import NO_TRAITS
 from vllm_specplug.cpu.kernels import tree_attention as kernels
-from vllm_specplug.cpu.kernels.tree_attention import tree_attention, unpack_pages
+from vllm_specplug.cpu.kernels.tree_attention import unpack_pages
 
 FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = {"scale": 0.37 / 8, "value_scale": 1.7}
@@ -76,7 +77,7 @@ def test_keys_in_pages_and_in_tree_rows_give_the_same_bits(kv_layout, dtype, nam
     requires_operators()
     inputs, as_trees = prompt_inputs(kv_layout=kv_layout, dtype=dtype, garbage=0.0)
     inputs, as_trees = rounded(inputs, form), rounded(as_trees, form)
-    kernels.causal_attention(**inputs, traits=TRAITS.get(name, NO_TRAITS))
+    attend_causally(**inputs, traits=TRAITS.get(name, NO_TRAITS))
     tree_attention(**as_trees, traits=TRAITS.get(name, NO_TRAITS))
     assert torch.equal(inputs["output"], as_trees["output"])
 

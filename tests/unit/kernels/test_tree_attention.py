@@ -1,24 +1,30 @@
 """The tree attention op against its reference in float64, vLLM's page layouts and vLLM's chain attention."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.doubles.attention_by_position import attention_by_position
-from tests.doubles.attention_inputs import make_inputs
+from tests.doubles.attention_inputs import attend, attend_causally, make_inputs
 from tests.host_versions import TAKES_FLOAT32_SINKS
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.core.tree_rows import KvPages
 from vllm_specplug.cpu.kernels import cpu_ops
 from vllm_specplug.cpu.kernels import tree_attention as kernels
-from vllm_specplug.cpu.kernels.tree_attention import pack_pages, tree_attention, unpack_pages
+from vllm_specplug.cpu.kernels.tree_attention import pack_pages, unpack_pages
 
 #: Largest deviation allowed, relative to the largest output.  Outputs of 16 bits are rounded once, to 2^-9 or 2^-12.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 #: Sizes as DeepSeek's, and small ones.
 LATENTS = [{"head_size": 576, "value_size": 512}, {"head_size": 48, "value_size": 32}]
 LAYOUTS = [("vec", torch.float32), ("vec", torch.bfloat16), ("amx", torch.bfloat16), ("vec", torch.float16)]
-BACKENDS = {"cpp": tree_attention, "torch": kernels.tree_attention_reference}
+BACKENDS = {
+    "cpp": partial(attend, kernels.tree_attention),
+    "torch": partial(attend, kernels.tree_attention_reference),
+}
+tree_attention = BACKENDS["cpp"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +47,7 @@ def exact(inputs, traits=NO_TRAITS):
     """The reference's output in float64 arithmetic."""
     wide = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
     wide["output"] = torch.full_like(wide["output"], float("nan"))
-    kernels.tree_attention_reference(**wide, traits=traits)
+    attend(kernels.tree_attention_reference, **wide, traits=traits)
     return wide["output"]
 
 
@@ -356,8 +362,8 @@ def test_latents_of_accepted_rows_are_read_from_the_pages_alike(dtype, sizes, bl
     for row in (0, 7, 15, 16, 24):
         query = inputs["query"][inputs["query_start"][0] + row][None]
         output = query.new_zeros(1, 8, sizes["value_size"])
-        lens, start = torch.tensor([[113 + row], [0], [1]], dtype=torch.int32), (cache, "latent", table)
-        kernels.causal_attention(query, output, *start, lens[0], lens[1], lens[2], inputs["scale"])
+        rows = kernels.PlainRows(*torch.tensor([[113 + row], [0], [1]], dtype=torch.int32))
+        kernels.causal_attention(query, output, KvPages(cache, table, "latent"), rows, inputs["scale"])
         assert torch.equal(output[0], inputs["output"][inputs["query_start"][0] + row])
 
 
@@ -376,19 +382,15 @@ def test_fallback_is_announced_once(monkeypatch, caplog):
     def fail():
         raise RuntimeError("no compiler\nlong story")
 
-    def forget():
-        cpu_ops.operators.cache_clear()
-        kernels._implementation.cache_clear()
-
     monkeypatch.setattr(cpu_ops, "_load", fail)
-    forget()
+    cpu_ops.operators.cache_clear()
     try:
         with caplog.at_level("INFO", logger="vllm_specplug"):
             assert kernels.select_backend() == kernels.select_backend() == "torch"
             assert_matches(make_inputs(), tree_attention)
             assert_written(kernels.write_rows, "vec", torch.float32)
     finally:
-        forget()
+        cpu_ops.operators.cache_clear()
     messages = [r.getMessage() for r in caplog.records if r.name == "vllm_specplug"]
     assert len(messages) == 1 and "no compiler" in messages[0]
 
@@ -524,7 +526,7 @@ def assert_prompts_match(traits=NO_TRAITS, **changes):
     if kernels.select_backend() != "cpp":
         pytest.skip("the C++ op cannot be built here")
     inputs, as_trees = prompt_inputs(**changes)
-    kernels.causal_attention(**inputs, traits=traits)
+    attend_causally(**inputs, traits=traits)
     assert deviation(inputs["output"], exact(as_trees, traits)) <= TOLERANCE[inputs["query"].dtype]
 
 
@@ -557,7 +559,7 @@ def test_more_queries_than_tokens_are_refused():
     inputs, _ = prompt_inputs((5,), (5,))
     inputs["query_lens"] += 1
     with pytest.raises(RuntimeError, match="query rows out of range"):
-        kernels.causal_attention(**inputs)
+        attend_causally(**inputs)
 
 
 # ---- the same bits however a row is computed
@@ -574,7 +576,7 @@ def test_keys_in_pages_and_in_tree_rows_give_the_same_bits(kv_layout, dtype, nam
     requires_operators()
     traits = TRAITS.get(name, NO_TRAITS)
     inputs, as_trees = prompt_inputs(kv_layout=kv_layout, dtype=dtype, garbage=0.0)
-    kernels.causal_attention(**inputs, traits=traits)
+    attend_causally(**inputs, traits=traits)
     tree_attention(**as_trees, traits=traits)
     assert torch.equal(inputs["output"], as_trees["output"])
 
@@ -586,13 +588,13 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_prompt(kv_layout, dtype, bloc
     requires_operators()
     traits = TRAITS.get(name, NO_TRAITS)
     inputs, _ = prompt_inputs((300,), (300,), kv_layout=kv_layout, dtype=dtype, block_size=block_size, garbage=0.0)
-    kernels.causal_attention(**inputs, traits=traits)
+    attend_causally(**inputs, traits=traits)
     for position in (0, 5, 127, 128, 129, 200, 299):
         row = int(inputs["query_start"][0]) + position
         output = torch.zeros_like(inputs["output"])
         one, start = inputs["query_lens"].new_tensor([1]), inputs["query_start"].new_tensor([row])
         alone = dict(inputs, output=output, query_start=start, query_lens=one, seq_lens=one + position)
-        kernels.causal_attention(**alone, traits=traits)
+        attend_causally(**alone, traits=traits)
         assert torch.equal(output[row], inputs["output"][row]), position
 
 

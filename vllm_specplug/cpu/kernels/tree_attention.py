@@ -20,12 +20,13 @@ side by side.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 
 #: Layouts of the CPU op, and the op's numbers for them.
@@ -34,20 +35,26 @@ TOKEN_LAYOUT = "token"
 LATENT_LAYOUT = "latent"
 
 
+class PlainRows(NamedTuple):
+    """Rows without trees: of each request its last tokens.
+
+    Attributes:
+        seq_lens: int32 ``[num_reqs]``; tokens of the request in the pages.
+        query_start, query_lens: int32 ``[num_reqs]``; the request's rows in the flat batch; 0 rows leave it out.
+    """
+
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+
+
 def tree_attention(
     query: torch.Tensor,
     output: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_layout: str,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: torch.Tensor,
+    pages: KvPages,
+    tree: CpuTreeRows,
     tree_key: torch.Tensor,
     tree_value: torch.Tensor,
-    tree_start: torch.Tensor,
-    tree_lens: torch.Tensor,
-    mask: torch.Tensor,
     scale: float,
     kept: torch.Tensor | None = None,
     traits: AttentionTraits = NO_TRAITS,
@@ -59,20 +66,13 @@ def tree_attention(
 
     Args:
         query: float32, bfloat16 or float16 ``[num_tokens, num_heads, head_size]``; any strides but the last.
-        output: ``[num_tokens, num_heads, value_size]``; only the rows that ``query_start`` and ``query_lens`` name are
-            written.  ``value_size`` is ``head_size``, or less with latents.
-        kv_cache: vLLM's cache of this layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; ``query``'s
-            dtype, float8_e4m3fn or float8_e5m2.  Of latents ``[num_blocks, 1, block_size, head_size]``.
-        kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS`` (vLLM's ``layer.isa``).
-        block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
-        context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
-        query_start: int32 ``[num_reqs]``; the request's first row in ``query`` and ``output``.
-        query_lens: int32 ``[num_reqs]``; the request's rows there; 0 leaves the request out.
-        tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, ``kv_cache``'s dtype; any strides but the last.
+        output: ``[num_tokens, num_heads, value_size]``; only the rows that the tree names are written.  ``value_size``
+            is ``head_size``, or less with latents.
+        pages: of ``query``'s dtype, float8_e4m3fn or float8_e5m2; the layout is one of ``KV_LAYOUTS`` (vLLM's
+            ``layer.isa``).
+        tree: the rows; those of ``query`` and of ``tree_key``.
+        tree_key: ``[num_tree_rows, num_kv_heads, head_size]``, the dtype of the pages; any strides but the last.
         tree_value: as ``tree_key``, of ``value_size``.
-        tree_start: int32 ``[num_reqs]``; the request's first row in ``tree_key`` and ``tree_value``.
-        tree_lens: int32 ``[num_reqs]``; the request's rows there.
-        mask: bool ``[num_reqs, max_query_len, max_tree_len]``; row i attends to tree row j.
         scale: factor of the scores; that of 8-bit keys is in it.
         kept: receives copies of ``tree_key`` and ``tree_value``: ``[2, num_tree_rows, num_kv_heads, head_size]``,
             contiguous; of latents ``[1, ...]``, without the values.
@@ -80,36 +80,37 @@ def tree_attention(
             then the tree rows that its mask shows, in order.
         value_scale: factor of the output: that of 8-bit values.
     """
-    _implementation()(
+    ops = operators()
+    if ops is None:
+        return tree_attention_reference(
+            query, output, pages, tree, tree_key, tree_value, scale, kept, traits, value_scale
+        )
+    ops.tree_attention.default(
         query,
         output,
-        kv_cache,
-        kv_layout,
-        block_table,
-        context_lens,
-        query_start,
-        query_lens,
+        pages.kv_cache,
+        _number_of(pages.layout),
+        pages.block_table,
+        tree.context_lens,
+        tree.query_start,
+        tree.query_lens,
         tree_key,
         tree_value,
-        tree_start,
-        tree_lens,
-        mask,
+        tree.tree_start,
+        tree.tree_lens,
+        tree.mask,
         scale,
-        kept,
-        traits,
         value_scale,
+        kept,
+        *_extras(traits),
     )
 
 
 def causal_attention(
     query: torch.Tensor,
     output: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_layout: str,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: torch.Tensor,
+    pages: KvPages,
+    rows: PlainRows,
     scale: float,
     traits: AttentionTraits = NO_TRAITS,
     value_scale: float = 1.0,
@@ -119,16 +120,13 @@ def causal_attention(
     It is in C++ only.
 
     Args:
-        query, output, kv_cache, kv_layout, block_table, query_start, query_lens, scale, value_scale: see
-            ``tree_attention``.
-        seq_lens: int32 ``[num_reqs]``; tokens of the request in the pages; its queries are the last of them.
-        traits: what the layer adds to plain softmax.
+        query, output, pages, scale, traits, value_scale: see ``tree_attention``.
+        rows: of each request.
     """
     ops = operators()
     assert ops is not None
-    rows = (seq_lens, query_start, query_lens)
-    op, layout = ops.causal_attention.default, _number_of(kv_layout)
-    op(query, output, kv_cache, layout, block_table, *rows, scale, value_scale, *_extras(traits))
+    op, layout = ops.causal_attention.default, _number_of(pages.layout)
+    op(query, output, pages.kv_cache, layout, pages.block_table, *rows, scale, value_scale, *_extras(traits))
 
 
 def write_rows(
@@ -139,7 +137,7 @@ def write_rows(
     Args:
         kept: float32, bfloat16, float16 or uint8 (8-bit floats) ``[num_layers, 2, num_rows, num_kv_heads,
             head_size]``, contiguous; keys, then values.  Of latents ``[num_layers, 1, ...]``.
-        kv_caches: one per layer, as ``kv_cache`` of ``tree_attention``.
+        kv_caches: one per layer, as ``KvPages.kv_cache``.
         kv_layout: how vLLM packs the pages, one of ``KV_LAYOUTS``.
         rows: int64 ``[num_written]``; the rows of ``kept`` to write.
         slots: int64 ``[num_written]``; their target slots, ``block * block_size + offset``, all different.
@@ -152,21 +150,7 @@ def write_rows(
 
 def select_backend() -> str:
     """Return ``cpp`` if the C++ op can be used, else ``torch``.  The op is built if needed (20 s, once per machine)."""
-    return "torch" if _implementation() is tree_attention_reference else "cpp"
-
-
-@functools.cache
-def _implementation() -> Callable[..., None]:
-    ops = operators()
-    if ops is None:
-        return tree_attention_reference
-    op = ops.tree_attention.default
-
-    def call(query, output, kv_cache, kv_layout, *rest_and_traits):
-        *rest, kept, traits, value_scale = rest_and_traits
-        op(query, output, kv_cache, _number_of(kv_layout), *rest, value_scale, kept, *_extras(traits))
-
-    return call
+    return "torch" if operators() is None else "cpp"
 
 
 def _extras(traits: AttentionTraits) -> tuple[object, ...]:
@@ -182,17 +166,10 @@ def _number_of(kv_layout: str) -> int:
 def tree_attention_reference(
     query: torch.Tensor,
     output: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kv_layout: str,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: torch.Tensor,
+    pages: KvPages,
+    tree: CpuTreeRows,
     tree_key: torch.Tensor,
     tree_value: torch.Tensor,
-    tree_start: torch.Tensor,
-    tree_lens: torch.Tensor,
-    mask: torch.Tensor,
     scale: float,
     kept: torch.Tensor | None = None,
     traits: AttentionTraits = NO_TRAITS,
@@ -200,20 +177,21 @@ def tree_attention_reference(
 ) -> None:
     """Compute ``tree_attention`` in plain torch, request by request, in float32 (float64 for float64 tensors)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
+    kv_cache, block_table, kv_layout = pages
     block_size = kv_cache.shape[2]
     group = query.shape[1] // kv_cache.shape[1]
-    starts_and_lens = (context_lens, query_start, query_lens, tree_start, tree_lens)
+    starts_and_lens = (tree.context_lens, tree.query_start, tree.query_lens, tree.tree_start, tree.tree_lens)
     for r, (context, q0, rows, t0, nodes) in enumerate(zip(*(t.tolist() for t in starts_and_lens), strict=True)):
         if rows == 0:
             continue
-        pages = kv_cache[block_table[r, : -(-context // block_size)].long()].to(dtype)
-        context_key, context_value = (t[:, :context] for t in unpack_pages(pages, kv_layout, output.shape[2]))
+        used = kv_cache[block_table[r, : -(-context // block_size)].long()].to(dtype)
+        context_key, context_value = (t[:, :context] for t in unpack_pages(used, kv_layout, output.shape[2]))
         key = torch.cat([context_key, tree_key[t0 : t0 + nodes].transpose(0, 1).to(dtype)], dim=1)
         value = torch.cat([context_value, tree_value[t0 : t0 + nodes].transpose(0, 1).to(dtype)], dim=1)
         # [num_kv_heads, group, rows, head_size] against [num_kv_heads, 1, context + nodes, head_size]
         grouped = query[q0 : q0 + rows].to(dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)
         scores = grouped @ key.unsqueeze(1).transpose(2, 3) * scale
-        visible = torch.cat([mask.new_ones(rows, context), mask[r, :rows, :nodes]], dim=1)
+        visible = torch.cat([tree.mask.new_ones(rows, context), tree.mask[r, :rows, :nodes]], dim=1)
         weights = _softmax(scores, visible, traits)
         result = (weights @ value.unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2) * value_scale
         output[q0 : q0 + rows] = result.to(output.dtype)

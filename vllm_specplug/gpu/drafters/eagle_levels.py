@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.attention import LevelMetadata
 from vllm_specplug.gpu.kernels.growth import start_levels
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 from vllm_specplug.vllm.drafters.eagle_levels import LevelScratch, run_level
-from vllm_specplug.vllm.tree_rows import DeviceTreeRows
 
 
 class LevelRows:

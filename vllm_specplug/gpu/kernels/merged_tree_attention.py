@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.core.tree_rows import DeviceTreeRows, KvPages
 from vllm_specplug.gpu.kernels.context_attention import ContextAttention
 from vllm_specplug.gpu.kernels.tiles import add_sinks, attend_tree, load_queries, store_output, tile_options
 
@@ -73,59 +74,52 @@ def merged_tree_attention(
     attend_context: ContextAttention,
     query: torch.Tensor,
     output: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: torch.Tensor,
+    pages: KvPages,
+    tree: DeviceTreeRows,
     tree_key: torch.Tensor,
     tree_value: torch.Tensor,
-    tree_start: torch.Tensor,
-    tree_lens: torch.Tensor,
-    bits: torch.Tensor,
     scale: float,
     *,
-    max_query_len: int,
-    max_context_len: int | None = None,
-    uniform: bool = False,
     traits: AttentionTraits = NO_TRAITS,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
     Args:
         attend_context: attends to the context, with the soft cap of ``traits`` and without sinks.
-        query .. max_context_len: as in ``triton_tree_attention.tree_attention``; the context of a request without query
-            rows should be 0, else it is read in vain.
-        uniform: whether ``query`` holds exactly ``max_query_len`` rows of each request, without gaps.
+        query .. scale: as in ``tree_attention.tree_attention``; the context of a request without query rows should be
+            0, else it is read in vain.
         traits: see ``attention_traits``; sinks of any float dtype.
 
     Raises:
         ValueError: ``attend_context`` does not support the traits.
     """
     if not attend_context.supports(traits):
-        raise ValueError(f"{type(attend_context).__name__} does not support {traits}: use triton_tree_attention")
-    num_reqs, num_kv_heads = context_lens.shape[0], tree_key.shape[1]
-    if uniform:
+        raise ValueError(f"{type(attend_context).__name__} does not support {traits}: use tree_attention='triton'")
+    kv_cache, block_table, _ = pages
+    max_query_len, max_context_len = tree.max_query_len, tree.max_context_len
+    num_reqs, num_kv_heads = tree.context_lens.shape[0], tree_key.shape[1]
+    if tree.uniform:
         rows = query[: num_reqs * max_query_len].unflatten(0, (num_reqs, max_query_len))
     else:
-        index = query_start.long().unsqueeze(1) + torch.arange(max_query_len, device=query.device)
+        index = tree.query_start.long().unsqueeze(1) + torch.arange(max_query_len, device=query.device)
         rows = query[index.clamp(max=query.shape[0] - 1)]  # beyond a request's rows: any row, its result is unused
     if max_context_len is None:
         max_context_len = block_table.shape[1] * kv_cache.shape[2]
-    context, sums = attend_context(rows, kv_cache, block_table[:num_reqs], context_lens, scale, max(max_context_len, 1))
+    table, longest = block_table[:num_reqs], max(max_context_len, 1)
+    context, sums = attend_context(rows, kv_cache, table, tree.context_lens, scale, longest)
     group = query.shape[1] // num_kv_heads
     tiles = tile_options(output, max_query_len * group)
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
-    _continue_kernel[(query_lens.shape[0] * num_row_blocks, num_kv_heads)](
+    _continue_kernel[(tree.query_lens.shape[0] * num_row_blocks, num_kv_heads)](
         query, query.stride(0), query.stride(1),
         output, output.stride(0), output.stride(1),
-        query_start, query_lens,
+        tree.query_start, tree.query_lens,
         context, context.stride(0), context.stride(1), context.stride(2),
         sums, sums.stride(0), sums.stride(1), sums.stride(2),
         tree_key, tree_key.stride(0), tree_key.stride(1),
         tree_value, tree_value.stride(0), tree_value.stride(1),
-        tree_start, tree_lens,
-        bits, bits.stride(0), bits.stride(1),
+        tree.tree_start, tree.tree_lens,
+        tree.bits, tree.bits.stride(0), tree.bits.stride(1),
         traits.sinks, scale, num_row_blocks,
         SOFT_CAP=traits.soft_cap, GROUP=group, **tiles,
     )  # fmt: skip

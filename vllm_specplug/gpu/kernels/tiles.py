@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.core.attention_traits import AttentionTraits
+from vllm_specplug.core.tree_rows import DeviceTreeRows, KvPages
 
 
 class CacheScales(NamedTuple):
@@ -234,7 +235,7 @@ def warm_up(
     """Compile what a layer may launch: the kernels of each attention, once per tile height.
 
     Args:
-        attends: called like ``triton_tree_attention.tree_attention``, with a request that has no rows.
+        attends: called like ``tree_attention.tree_attention``, with a request that has no rows.
         kv_cache: of the layer; not read.
         num_heads: of the layer's queries.
         bits: int64 ``[>= 1, max_query_len, num_words]``, for the most rows of a request; not read.
@@ -248,11 +249,11 @@ def warm_up(
     heights: dict[int, int] = {}
     for rows in range(1, bits.shape[1] + 1):
         heights.setdefault(tile_options(output, rows * (num_heads // num_kv_heads))["BLOCK_M"], rows)
+    pages = KvPages(kv_cache, nothing[None])
+    empty = dict.fromkeys(("context_lens", "query_start", "query_lens", "tree_start", "tree_lens"), nothing)
     for rows, attend in itertools.product(heights.values(), attends):
-        attend(
-            query, output, kv_cache, nothing[None], nothing, nothing, nothing, key, key, nothing, nothing, bits[:1],
-            1.0, max_query_len=rows, traits=traits,
-        )  # fmt: skip
+        tree = DeviceTreeRows(**empty, bits=bits[:1], max_query_len=rows)
+        attend(query, output, pages, tree, key, key, 1.0, traits=traits)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.core.tree_rows import DeviceTreeRows, KvPages
 from vllm_specplug.gpu.kernels.tiles import (
     CacheScales,
     add_sinks,
@@ -268,48 +269,35 @@ def _merge_kernel(
 def tree_attention(
     query: torch.Tensor,
     output: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: torch.Tensor,
+    pages: KvPages,
+    tree: DeviceTreeRows,
     tree_key: torch.Tensor,
     tree_value: torch.Tensor,
-    tree_start: torch.Tensor,
-    tree_lens: torch.Tensor,
-    bits: torch.Tensor,
     scale: float,
     *,
-    max_query_len: int,
-    max_context_len: int | None = None,
     num_splits: int | None = None,
     traits: AttentionTraits = NO_TRAITS,
     scales: CacheScales | None = None,
 ) -> None:
     """Attend from every query row to its request's whole context and to the tree rows that its mask shows.
 
-    A row without visible keys gets zeros.  (This function is long because two thirds of it list its arguments.)
+    A row without visible keys gets zeros.
 
     Args:
         query: float32, float16, bfloat16 or float8_e4m3fn ``[num_tokens, num_heads, head_size]``; any strides but
             the last.
-        output: as ``query``, with 16 bits or more; only rows that ``query_start`` and ``query_lens`` name are written.
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, a token's key and value side by side; any
-            strides but the last; a type with no more bits than the output's.
-        block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
-        context_lens: int32 ``[num_reqs]``; cached tokens, visible to every row of the request.
-        query_start, query_lens: int32 ``[num_reqs]``; the request's rows in ``query``; 0 rows leave the request out.
-        tree_key, tree_value: ``[num_tree_rows, num_kv_heads, head_size]``, rounded as ``kv_cache``; any strides but
-            the last.
-        tree_start, tree_lens: int32 ``[num_reqs]``; the request's rows there.
-        bits: int64 ``[num_reqs, >= max_query_len, num_words]``; see ``layout.ancestor_bits``.
+        output: as ``query``, with 16 bits or more; only rows that the tree names are written.
+        pages: with any strides but the last; a type with no more bits than the output's.
+        tree: the rows; those of ``query`` and of ``tree_key``.
+        tree_key, tree_value: ``[num_tree_rows, num_kv_heads, head_size]``, rounded as the pages; any strides but the
+            last.
         scale: factor of the scores.
-        max_query_len: upper bound of ``query_lens``.
-        max_context_len: upper bound of ``context_lens``; only limits the number of splits.
         num_splits: programs that share one context, on average; by default as many as fill the device.
         traits: see ``attention_traits``; sinks of any float dtype.  With a window, each row sees a tree key.
         scales: factors of 8-bit numbers.
     """
+    kv_cache, block_table, _ = pages
+    context_lens, max_query_len = tree.context_lens, tree.max_query_len
     num_heads, head_size = query.shape[1:]
     _, num_kv_heads, page, _ = kv_cache.shape
     group = num_heads // num_kv_heads
@@ -317,7 +305,7 @@ def tree_attention(
     tiles = tile_options(output, max_query_len * group)
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
-        longest = min((n for n in (max_context_len, traits.window) if n), default=None)
+        longest = min((n for n in (tree.max_context_len, traits.window) if n), default=None)
         num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, longest, tiles)
     # Requests get parts by their contexts' lengths; as many as there are requests may be the rest of a division.
     num_items = num_reqs * (num_splits + 1 if num_splits > 1 else 1)
@@ -331,19 +319,19 @@ def tree_attention(
         output, output.stride(0), output.stride(1),
         kv_cache, kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         block_table, block_table.stride(0),
-        context_lens, query_start, query_lens,
+        context_lens, tree.query_start, tree.query_lens,
         tree_key, tree_key.stride(0), tree_key.stride(1),
         tree_value, tree_value.stride(0), tree_value.stride(1),
-        tree_start, tree_lens,
-        bits, bits.stride(0), bits.stride(1),
+        tree.tree_start, tree.tree_lens,
+        tree.bits, tree.bits.stride(0), tree.bits.stride(1),
         part_of, parts, tops, totals,
         scale=scale, num_heads=num_heads, num_reqs=num_reqs, num_items=num_items, max_query_len=max_query_len,
-        num_row_blocks=num_row_blocks, **trait_options(traits, bits), **scale_options(scales), SPLIT=num_splits > 1,
-        GROUP=group, PAGE=page, **tiles,
+        num_row_blocks=num_row_blocks, **trait_options(traits, tree.bits), **scale_options(scales),
+        SPLIT=num_splits > 1, GROUP=group, PAGE=page, **tiles,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](
-            output, output.stride(0), output.stride(1), query_start, query_lens,
+            output, output.stride(0), output.stride(1), tree.query_start, tree.query_lens,
             part_of, parts, tops, totals, num_heads, max_query_len,
             HEAD_SIZE=head_size, HEAD_PADDED=tiles["HEAD_PADDED"], num_warps=1,
         )  # fmt: skip

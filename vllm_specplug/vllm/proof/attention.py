@@ -19,9 +19,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from vllm_specplug.core.tree_rows import KvPages
 from vllm_specplug.cpu.attention import TreeAttentionImpl, TreeImpl
 from vllm_specplug.cpu.kernels.cpu_ops import operators
-from vllm_specplug.cpu.kernels.tree_attention import causal_attention
+from vllm_specplug.cpu.kernels.tree_attention import PlainRows, causal_attention
 
 #: Largest difference that rounding explains, as a part of the largest value: vLLM's kernel for AMX rounds weights to
 #: bfloat16.
@@ -110,12 +111,12 @@ def compare_kernels(layer: Any, dtype: torch.dtype, block_size: int) -> tuple[fl
     since[0, : blocks[0] - start // block_size], since[1] = table[0, start // block_size : blocks[0]], table[1]
     metadata = _metadata(layer, query, first, seq_lens - torch.tensor([start, 0], dtype=torch.int32), since, slots)
     CPUAttentionBackendImpl.forward(impl, layer, query, key, value, cache, metadata, theirs)
-    pages, (scale, value_scale) = impl.numbers(cache), impl.scales(layer)
-    rows = (table, seq_lens, first[:-1].contiguous(), first[1:] - first[:-1])
-    causal_attention(query, ours, pages, layer.isa, *rows, scale, impl.traits, value_scale)
+    pages, (scale, value_scale) = KvPages(impl.numbers(cache), table, layer.isa), impl.scales(layer)
+    rows = PlainRows(seq_lens, first[:-1].contiguous(), first[1:] - first[:-1])
+    causal_attention(query, ours, pages, rows, scale, impl.traits, value_scale)
     alone, last = torch.zeros_like(ours), first[1:2] - 1
-    row = (table[:1], seq_lens[:1], last, torch.ones_like(last))
-    causal_attention(query, alone, pages, layer.isa, *row, scale, impl.traits, value_scale)
+    row = PlainRows(seq_lens[:1], last, torch.ones_like(last))
+    causal_attention(query, alone, pages._replace(block_table=table[:1]), row, scale, impl.traits, value_scale)
     return _difference(ours, theirs, value), torch.equal(alone[last], ours[last])
 
 

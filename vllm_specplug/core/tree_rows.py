@@ -1,15 +1,30 @@
-"""Tree rows: arguments of the attention layers of a forward that describe its trees."""
+"""Arguments of attention: a layer's pages, and the rows of a forward that belong to trees."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from vllm_specplug.core.kv import KvScratch
+
+
+class KvPages(NamedTuple):
+    """The pages of a layer, and those of each request.
+
+    Attributes:
+        kv_cache: vLLM's cache of the layer, ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; the dtype of the
+            queries, or a type of 8 bits.  Of latents (MLA) ``[num_blocks, 1, block_size, head_size]``.
+        block_table: int32 ``[num_reqs, max_blocks]``; entries after the context are never read.
+        layout: how keys and values are packed, see ``cpu.kernels.tree_attention``; ``token``: side by side.
+    """
+
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    layout: str = "token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +44,7 @@ class TreeRows:
     query_lens: torch.Tensor
     tree_start: torch.Tensor
     tree_lens: torch.Tensor
-    all_rows: bool
+    all_rows: bool = False
     scratch: dict[str, KvScratch] | None = None
 
     @classmethod
@@ -70,7 +85,7 @@ class CpuTreeRows(TreeRows):
     With ``all_rows``, nothing is written to the pages before the commit.
 
     Attributes:
-        mask: bool ``[num_trees, max_query_len, max_tree_len]``.
+        mask: bool ``[num_trees, max_query_len, max_tree_len]``; row i attends to tree row j.
         commit_rows: int64 ``[num_rows]``: flat rows whose key/value are kept for the commit; None keeps nothing.
         kept: where they are kept, for layers that are alike: ``[num_layers, 2, num_rows, num_kv_heads, head_size]``.
         kept_of: by layer name, its part of ``kept``.
@@ -89,7 +104,8 @@ class CpuTreeRows(TreeRows):
         """
         if self.scratch is not None:
             return self.scratch[layer_name].key, self.scratch[layer_name].value, self.tree_start
-        return *self.kept_of[layer_name].unbind(0), self._kept_start
+        key, value = self.kept_of[layer_name].unbind(0)
+        return key, value, self._kept_start
 
     @functools.cached_property
     def _kept_start(self) -> torch.Tensor:
@@ -112,6 +128,6 @@ class DeviceTreeRows(TreeRows):
 
     bits: torch.Tensor
     max_query_len: int
-    max_context_len: int | None
-    uniform: bool
+    max_context_len: int | None = None
+    uniform: bool = False
     num_tree_rows: int | None = None
