@@ -216,7 +216,7 @@ def _check_controls(llm: Any, architecture: Architecture, plain: Answers) -> Non
     assert (CompressedTensorsLinearMethod in methods) == bool(architecture.weights)
     layers = runner_of(llm).compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if isinstance(layer, Attention)]
-    if "enable_lora" in architecture.options or any(vars(impl.traits) != vars(NO_TRAITS) for impl in impls):
+    if "enable_lora" in architecture.options or not all(impl.traits.adds_nothing for impl in impls):
         for impl in impls:
             impl.traits = NO_TRAITS
         assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) != plain.mixed

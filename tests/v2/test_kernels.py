@@ -1,6 +1,7 @@
 """Every Triton kernel against its torch reference, on inputs of the same factories."""
 
 import functools
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def exact(inputs):
 
 
 def traits_on_device(traits):
-    return AttentionTraits(**on_device(vars(traits)))
+    return AttentionTraits(**on_device({field.name: getattr(traits, field.name) for field in fields(traits)}))
 
 
 def run_attention(inputs, **changes):
@@ -222,7 +223,7 @@ def test_a_window_does_not_read_what_it_hides():
 
 
 def changed(traits, **changes):
-    return AttentionTraits(**{**vars(traits), **changes})
+    return replace(traits, **changes)
 
 
 @pytest.mark.parametrize(

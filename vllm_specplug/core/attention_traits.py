@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -26,6 +27,11 @@ class AttentionTraits:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     local: int = 0
+
+    @cached_property
+    def as_arguments(self) -> tuple[object, ...]:
+        """Arguments of the C++ operators."""
+        return self.window, self.soft_cap, self.sinks, self.alibi_slopes, self.local
 
     @property
     def adds_nothing(self) -> bool:

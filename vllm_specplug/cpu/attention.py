@@ -248,9 +248,9 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
             key, value, kept = keep_rows(tree, layer.layer_name, key, value)
         pages = KvPages(self.numbers(kv_cache), metadata.block_table, layer.isa)
         scale, value_scale = self.scales(layer)
-        kept = None if kept is None else self.numbers(kept)
-        rows = self.numbers(key), self.numbers(value)
-        tree_attention(query, output, pages, tree, *rows, scale, kept, self.traits, value_scale)
+        if self.is_fp8:
+            key, value, kept = (None if part is None else self.numbers(part) for part in (key, value, kept))
+        tree_attention(query, output, pages, tree, key, value, scale, kept, self.traits, value_scale)
 
     def _is_ours(self, metadata: TreeAttentionMetadata) -> bool:
         """Whether our kernel computes rows without trees: they then have the same bits however they are batched."""

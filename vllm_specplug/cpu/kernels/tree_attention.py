@@ -102,7 +102,7 @@ def tree_attention(
         scale,
         value_scale,
         kept,
-        *_extras(traits),
+        *traits.as_arguments,
     )
 
 
@@ -126,7 +126,7 @@ def causal_attention(
     ops = operators()
     assert ops is not None
     op, layout = ops.causal_attention.default, _number_of(pages.layout)
-    op(query, output, pages.kv_cache, layout, pages.block_table, *rows, scale, value_scale, *_extras(traits))
+    op(query, output, pages.kv_cache, layout, pages.block_table, *rows, scale, value_scale, *traits.as_arguments)
 
 
 def write_rows(
@@ -151,10 +151,6 @@ def write_rows(
 def select_backend() -> str:
     """Return ``cpp`` if the C++ op can be used, else ``torch``.  The op is built if needed (20 s, once per machine)."""
     return "torch" if operators() is None else "cpp"
-
-
-def _extras(traits: AttentionTraits) -> tuple[object, ...]:
-    return traits.window, traits.soft_cap, traits.sinks, traits.alibi_slopes, traits.local
 
 
 def _number_of(kv_layout: str) -> int:
