@@ -90,7 +90,8 @@ CONFIGS = (
     Case({"method": "draft_tree", "model": "DIR/eagle"}, "the method 'eagle2' serves it"),
     Case({"method": "draft_tree", "model": "DIR/foreign"}, "2 token ids mean other tokens ('<s>', '</s>')"),
     Case(
-        {"method": "dflash_tree", "model": "DIR/eagle"}, "needs a DFlash or P-EAGLE head: the method 'eagle2' serves it"
+        {"method": "dflash_tree", "model": "DIR/eagle"},
+        "needs a DFlash, DSpark or P-EAGLE head: the method 'eagle2' serves it",
     ),
     Case({"method": "draft_tree", "model": "DIR/smaller"}, "it lacks 10 of its tokens ('<unused150>'"),
     Case({"method": "medusa", "model": "DIR/eagle"}, "the method 'eagle2' serves it"),

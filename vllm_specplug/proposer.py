@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -171,27 +171,30 @@ class DeviceLearner(Protocol):
         ...
 
 
+class EndedRequest(NamedTuple):
+    """A request, or a turn of a session, that has ended.
+
+    Attributes:
+        token_ids, num_tokens, namespaces: as of ``DeviceDraftContext``.
+        slot: place of the request in them.
+        prompt_len: number of tokens before its answer, as of ``DraftContext``.
+        end: number of tokens up to the end of its answer; ``num_tokens`` may count some after a stop.
+    """
+
+    token_ids: torch.Tensor
+    num_tokens: torch.Tensor
+    namespaces: torch.Tensor
+    slot: int
+    prompt_len: int
+    end: int
+
+
 @runtime_checkable
 class DeviceRemembering(Protocol):
     """A device proposer that keeps tokens of ended requests."""
 
-    def finish(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: torch.Tensor,
-        namespaces: torch.Tensor,
-        slot: int,
-        prompt_len: int,
-        end: int,
-    ) -> None:
-        """Keep what it needs of a request that has ended, on the device and without waiting.
-
-        Args:
-            token_ids, num_tokens, namespaces: as of ``DeviceDraftContext``.
-            slot: place of the request in them.
-            prompt_len: number of tokens before its answer, as of ``DraftContext``.
-            end: number of tokens up to the end of its answer; ``num_tokens`` may count some after a stop.
-        """
+    def finish(self, ended: EndedRequest) -> None:
+        """Keep what it needs of a request that has ended, on the device and without waiting."""
         ...
 
 

@@ -1,11 +1,13 @@
-"""DFlash and P-EAGLE: heads that predict all positions in one forward draft trees of the likeliest paths (DDTree)."""
+"""DFlash, DSpark, P-EAGLE: heads that predict all positions in one forward draft trees of the likeliest paths."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_specplug.config import (
+    DEVICE_NODES,
     MAX_DRAFT_DEPTH,
     TreeOptions,
     node_floor,
@@ -30,6 +32,7 @@ class DFlashOptions(TreeOptions):
     method: ClassVar[str] = "dflash_tree"
     #: Above temperature 0, drafts use the noise that the target's sampler will use.
     coupled: ClassVar[bool] = True
+    device_sizes: ClassVar[Mapping[str, int]] = {"num_speculative_tokens": DEVICE_NODES}
 
     model: str
     draft_depth: int | None = None
@@ -64,5 +67,10 @@ def configure(options: DFlashOptions, target: TargetInfo) -> DrafterConfig:
 METHOD = Method(
     "dflash_tree",
     DFlashOptions,
-    model=ModelDrafter(configure, v1="vllm_specplug.cpu.drafters.best_first:make_drafter", v2=None, is_vllm_model=True),
+    model=ModelDrafter(
+        configure,
+        v1="vllm_specplug.cpu.drafters.best_first:make_drafter",
+        v2="vllm_specplug.gpu.drafters.blocks:make_speculator",
+        is_vllm_model=True,
+    ),
 )

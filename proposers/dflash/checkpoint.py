@@ -1,4 +1,4 @@
-"""Checks of a DFlash or P-EAGLE head against its target, from its config and tensor headers."""
+"""Checks of heads that predict a block of positions against their target, from config and tensor headers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vllm_specplug.proposers.eagle2.kinds import (
     name_of,
     served_by,
 )
+from vllm_specplug.proposers.eagle2.layout import AUX_KEY
 
 if TYPE_CHECKING:
     from . import DFlashOptions
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 #: Positions of a head whose config does not say how many it was trained on.
 DEFAULT_POSITIONS = 7
 _WINDOWS = "sliding_attention"
+#: Second name of vLLM's class of DFlash 2: by the first, vLLM refuses it on the V1 runner, whose
+#: proposer has no pairwise term.
+PAIRS_ARCHITECTURE = "SpecPlugDFlash2ForCausalLM"
 
 
 def read_head(options: DFlashOptions, target: TargetInfo) -> DrafterConfig:
@@ -40,25 +44,53 @@ def read_head(options: DFlashOptions, target: TargetInfo) -> DrafterConfig:
     kind = kind_of(config, shapes)
     if kind == "peagle":
         return _peagle(path, config, options, target)
-    if kind != "dflash":
+    if kind not in ("dflash", "dspark"):
         raise CheckpointError(
-            f"{path} is {name_of(kind)}, and the method 'dflash_tree' needs a DFlash or P-EAGLE head: {served_by(kind)}"
+            f"{path} is {name_of(kind)}, and the method 'dflash_tree' needs a DFlash, DSpark or P-EAGLE head: "
+            f"{served_by(kind)}"
         )
     check_kind(path, config)
-    given = config.get("dflash_config") or {}
-    mask = given.get("mask_token_id", config.get("mask_token_id"))
-    layers = given.get("target_layer_ids") or [one - 1 for one in config.get("aux_hidden_state_layer_ids") or []]
-    _check_layers(path, layers, target.num_layers)
+    layers, depth = [], options.draft_depth or min(_trained(config, kind), MAX_DRAFT_DEPTH)
+    if _of(config, "use_aux_hidden_state") is not False:  # else it reads the target's last hidden state
+        layers = _layers(config)
+        _check_layers(path, layers, target.num_layers)
     _check_sizes(path, _geometry(config), shapes, len(layers), target)
-    _check_mask(path, mask, target.vocab_size)
-    trained = (config.get("block_size") or DEFAULT_POSITIONS + 1) - 1
-    depth = options.draft_depth or min(trained, MAX_DRAFT_DEPTH)
-    if depth > trained:
+    _check_mask(path, _of(config, "mask_token_id"), target.vocab_size)
+    if depth > (trained := _trained(config, kind)):
         raise ConfigError(
             f"draft_depth={depth}: {path} was trained to predict {trained} positions: use a lower draft_depth, or "
             "leave it out"
         )
-    return DrafterConfig(replace(options, draft_depth=depth), "dflash", str(path))
+    # vLLM reads these ids of its config for DFlash; none say that the head reads the last hidden state.
+    entries: dict[str, Any] = {AUX_KEY: [one + 1 for one in layers]} if kind == "dspark" or not layers else {}
+    if _has_pairs(config):
+        entries["architectures"] = [PAIRS_ARCHITECTURE]
+    return DrafterConfig(replace(options, draft_depth=depth), kind, str(path), config_entries=entries)
+
+
+def _has_pairs(config: Mapping) -> bool:
+    """Return whether a head is one of DFlash 2."""
+    return config.get(SPECULATORS_KEY) == "dflash2" or "DFlash2DraftModel" in architectures(config)
+
+
+def _trained(config: Mapping, kind: str) -> int:
+    """Return how many positions a head was trained to predict."""
+    size = config.get("block_size") or DEFAULT_POSITIONS + 1
+    # DSpark predicts the first position at the root, except in the speculators format.
+    at_root = _of(config, "sample_from_anchor", kind == "dspark" and SPECULATORS_KEY not in config)
+    return size if at_root else size - 1
+
+
+def _of(config: Mapping, key: str, default: Any = None) -> Any:
+    """Return an entry of a config, or of the part of it that DFlash heads have."""
+    part = config.get("dflash_config")
+    return (part if isinstance(part, Mapping) else {}).get(key, config.get(key, default))
+
+
+def _layers(config: Mapping) -> Any:
+    """Return the layers of the target whose outputs a head reads."""
+    found = _of(config, "target_layer_ids") or config.get("dspark_target_layer_ids")
+    return found or [one - 1 for one in config.get("aux_hidden_state_layer_ids") or []]
 
 
 def _peagle(path: Path, config: Mapping, options: DFlashOptions, target: TargetInfo) -> DrafterConfig:
@@ -82,21 +114,28 @@ def _geometry(config: Mapping) -> Mapping:
 
 
 def check_kind(path: Path, config: Mapping) -> None:
-    """Refuse heads that compute more than DFlash's layers."""
-    names, given = " ".join(architectures(config)).lower(), config.get("dflash_config") or {}
-    found = None
-    if "dflash2" in names or config.get(SPECULATORS_KEY) == "dflash2":
-        found = "a DFlash 2 head, whose convolution vLLM computes on CUDA only"
-    elif "lilicorr" in names:
-        found = "a LiLiCorr head, which vLLM serves on CUDA only"
-    elif given.get("use_aux_hidden_state") is False:
-        found = "a DFlash head that reads the target's last hidden state"
-    elif _WINDOWS in (_geometry(config).get("layer_types") or []) or given.get("use_swa"):
-        found = "a DFlash head with sliding windows"
+    """Refuse heads that compute what is not computed here.
+
+    Raises:
+        CheckpointError: with the kind, and what serves it.
+    """
+    names, layers = " ".join(architectures(config)).lower(), set(_geometry(config).get("layer_types") or [])
+    found, chains = None, "vLLM's own method 'dflash' drafts chains from it on CUDA"
+    if "lilicorr" in names:
+        found = "a LiLiCorr head"
+    elif _WINDOWS in layers and len(layers) > 1:
+        found = "a head with and without sliding windows in its layers"
+    elif "dspark" in names and not ("qwen3" in names or _geometry(config).get("model_type") == "qwen3"):
+        found, chains = (
+            "a DSpark head with other layers than Qwen3's",
+            "vLLM's own method 'dspark' drafts chains from it",
+        )
+    elif (markov := config.get("markov_head_type") or "vanilla") != "vanilla":
+        found, chains = f"a DSpark head with markov_head_type {markov!r}", "use one with 'vanilla'"
     if found is not None:
         raise CheckpointError(
-            f"{path} is {found}: trees are drafted by DFlash heads with full attention that read layers of the target; "
-            "vLLM's own method 'dflash' drafts chains from it"
+            f"{path} is {found}: trees are drafted by DFlash, DFlash 2 and DSpark heads with layers of one kind; "
+            f"{chains}"
         )
 
 
@@ -119,6 +158,11 @@ def _check_sizes(path: Path, config: Mapping, shapes: Mapping, num_layers: int, 
         raise CheckpointError(
             f"The head at {path} has a vocabulary of {vocab}, the target {target.vocab_size}: it was trained for "
             "another model; use a head trained for this target."
+        )
+    if not num_layers and (width := config.get("hidden_size")) != target.hidden_size:
+        raise CheckpointError(
+            f"The head at {path} has hidden size {width}, the target {target.hidden_size}: it was trained for another "
+            "model; use a head trained for this target."
         )
     fused = shapes.get("fc.weight")
     if num_layers and fused is not None and fused[1] != num_layers * target.hidden_size:

@@ -23,7 +23,7 @@ _KEYS = {
     "peagle": PARALLEL_KEYS[:2],
 }
 #: By kind: a part of the names of its architectures, in small letters.
-_ARCHITECTURES = {"dspark": "dspark", "dflash": "dflash", "peagle": "peagle", "mtp": "mtp"}
+_ARCHITECTURES = {"dspark": "dspark", "dflash": "dflash", "peagle": "peagle", "mtp": "mtp", "xpress": "xpress"}
 #: Kinds of the speculators format that have another name here.
 _SAME_KINDS = {"dflash2": "dflash", "eagle": "eagle of the speculators format"}
 
@@ -32,7 +32,11 @@ _PARALLEL = "which drafts all positions in one forward"
 _REFUSED = {
     "peagle": (f"a P-EAGLE head, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
     "dflash": (f"a DFlash drafter, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
-    "dspark": (f"a DSpark drafter, {_PARALLEL}", "vLLM's own method 'dspark' drafts chains from it"),
+    "dspark": (f"a DSpark drafter, {_PARALLEL}", "the method 'dflash_tree' drafts trees from it"),
+    "xpress": (
+        f"an XPress drafter, {_PARALLEL} and refines them in others",
+        "no release of vLLM has a class for it: use a DFlash, DSpark or EAGLE-3 head for this target",
+    ),
     "mtp": (
         "MTP layers, which belong to a target's own checkpoint",
         "the method 'mtp_tree', without 'model', drafts trees from those in the target's own; vLLM's own method 'mtp' "
@@ -52,6 +56,7 @@ METHOD_OF = {
     "eagle3": "eagle2",
     "medusa": "medusa",
     "dflash": "dflash_tree",
+    "dspark": "dflash_tree",
     "peagle": "dflash_tree",
     "model": "draft_tree",
 }

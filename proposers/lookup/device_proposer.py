@@ -10,7 +10,7 @@ import torch
 from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.gpu.kernels.growth import rerank_draft
 from vllm_specplug.gpu.kernels.lookup import LookupBuffers, continuations, keep_answer
-from vllm_specplug.proposer import DeviceDraftContext, LateOutcome
+from vllm_specplug.proposer import DeviceDraftContext, EndedRequest, LateOutcome
 from vllm_specplug.proposers.lookup.index import BREAK
 from vllm_specplug.proposers.lookup.learning import MatchLearner
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR, Matches
@@ -55,26 +55,9 @@ class LookupOnDevice:
         """Shortest match in traffic: one of few tokens is everywhere there."""
         return max(self._options.min_match, LONG_ANCHOR)
 
-    def finish(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: torch.Tensor,
-        namespaces: torch.Tensor,
-        slot: int,
-        prompt_len: int,
-        end: int,
-    ) -> None:
+    def finish(self, ended: EndedRequest) -> None:
         if self._buffers is not None:
-            keep_answer(
-                token_ids,
-                num_tokens,
-                namespaces,
-                slot,
-                prompt_len,
-                end,
-                longer_than=LONG_ANCHOR,
-                buffers=self._buffers,
-            )
+            keep_answer(*ended, longer_than=LONG_ANCHOR, buffers=self._buffers)
 
     def _make_buffers(self, token_ids: torch.Tensor) -> LookupBuffers:
         num_reqs, count, device = len(token_ids), self._options.max_candidates, token_ids.device

@@ -13,7 +13,14 @@ from vllm_specplug.budget.calibration import LOGIT_LIMIT
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.gpu.kernels.growth import rerank_draft
 from vllm_specplug.gpu.kernels.union import merged_pool
-from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, LateOutcome, find_method
+from vllm_specplug.proposer import (
+    DeviceDraftContext,
+    DeviceLearner,
+    DeviceRemembering,
+    EndedRequest,
+    LateOutcome,
+    find_method,
+)
 from vllm_specplug.proposers.union.learning import MergeLearner
 from vllm_specplug.proposers.union.merge import merge
 from vllm_specplug.proposers.union.options import UnionOptions
@@ -67,18 +74,10 @@ class UnionOnDevice:
             self._merging = Merging.make(self.learner.calibration.weights, drafts, len(context.token_ids))
         return merge_drafts(drafts, self._num_nodes, self._merging)
 
-    def finish(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: torch.Tensor,
-        namespaces: torch.Tensor,
-        slot: int,
-        prompt_len: int,
-        end: int,
-    ) -> None:
+    def finish(self, ended: EndedRequest) -> None:
         for source in self._sources:
             if isinstance(source, DeviceRemembering):
-                source.finish(token_ids, num_tokens, namespaces, slot, prompt_len, end)
+                source.finish(ended)
 
     # ---- learning
 

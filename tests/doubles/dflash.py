@@ -1,13 +1,13 @@
-"""A tiny DFlash head that knows some answers of its target by heart."""
+"""Tiny heads that predict all positions in one forward, and know some answers of their target by heart."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +16,44 @@ from tests.doubles.tiny import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, 
 #: Of the target, whose outputs the head reads; and the token of positions that are predicted.
 TARGET_LAYERS, MASK = (0, 1), VOCAB - 1
 LAYERS = 2
+#: Of DFlash 2: earlier rows of its convolution, channels of a group, and candidates of a position.
+TAPS, GROUP, CANDIDATES = 2, 16, 8
+#: Of the pairwise terms.
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Form:
+    """A published form of such a head.
+
+    Attributes:
+        window: tokens that a row sees; 0: all.
+        causal: whether a row sees only the rows of its block before it.
+        last_state: whether it reads the target's last hidden state, and not those of layers.
+        convolves: DFlash 2.
+        has_bias: DSpark.
+        at_root: whether the root's row predicts the first position.
+        speculators: whether the config is in the speculators format.
+    """
+
+    window: int = 0
+    causal: bool = False
+    last_state: bool = False
+    convolves: bool = False
+    has_bias: bool = False
+    at_root: bool = False
+    speculators: bool = False
+
+
+PLAIN = Form()
+FORMS = {
+    "windows": Form(window=24, causal=True),
+    "windows of blocks": Form(window=24),
+    "last state": Form(last_state=True),
+    "DFlash 2": Form(convolves=True),
+    "DSpark": Form(has_bias=True, at_root=True),
+    "DSpark, speculators": Form(has_bias=True, speculators=True),
+}
 
 
 class _Norm(nn.Module):
@@ -49,8 +87,11 @@ class _Attention(nn.Module):
         key = self.k_norm(self.k_proj(x).unflatten(-1, (KV_HEADS, HEAD_DIM)))
         return _rotated(key, positions), self.v_proj(x).unflatten(-1, (KV_HEADS, HEAD_DIM))
 
-    def forward(self, x, positions, context, visible):
-        """Blocks ``[num_blocks, size, HIDDEN]`` beside a context ``[num_rows, HIDDEN]``, ``[num_blocks, num_rows]``."""
+    def forward(self, x, positions, context, visible, own_visible):
+        """Blocks ``[num_blocks, size, HIDDEN]`` beside a context ``[num_rows, HIDDEN]``.
+
+        What rows see of it, ``[num_blocks, size, num_rows]``, and of their block, ``[size, size]``.
+        """
         num_blocks, size, _ = x.shape
         query = _rotated(self.q_norm(self.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM))), positions)
         own = self.key_value(x, positions)
@@ -59,7 +100,7 @@ class _Attention(nn.Module):
             torch.cat([one.expand(num_blocks, *one.shape), block], dim=1).repeat_interleave(HEADS // KV_HEADS, dim=2)
             for one, block in zip(given, own, strict=True)
         )
-        mask = torch.cat([visible, torch.ones(num_blocks, size, dtype=torch.bool)], dim=1)[:, None, None]
+        mask = torch.cat([visible, own_visible.expand(num_blocks, -1, -1)], dim=2)[:, None]
         heads = (one.transpose(1, 2) for one in (query, keys, values))
         return self.o_proj(F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
 
@@ -74,47 +115,120 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _Layer(nn.Module):
+class _Convolution(nn.Module):
+    """DFlash 2: what goes into a part of a layer and what comes out, mixed with the rows before."""
+
     def __init__(self):
+        super().__init__()
+        self.base_kernel = nn.Parameter(0.1 * torch.randn(2, TAPS, HIDDEN))
+        self.base_kernel.data[:, 0] += 1
+        self.kernel_projection = nn.Linear(HIDDEN, 2 * TAPS * HIDDEN // GROUP, bias=False)
+        self.kernel_projection.weight.data *= 0.1
+
+    def mixed(self, x, delta, side):
+        kernel = self.base_kernel[side] + delta.repeat_interleave(GROUP, dim=-1)
+        return sum(kernel[..., tap, :] * F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(TAPS))
+
+    def forward(self, x, part):
+        deltas = self.kernel_projection(x).unflatten(-1, (2, TAPS, HIDDEN // GROUP)).unbind(-3)
+        return self.mixed(part(self.mixed(x, deltas[0], 0)), deltas[1], 1)
+
+
+class _Layer(nn.Module):
+    def __init__(self, form):
         super().__init__()
         self.self_attn, self.mlp = _Attention(), _Mlp()
         self.input_layernorm, self.post_attention_layernorm = _Norm(HIDDEN), _Norm(HIDDEN)
+        if form.convolves:
+            self.attention_conv, self.mlp_conv = _Convolution(), _Convolution()
 
     def forward(self, x, *attention):
-        x = x + self.self_attn(self.input_layernorm(x), *attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        parts = (lambda given: self.self_attn(given, *attention)), self.mlp
+        if hasattr(self, "mlp_conv"):
+            mixed = zip((self.attention_conv, self.mlp_conv), parts, strict=True)
+            parts = [(lambda given, conv=conv, part=part: conv(given, part)) for conv, part in mixed]
+        x = x + parts[0](self.input_layernorm(x))
+        return x + parts[1](self.post_attention_layernorm(x))
 
 
-class Head(nn.Module):
-    """DFlash as vLLM computes it."""
+class _Selector(nn.Module):
+    """DFlash 2: a term by the token before, and by what the head predicts."""
 
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(len(TARGET_LAYERS) * HIDDEN, HIDDEN, bias=False)
+        self.predecessor_codebook = nn.Parameter(0.3 * torch.randn(VOCAB, RANK))
+        self.successor_codebook = nn.Parameter(0.3 * torch.randn(VOCAB, RANK))
+        self.hidden_projection = nn.Linear(HIDDEN, RANK, bias=False)
+
+    def forward(self, hidden, before):
+        return (self.predecessor_codebook[before] * self.hidden_projection(hidden)) @ self.successor_codebook.T
+
+
+class _Bias(nn.Module):
+    """DSpark: a term by the token before."""
+
+    def __init__(self):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(VOCAB, RANK)
+        self.markov_w1.weight.data *= 0.3
+        self.markov_w2 = nn.Linear(RANK, VOCAB, bias=False)
+
+    def forward(self, _hidden, before):
+        return self.markov_w2(self.markov_w1(before))
+
+
+class Head(nn.Module):
+    """DFlash as vLLM computes it, and heads that are derived from it."""
+
+    def __init__(self, form=PLAIN):
+        super().__init__()
+        self.form = form
+        if not form.last_state:
+            self.fc = nn.Linear(len(TARGET_LAYERS) * HIDDEN, HIDDEN, bias=False)
         self.hidden_norm, self.norm = _Norm(HIDDEN), _Norm(HIDDEN)
-        self.layers = nn.ModuleList(_Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(_Layer(form) for _ in range(LAYERS))
+        if form.convolves:
+            self.candidate_selector = _Selector()
+        if form.has_bias:
+            self.markov_head = _Bias()
 
     def forward(self, embeddings, hidden, roots, size):
         """Predict blocks of ``size`` rows from the roots (int64 ``[num_blocks]``, places in the text)."""
-        positions = roots[:, None] + torch.arange(size)
-        context = self.hidden_norm(self.fc(hidden))
-        visible = torch.arange(len(hidden)) < roots[:, None]
+        rows = torch.arange(size)
+        positions = roots[:, None] + rows
+        context = self.hidden_norm(hidden if self.form.last_state else self.fc(hidden))
+        places = torch.arange(len(hidden))
+        visible = (places < roots[:, None])[:, None].expand(-1, size, -1)
+        if self.form.window:
+            visible = visible & (positions[:, :, None] - places < self.form.window)
+        own_visible = torch.ones(size, size, dtype=torch.bool)
         x = embeddings
         for layer in self.layers:
-            x = layer(x, positions, context, visible)
-        return self.norm(x)[:, 1:]
+            x = layer(x, positions, context, visible, own_visible.tril() if self.form.causal else own_visible)
+        return self.norm(x)[:, 0 if self.form.at_root else 1 :]
+
+    def logits(self, hidden, lm_head, before):
+        """``[num_blocks, num_positions, VOCAB]``, after the tokens ``before``."""
+        term = getattr(self, "candidate_selector", None) or getattr(self, "markov_head", None)
+        return hidden @ lm_head.T + (term(hidden, before) if term is not None else 0)
 
 
 def write_head(
-    path: Path, target: Path, prompts: list[list[int]], answer_len: int, positions: int = 4, steps: int = 100
+    path: Path,
+    target: Path,
+    prompts: list[list[int]],
+    answer_len: int,
+    positions: int = 4,
+    steps: int = 100,
+    form: Form = PLAIN,
 ) -> Path:
     """Train a head on the target's greedy answers to some prompts."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model, weights = LlamaForCausalLM.from_pretrained(target).eval(), load_file(target / "model.safetensors")
-    embedding, lm_head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    embedding, lm_head = (one.weight.detach() for one in (model.get_input_embeddings(), model.get_output_embeddings()))
     torch.manual_seed(0)
-    head, texts = Head(), []
+    head, texts, size = Head(form), [], positions + (not form.at_root)
     for prompt in prompts:
         with torch.no_grad():
             given = torch.tensor([prompt])
@@ -122,34 +236,63 @@ def write_head(
             hidden = model(text, output_hidden_states=True).hidden_states
         roots = torch.arange(len(prompt), text.shape[1] - positions)
         tokens = text[0, roots[:, None] + torch.arange(positions + 1)]
-        inputs = tokens.clone()
+        inputs = tokens[:, :size].clone()
         inputs[:, 1:] = MASK
-        texts.append(
-            (embedding[inputs], torch.cat([hidden[i + 1][0] for i in TARGET_LAYERS], -1), roots, tokens[:, 1:])
-        )
+        read = hidden[-1][0] if form.last_state else torch.cat([hidden[i + 1][0] for i in TARGET_LAYERS], -1)
+        texts.append((embedding[inputs], read, roots, tokens))
     optimiser = torch.optim.Adam(head.parameters(), lr=4e-3)
     for _ in range(steps):
         losses = []
         for embeddings, hidden, roots, tokens in texts:
-            logits = head(embeddings, hidden, roots, positions + 1) @ lm_head.T
-            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
+            logits = head.logits(head(embeddings, hidden, roots, size), lm_head, tokens[:, :-1])
+            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
         optimiser.zero_grad()
         torch.stack(losses).mean().backward()
         optimiser.step()
     return write(path, head, positions)
 
 
-def write(path: Path, head: Head | None = None, positions: int = 4, **changes: Any) -> Path:
+def write(path: Path, head: Head | None = None, positions: int = 4, form: Form = PLAIN, **changes: Any) -> Path:
     """Write a head, untrained if none is given, with ``changes`` of its config."""
-    state = {name: one.detach() for name, one in (head or Head()).state_dict().items()}
-    return _write(path, config(positions) | changes, state)
+    head = head or Head(form)
+    state = {name: one.detach() for name, one in head.state_dict().items()}
+    return _write(path, config(positions, head.form) | changes, state)
 
 
-def config(positions: int) -> dict:
-    """Return a DFlash config as z-lab publishes it."""
+def config(positions: int, form: Form = PLAIN) -> dict:
+    """Return a config as it is published: by z-lab (DFlash), DeepSeek (DSpark) or in the speculators format."""
     base = json.loads(json.dumps(llama_config(num_hidden_layers=LAYERS, model_type="qwen3")))
-    return base | {
-        "architectures": ["DFlashDraftModel"],
-        "block_size": positions + 1,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(TARGET_LAYERS)},
-    }
+    sizes = {"block_size": positions + (not form.at_root), "mask_token_id": MASK}
+    if form.window:
+        base |= {"use_sliding_window": True, "sliding_window": form.window, "max_window_layers": 0}
+        base |= {"layer_types": ["sliding_attention" if form.causal else "full_attention"] * LAYERS}
+    bias = {"markov_rank": RANK, "markov_head_type": "vanilla"}
+    if form.speculators:
+        ids = [one + 1 for one in TARGET_LAYERS]
+        return {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "speculators_config": {
+                "algorithm": "dspark",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": positions}],
+                "verifier": {"name_or_path": "org/Target", "architectures": ["LlamaForCausalLM"]},
+            },
+            "transformer_layer_config": base,
+            "aux_hidden_state_layer_ids": ids,
+            "draft_vocab_size": VOCAB,
+            **sizes,
+            **bias,
+        }
+    if form.has_bias:
+        named = {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": list(TARGET_LAYERS)}
+        return base | named | sizes | bias | {"enable_confidence_head": False}
+    given: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": list(TARGET_LAYERS)}
+    if form.last_state:
+        given = {"mask_token_id": MASK, "use_aux_hidden_state": False}
+    if form.window and not form.causal:
+        given |= {"use_swa": True, "swa_window_size": form.window}
+    if form.convolves:
+        given |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": RANK}
+        given |= {"selector_top_k": CANDIDATES}
+    name = "DFlash2DraftModel" if form.convolves else "DFlashDraftModel"
+    return base | {"architectures": [name], "block_size": sizes["block_size"], "dflash_config": given}

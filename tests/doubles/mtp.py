@@ -53,6 +53,50 @@ def _ernie(tensors: Tensors) -> Tensors:
     return block | norms | {"model.mtp_linear_proj.0.weight": _projection(True)}
 
 
+def _exaone(tensors: Tensors) -> Tensors:
+    norms = _norms("mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
+    return _block(tensors, "model.layers.0.", "mtp.layers.0.") | norms | {"mtp.fc.weight": _projection(True)}
+
+
+def _hy(tensors: Tensors) -> Tensors:
+    layer = f"model.layers.{LAYERS}"
+    norms = _norms(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "final_layernorm")))
+    return _block(tensors, "model.layers.1.", f"{layer}.") | norms | {f"{layer}.eh_proj.weight": _projection(True)}
+
+
+def _step(tensors: Tensors) -> Tensors:
+    layer = f"model.layers.{LAYERS}"
+    norms = {name: 0 * one for name, one in _norms(*(f"{layer}.{part}" for part in _STEP_NORMS)).items()}
+    head = {f"{layer}.shared_head.output.weight": tensors["lm_head.weight"].clone()}
+    projection = {f"{layer}.eh_proj.weight": _projection(True)}
+    return _block(tensors, "model.layers.1.", f"{layer}.") | norms | projection | head
+
+
+_STEP_NORMS = ("enorm", "hnorm", "shared_head.norm")
+
+
+def _write_step(path: Path) -> None:
+    """Write Step 3.5: norms from 0, a gate on each head, and a window in every second layer, that of MTP included."""
+    tensors = load_file(tiny.write_target(path) / "model.safetensors")
+    tensors |= {name: torch.zeros_like(one) for name, one in tensors.items() if "norm" in name}
+    for layer in range(LAYERS):
+        attention = f"model.layers.{layer}.self_attn"
+        tensors |= {f"{attention}.{name}_norm.weight": torch.zeros(tiny.HEAD_DIM) for name in "qk"}
+        tensors[f"{attention}.g_proj.weight"] = torch.randn(
+            tiny.HEADS, HIDDEN, generator=torch.Generator().manual_seed(4)
+        )
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        "num_attention_groups": tiny.KV_HEADS,
+        "moe_layers_enum": "99",
+        "use_head_wise_attn_gate": True,
+        "sliding_window": 24,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+
+
 GLM = Architecture(
     "Glm4MoeConfig",
     "",
@@ -78,11 +122,21 @@ ERNIE = Architecture(
         **EXPERTS,
     },
 )
+_ONE_KIND = {"layer_types": ["full_attention"] * LAYERS, "mlp_layer_types": ["dense", "sparse"]}
+EXAONE = Architecture(
+    "ExaoneMoeConfig",
+    "",
+    {"head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_ONE_KIND, **EXPERTS},
+)
+HY = Architecture("HYV3Config", "", {"head_dim": 32, "mlp_layer_types": ["dense", "sparse"], **EXPERTS})
 #: By family: how its target is written, and the tensors of its MTP layer.
 FAMILIES: dict[str, tuple[Callable[[Path], object], Callable[[Tensors], Tensors]]] = {
     "MiMo": (lambda path: tiny.write_target(path, family="qwen2"), _mimo),
     "GLM-4 MoE": (lambda path: write_target(path, GLM), _glm),
     "ERNIE": (lambda path: write_target(path, ERNIE), _ernie),
+    "EXAONE MoE": (lambda path: write_target(path, EXAONE), _exaone),
+    "HY 3": (lambda path: write_target(path, HY), _hy),
+    "Step 3.5": (_write_step, _step),
     "DeepSeek-V3": (lambda path: write_target(path, ARCHITECTURES["DeepSeek-V3"]), _glm),
 }
 
@@ -99,3 +153,42 @@ def write_with_mtp(path: Path, family: str) -> Path:
     tensors |= {name: tensor.contiguous() for name, tensor in layer(tensors).items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+@torch.no_grad()
+def write_gemma(path: Path) -> tuple[Path, Path]:
+    """Write a Gemma 4 and its assistant, whose projection is fitted to greedy answers; its layers add little."""
+    target, drafter = path / "target", path / "assistant"
+    model = write_target(target, ARCHITECTURES["Gemma 4"])
+    none = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": LAYERS}
+    text = model.config.get_text_config().to_dict() | none
+    generator = torch.Generator().manual_seed(1)
+    ids = model.generate(
+        torch.randint(3, 150, (64, 8), generator=generator), max_new_tokens=40, do_sample=False, eos_token_id=None
+    )
+    hidden, embedding = model.model(ids).last_hidden_state, model.get_input_embeddings().weight
+    inputs = torch.cat([embedding[ids][:, 1:] * HIDDEN**0.5, hidden[:, :-1]], dim=-1).flatten(0, 1).double()
+    fitted = torch.linalg.lstsq(inputs, hidden[:, 1:].flatten(0, 1).double(), driver="gelsd").solution.T.float()
+    tensors = {
+        "pre_projection.weight": fitted,
+        "post_projection.weight": torch.eye(HIDDEN),
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        source, name = f"model.layers.{layer}.", f"model.layers.{layer}."
+        own = {key: one for key, one in model.state_dict().items() if key.startswith(source)}
+        kept = ("q_proj", "o_proj", "q_norm", "mlp.", "layernorm", "layer_scalar")
+        own = {key: one for key, one in own.items() if any(part in key for part in kept)}
+        scale = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+        tensors |= {key.replace(source, name): 0.02 * one if key.endswith(scale) else one for key, one in own.items()}
+    config = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": HIDDEN,
+        "text_config": text,
+        "tie_word_embeddings": True,
+    }
+    tensors = {key: one.detach().clone() for key, one in tensors.items()}
+    tiny._write(drafter, json.loads(json.dumps(config, default=str)), tensors)
+    return target, drafter

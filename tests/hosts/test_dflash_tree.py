@@ -6,11 +6,17 @@ import pytest
 from vllm import SamplingParams
 
 from tests.doubles import dflash
-from tests.hosts.conftest import acceptance_length, drafts_after_pauses, token_ids
+from tests.hosts.conftest import acceptance_length, counters, drafts_after_pauses, token_ids
 from tests.hosts.test_architectures import PARAMS, PROMPTS
 from tests.hosts.test_draft_tree import LONG, SETTINGS, check_as_plain
+from tests.hosts.test_mtp import seen_at_once  # noqa: F401
 
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
+#: Others are like one of these.
+FORMS = [
+    pytest.param(form, marks=[pytest.mark.wide] if form in ("windows of blocks", "DSpark, speculators") else [])
+    for form in dflash.FORMS
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +30,19 @@ def head(checkpoints, tmp_path_factory) -> str:
 
 def test_same_as_plain(engine, head):
     assert check_as_plain(engine, head, TREE) > 1.2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms(engine, checkpoints, tmp_path, form):
+    """As they are published: tokens greedy and seeded, with too few KV blocks and prompts in chunks."""
+    known = [prompt["prompt_token_ids"] for prompt in PROMPTS[::2]]
+    path = tmp_path / "head"
+    checkpoints[form] = dflash.write_head(path, checkpoints["target"], known, 40, form=dflash.FORMS[form])
+    expected = token_ids(engine(**SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    llm = engine(form, TREE, num_gpu_blocks_override=18, max_num_batched_tokens=64, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert counters(llm)["preemptions"] > 0
+    assert acceptance_length(llm) > 1.4
 
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, head):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from vllm import SamplingParams
 from vllm.model_executor.models import registry
 
 from tests.doubles import mtp
@@ -30,7 +31,13 @@ def seen_at_once():
         yield
 
 
-@pytest.fixture(scope="module", params=mtp.FAMILIES)
+MORE = ("EXAONE MoE", "HY 3")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=[pytest.mark.wide] if one in MORE else []) for one in mtp.FAMILIES],
+)
 def target(request, checkpoints, tmp_path_factory) -> str:
     checkpoints[request.param] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "target", request.param)
     return request.param
@@ -52,7 +59,7 @@ def test_same_as_plain(engine, target, expert_group):
 
 def test_a_target_without_mtp_layers(engine):
     with pytest.raises(
-        ConfigError, match="vLLM finds no MTP layers in .*use a model that has some, or the method eagle2"
+        ConfigError, match="vLLM finds no MTP layers in .*use a model that has some, .*or use the method eagle2"
     ):
         engine(speculative_config=TREE)
 
@@ -66,3 +73,27 @@ def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path_factory):
     llm = engine(target="union", speculative_config=union, **SETTINGS)
     assert runner_of(llm).drafter.draft_layers
     assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+
+
+def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, tmp_path_factory):
+    """The same MTP layer, and the same number of verified tokens."""
+    checkpoints["chain"] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "chain", "MiMo")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    stock = engine(target="chain", speculative_config={"method": "mtp", "num_speculative_tokens": 4}, **SETTINGS)
+    expected = token_ids(stock.generate(PROMPTS, params, use_tqdm=False))
+    llm = engine(target="chain", speculative_config={**TREE, "num_speculative_tokens": 4}, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    assert acceptance_length(llm) >= acceptance_length(stock) > 1.2
+
+
+def test_an_assistant_that_reads_the_targets_cache(engine, checkpoints, tmp_path):
+    """Gemma 4: a checkpoint of its own, without keys and values; two KV cache groups."""
+    checkpoints["Gemma 4"], assistant = mtp.write_gemma(tmp_path)
+    plain = engine(target="Gemma 4", **SETTINGS)
+    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
+    tree = {**TREE, "model": str(assistant)}
+    scarce = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 64}
+    llm = engine(target="Gemma 4", speculative_config=tree, **scarce, **SETTINGS)
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert counters(llm)["preemptions"] > 0
+    assert acceptance_length(llm) > 1.2

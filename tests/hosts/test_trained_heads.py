@@ -141,3 +141,13 @@ def test_a_parallel_head(engine, checkpoints, prompts, plain, heads, tmp_path, m
     assert acceptance_length(llm, before) >= chain
     expected = token_ids(engine().generate(prompts, SEEDED, use_tqdm=False))
     assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
+
+
+def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, prompts, plain, heads):
+    """The same EAGLE-3 head, and the same number of verified tokens."""
+    chain = {"method": "eagle3", "num_speculative_tokens": 4}
+    stock = engine("trained-eagle3", chain)
+    assert token_ids(stock.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    llm = engine("trained-eagle3", {**TREE, "num_speculative_tokens": 4})
+    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert acceptance_length(llm) >= acceptance_length(stock) > 2

@@ -93,3 +93,13 @@ def test_a_small_model(engine, prompts, plain, plainly, checkpoints, tmp_path, m
     rounds = watch_rounds(scarce, monkeypatch)  # without a look at the device
     check_preemption(scarce, prompts, plain)
     assert len(rounds) > 4
+
+
+def test_a_parallel_head(engine, prompts, plain, eagle3, checkpoints, tmp_path):
+    """P-EAGLE."""
+    path = published.rewrite(checkpoints[eagle3], tmp_path / "peagle", published.with_a_mask, checkpoints["target"])
+    checkpoints[path.name] = path
+    tree = {"method": "dflash_tree", "draft_depth": 3, "num_speculative_tokens": 9, "budget": "fixed"}
+    llm = engine(path.name, {**tree, "min_node_value": 0.0}, **ENGINE)
+    assert same(answers(llm, prompts[:2]), tuple(part[:2] for part in plain))
+    assert acceptance_length(llm) > 1.4

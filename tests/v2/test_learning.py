@@ -234,8 +234,8 @@ def test_which_answers_are_kept():
     kept = []
 
     class Remembers:
-        def finish(self, token_ids, num_tokens, namespaces, slot, prompt_len, end):
-            kept.append((token_ids, num_tokens, namespaces, slot, prompt_len, end))
+        def finish(self, ended):
+            kept.append(ended)
 
     speculator = TreeSpeculator.__new__(TreeSpeculator)
     speculator._proposer, speculator.guard, speculator.learning = Remembers(), Guard("lookup"), None

@@ -148,9 +148,9 @@ def test_answers_of_ended_requests_are_drafted(remembers, prompts, plain, monkey
     proposer, stored = runner_of(remembers).speculator._proposer, []
     honest = proposer.finish
 
-    def finish(token_ids, num_tokens, namespaces, slot, prompt_len, end):
-        stored.append((token_ids[slot, :end].clone(), prompt_len))
-        honest(token_ids, num_tokens, namespaces, slot, prompt_len, end)
+    def finish(ended):
+        stored.append((ended.token_ids[ended.slot, : ended.end].clone(), ended.prompt_len))
+        honest(ended)
 
     monkeypatch.setattr(proposer, "finish", finish)
     rounds = watch_rounds(remembers, monkeypatch)

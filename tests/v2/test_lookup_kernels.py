@@ -12,7 +12,7 @@ from tests.doubles.lookup_reference import draft_matches, match_keys
 from tests.doubles.oracle_tensors import to_rows
 from tests.doubles.union_reference import merge_drafts
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.proposer import DeviceDraftContext
+from vllm_specplug.proposer import DeviceDraftContext, EndedRequest
 from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 from vllm_specplug.proposers.lookup.drafting import LookupProposer
 from vllm_specplug.proposers.lookup.options import LookupOptions
@@ -104,7 +104,7 @@ class Traffic:
             self.v1.propose(context([known], ids=[name], max_len=200, **given))
         self.v1.finish([name])
         after_stop, namespaces = [*tokens, 5, 6], torch.tensor([7, namespace, 7], device=DEVICE)
-        self.v2.finish(*on_device([[], after_stop, []]), namespaces, 1, prompt_len, len(tokens))
+        self.v2.finish(EndedRequest(*on_device([[], after_stop, []]), namespaces, 1, prompt_len, len(tokens)))
         buffers, ring = self.v2._buffers, self.v1._traffic
         assert buffers.traffic.tolist() == ring.tokens.tolist()
         assert buffers.owners.tolist() == ring.namespaces.tolist()

@@ -35,9 +35,9 @@ def test_host_has_the_seams():
     [
         (
             {"method": "swift", "model": None},
-            "'swift'.*use one of draft_tree, eagle2, hass, lookup, medusa, mtp_tree, union, or serve it on a CPU",
+            "'swift'.*use one of dflash_tree, draft_tree, eagle2, hass, lookup, medusa, mtp_tree, union, or serve it",
         ),
-        ({"method": "dflash_tree"}, "'dflash_tree' does not run on .*, or serve it on a CPU"),
+        ({"method": "dflash_tree", "min_node_value": 0.1}, "min_node_value"),
         ({"method": "union", "model": None, "sources": [{"method": "lookup"}, {"method": "swift"}]}, "'swift'"),
         (
             {"method": "union", "model": None, "sources": [{"method": "lookup", "min_node_value": 0.1}]},
@@ -67,7 +67,7 @@ def options_of(changes):
 
 
 def test_what_is_served():
-    for method in ("draft_tree", "eagle2", "hass"):
+    for method in ("dflash_tree", "draft_tree", "eagle2", "hass"):
         check_options(parse_options({"method": method, "model": "drafter", "min_node_value": 0}))
     check_options(parse_options({"method": "medusa", "model": "heads"}))
     check_options(parse_options({"method": "lookup", "traffic_tokens": 4096}))

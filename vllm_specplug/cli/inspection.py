@@ -24,6 +24,7 @@ _EAGLE = ("eagle", "eagle3")
 _OTHERS = {
     "medusa": "the target's last hidden state",
     "dflash": "hidden states of the layers that its config names",
+    "dspark": "hidden states of the layers that its config names",
     "peagle": "hidden states of the layers that its config names",
     "model": "tokens only",
 }
@@ -144,7 +145,7 @@ def command_of(found: Inspection) -> dict[str, str]:
 def _other(path: Path, kind: str, config: dict) -> tuple[str, str | None]:
     """Return what a drafter that is no EAGLE head reads, and why no target could be served with it, or None."""
     try:
-        if kind == "dflash":
+        if kind in ("dflash", "dspark"):
             check_kind(path, config)
     except CheckpointError as error:
         return _OTHERS[kind], f"no: {error}"

@@ -26,7 +26,7 @@ def shapes(options: TreeOptions) -> list[Shape]:
     depth = most_levels(options)
     drafter = model_drafter(options)
     by_level = drafter is not None and find_method(drafter.method).model.is_vllm_model
-    top_k = drafter.draft_top_k if by_level else None
+    top_k = getattr(drafter, "draft_top_k", None) if by_level else None
     found = shapes_of(options.num_speculative_tokens, depth, top_k)
     return found if options.budget == "measured" else found[-1:]
 

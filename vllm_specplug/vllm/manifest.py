@@ -367,6 +367,18 @@ MANIFEST_DRAFTERS = {
         VllmSymbol("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator.__init__", _INIT),
     ),
     ("dflash", False): (VllmSymbol(f"{_SPEC}.dflash:DFlashProposer.__init__", (*_INIT, "runner")),),
+    ("dflash", True): (
+        VllmSymbol("vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.__init__", _INIT),
+        VllmSymbol("vllm.v1.worker.gpu.spec_decode.dflash.utils:load_dflash_model", ("target_model", "vllm_config")),
+    ),
+    ("dspark", True): (
+        VllmSymbol("vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.__init__", _INIT),
+        VllmSymbol("vllm.v1.worker.gpu.spec_decode.dspark.utils:load_dspark_model", ("target_model", "vllm_config")),
+    ),
+    ("dspark", False): (
+        VllmSymbol(f"{_SPEC}.dflash:DFlashProposer.__init__", (*_INIT, "runner")),
+        VllmSymbol("vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM"),
+    ),
 }
 
 #: Also needed for ``tree_attention='flash'``; its module can be imported on CUDA only.

@@ -27,6 +27,7 @@ from vllm_specplug.config import (
 from vllm_specplug.cpu.kernels.cpu_ops import build_beside
 from vllm_specplug.gpu.rounds import with_defaults
 from vllm_specplug.proposer import DrafterConfig, find_method
+from vllm_specplug.proposers.dflash.checkpoint import PAIRS_ARCHITECTURE
 from vllm_specplug.utils.environment import has_amx, has_avx2, has_vnni, multiplies_bytes
 from vllm_specplug.utils.metrics import publish
 from vllm_specplug.utils.published import is_published
@@ -58,6 +59,8 @@ V2_WITHOUT_DRAFTER = "ngram_gpu"
 #: The draft architecture that replaces vLLM's: it adds draft vocabularies and ``fc.bias``.
 EAGLE_ARCHITECTURE = "SpecPlugEagleForCausalLM"
 EAGLE_MODEL = "vllm_specplug.vllm.drafters.eagle_model:SpecPlugEagleForCausalLM"
+#: vLLM's class of DFlash 2.
+PAIRS_MODEL = "vllm.model_executor.models.qwen3_dflash2:DFlash2Qwen3ForCausalLM"
 
 
 @config
@@ -121,6 +124,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
             setattr(self.draft_model_config.hf_config, key, value)
         if entries:
             self.update_arch_()
+        if asked == "dspark" and not self.v2_runner:
+            self.method = "dflash"  # vLLM's V1 runner has no method for it; its DFlash proposer runs the same forward
         return result
 
     @property
@@ -148,8 +153,9 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 def _register_model() -> None:
     from vllm import ModelRegistry
 
-    if EAGLE_ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(EAGLE_ARCHITECTURE, EAGLE_MODEL)
+    for name, model in ((EAGLE_ARCHITECTURE, EAGLE_MODEL), (PAIRS_ARCHITECTURE, PAIRS_MODEL)):
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, model)
 
 
 def _max_num_seqs(engine_args: Any, parallel_config: Any) -> int:
@@ -194,12 +200,12 @@ def build(
         by_default = target_model_config.dtype == torch.bfloat16 and has_vnni() and not in_tiles
         resolved = _resolve_int8(drafter.options, supports_int8, by_default)
         options = with_drafter(options, resolved)
-        if drafter.vllm_method == "mtp":
+        if drafter.vllm_method == "mtp" and drafter.model is None:
             options = fit_modules(options, target_model_config)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
     _check_class(options.method, vllm_method, v2)
     revisions = {}
-    if vllm_method == "mtp":  # its layers are in the target's checkpoint
+    if vllm_method == "mtp" and model is None:  # its layers are in the target's checkpoint
         revisions = {name: getattr(target_model_config, name) for name in ("revision", "code_revision")}
     if vllm_method == "custom_class":
         vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
@@ -260,7 +266,7 @@ def _chosen(given: dict[str, Any], target: Any) -> tuple[dict[str, Any], tuple[s
     options = parse_options(given)
     if (choose := find_method(options.method).choose) is None:
         return given, ()
-    info = replace(target_info(target), has_mtp_layers=has_layers(target))
+    info = replace(target_info(target), has_mtp_layers=has_layers(target, uses_v2_runner(options)))
     choice = choose(options, info, target.model, current_platform.is_cpu())
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
@@ -373,7 +379,7 @@ def _published(options: TreeOptions, drafter: DrafterConfig | None) -> tuple[str
         ConfigError: there is none, or this vLLM cannot take other weights.
     """
     own = model_drafter(options)
-    if own is not None and not hasattr(own, "model"):
+    if own is not None and getattr(own, "model", None) is None:
         raise ConfigError(
             f"reload=true needs a drafter in a folder of its own, but {own.method!r} drafts with the target's weights: "
             "leave reload out"

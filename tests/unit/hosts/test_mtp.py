@@ -50,7 +50,7 @@ def test_a_target_that_vllm_cannot_ask(monkeypatch):
 def test_a_target_without_mtp_layers_is_refused(entries):
     target = target_of(Qwen2Config, architectures=["Qwen2ForCausalLM"], **entries)
     with pytest.raises(
-        ConfigError, match="vLLM finds no MTP layers in 'org/Target'.*Qwen2ForCausalLM.*the method eagle2"
+        ConfigError, match="no MTP layers in 'org/Target'.*Qwen2ForCausalLM.*as 'model' .Gemma 4.*the method eagle2"
     ):
         fit_modules(parse_options({"method": "mtp_tree"}), target)
 
@@ -109,13 +109,25 @@ def test_prompts_are_read_as_for_one_module():
     assert TreeSpeculativeConfig.use_multi_module_mtp(SimpleNamespace(method="mtp")) is False
 
 
-@pytest.mark.parametrize("question", ["use_gemma4_mtp", "use_step3p5_mtp", None])
-def test_layers_that_vllm_runs_in_another_way_are_refused(question):
-    config = SimpleNamespace(use_gemma4_mtp=lambda: False, target_model_config=SimpleNamespace(model="org/Target"))
-    if question is None:  # an older vLLM has no such question
+@pytest.mark.parametrize(
+    ("model_type", "v2", "refused"),
+    [
+        ("gemma4_mtp", False, False),
+        ("gemma4_mtp", True, True),
+        ("step3p5_mtp", False, False),
+        ("step3p5_mtp", True, True),
+        ("mimo_mtp", True, False),
+    ],
+)
+def test_layers_that_vllm_runs_in_another_way_are_refused(model_type, v2, refused):
+    config = SimpleNamespace(
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)),
+        target_model_config=SimpleNamespace(model="org/Target"),
+        v2_runner=v2,
+    )
+    if not refused:
         return check_class(config)
-    setattr(config, question, lambda: True)
     with pytest.raises(
-        ConfigError, match="'org/Target', which vLLM runs in a way of their own: vLLM's own method 'mtp'"
+        ConfigError, match="'org/Target' on this model runner, because vLLM runs them in a way of their own: vLLM's own"
     ):
         check_class(config)

@@ -1,4 +1,4 @@
-"""Which DFlash and P-EAGLE heads are served, and how many positions they draft."""
+"""Which heads that predict all positions at once are served, and how many positions they draft."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.doubles import dflash, published, tiny
-from vllm_specplug.cli.inspection import inspect
+from vllm_specplug.cli.inspection import command_of, inspect
 from vllm_specplug.config import ConfigError, parse_options
 from vllm_specplug.proposer import TargetInfo, find_method
+from vllm_specplug.proposers.dflash.checkpoint import PAIRS_ARCHITECTURE
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError
 
 TARGET = TargetInfo(tiny.HIDDEN, tiny.VOCAB, 2, torch.float32)
@@ -50,12 +51,22 @@ GIVEN = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
         ),
         ({"dflash_config": GIVEN | {"target_layer_ids": []}}, "target_layer_ids \\[\\]: the target has layers 0 to 1"),
         (
-            {"dflash_config": GIVEN | {"use_aux_hidden_state": False}},
-            "a DFlash head that reads the target's last hidden",
+            {"hidden_size": 96, "dflash_config": GIVEN | {"use_aux_hidden_state": False}},
+            "hidden size 96, the target 64",
         ),
-        ({"dflash_config": GIVEN | {"use_swa": True}}, "a DFlash head with sliding windows"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "a DFlash head with sliding windows"),
-        ({"architectures": ["DFlash2DraftModel"]}, "a DFlash 2 head, .*vLLM's own method 'dflash' drafts chains"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "a head with and without sliding windows in its layers: .*vLLM's own method 'dflash' drafts chains",
+        ),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "a LiLiCorr head: .*vLLM's own method 'dflash' drafts chains"),
+        (
+            {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"},
+            "a DSpark head with other layers than Qwen3's: .*vLLM's own method 'dspark' drafts chains",
+        ),
+        (
+            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "gated"},
+            "a DSpark head with markov_head_type 'gated': .*use one with 'vanilla'",
+        ),
     ],
 )
 def test_heads_that_do_not_fit(tmp_path, changes, words):
@@ -63,10 +74,20 @@ def test_heads_that_do_not_fit(tmp_path, changes, words):
         configure(dflash.write(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("form", dflash.FORMS)
+def test_forms(tmp_path, form):
+    """As vLLM's method loads them, with as many positions as in the training."""
+    path = dflash.write(tmp_path, form=dflash.FORMS[form])
+    found = configure(path)
+    assert (found.vllm_method, found.options.draft_depth) == ("dspark" if "DSpark" in form else "dflash", 4)
+    assert found.config_entries.get("architectures") == ([PAIRS_ARCHITECTURE] if form == "DFlash 2" else None)
+    assert inspect(str(path)).problem is None
+    assert command_of(inspect(str(path)))["method"] == "dflash_tree"
+
+
 def test_inspect_says_which_kinds_are_not_served(tmp_path):
-    assert inspect(str(dflash.write(tmp_path / "served"))).problem is None
-    found = inspect(str(dflash.write(tmp_path / "second", architectures=["DFlash2DraftModel"])))
-    assert found.problem.startswith("no: ") and "a DFlash 2 head" in found.problem
+    found = inspect(str(dflash.write(tmp_path / "second", architectures=["LiLiCorrDraftModel"])))
+    assert found.problem.startswith("no: ") and "a LiLiCorr head" in found.problem
 
 
 def test_another_kind(tmp_path):

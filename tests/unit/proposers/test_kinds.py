@@ -281,12 +281,17 @@ REFUSED = {
     "DSpark": (
         {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "num_hidden_layers": 2},
         several_layers(eagle_state(), 2),
-        "a DSpark drafter, which drafts all positions in one forward: vLLM's own method 'dspark'",
+        "a DSpark drafter, which drafts all positions in one forward: the method 'dflash_tree' drafts trees from it",
     ),
     "a drafter that nobody here knows": (
+        {"architectures": ["OtherDraftModel"], "num_hidden_layers": 2},
+        several_layers(eagle_state(), 2),
+        "a drafter of the kind 'OtherDraftModel': use an EAGLE, HASS or EAGLE-3 head",
+    ),
+    "XPress": (
         {"architectures": ["XPressDraftModel"], "num_hidden_layers": 2},
         several_layers(eagle_state(), 2),
-        "a drafter of the kind 'XPressDraftModel': use an EAGLE, HASS or EAGLE-3 head",
+        "an XPress drafter, which drafts all positions in one forward and refines them in others: no release of vLLM",
     ),
     "MTP": (
         {"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"},
@@ -339,8 +344,8 @@ def test_refused(tmp_path, name):
     write(tmp_path, changes, state)
     assert words in refusal(tmp_path, num_layers=LAYERS)
     found = inspect(str(tmp_path))
-    if found.kind in ("medusa", "dflash", "peagle"):  # other methods serve them
-        assert found.problem is None or "a DFlash head that reads" in found.problem
+    if found.kind in ("medusa", "dflash", "dspark", "peagle"):  # other methods serve them
+        assert found.problem is None
     else:
         assert words in found.problem
 
@@ -457,7 +462,7 @@ def test_the_speculators_format_is_served_as_it_is(tmp_path, capsys, changes, st
         ({"speculators_model_type": "peagle"}, eagle3_state(), "a P-EAGLE head"),
         ({"speculators_model_type": "dflash2"}, eagle3_state(), "a DFlash drafter"),
         ({"speculators_model_type": "dspark"}, eagle3_state(), "a DSpark drafter"),
-        ({"speculators_model_type": "xpress"}, eagle3_state(), "a drafter of the kind 'xpress'"),
+        ({"speculators_model_type": "xpress"}, eagle3_state(), "an XPress drafter"),
         ({}, eagle3_state() | {"mask_hidden": torch.zeros(1, 48)}, "a P-EAGLE head"),
         ({}, more_layers(renamed(eagle3_state()), 2), "says num_hidden_layers 1, the weights have 2 layers"),
         ({AUX: [-1, 2, 3]}, eagle3_state(), "not different, increasing numbers from 0"),

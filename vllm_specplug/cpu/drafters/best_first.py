@@ -10,6 +10,8 @@ from vllm_specplug.core.draft_sampling import Children
 from vllm_specplug.core.marginals import best_first_tree
 from vllm_specplug.cpu.drafters.levels import LevelDrafter
 from vllm_specplug.cpu.kernels.likeliest import likeliest
+from vllm_specplug.cpu.kernels.tree_ops import OPERATORS
+from vllm_specplug.proposers.dflash.drafting import WIDTH, grow_block
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 
@@ -41,6 +43,33 @@ class BestFirstDrafter(LevelDrafter):
             children.log_probs.unflatten(0, shape),
             self.options.num_speculative_tokens,
             self.options.node_floor,
+        )
+        return self._without_unread(draft)
+
+    def _by_pairs(self, root_token_ids: torch.Tensor, num_positions: int, logits_after: Any) -> Draft:
+        """Draft a tree for each request, by a head whose logits depend on the token before.
+
+        Args:
+            root_token_ids: int ``[num_reqs]``; the last emitted tokens.
+            num_positions: levels of the trees.
+            logits_after: see ``BlockHead.logits_after``; also returns the target's token ids, or None.
+        """
+        sampling = self.runner.draft_noise.sampling(num_positions, WIDTH)
+
+        def children(position: int, token_ids: torch.Tensor, top_k: int) -> Children:
+            logits, draft_ids = logits_after(position, token_ids)
+            if sampling is None:
+                return likeliest(logits, top_k, draft_ids)
+            return sampling.children(logits, position, top_k, draft_ids)
+
+        draft = grow_block(
+            root_token_ids.long(),
+            children,
+            num_positions=num_positions,
+            num_nodes=self.options.num_speculative_tokens,
+            width=WIDTH,
+            min_node_value=self.options.node_floor,
+            ops=OPERATORS,
         )
         return self._without_unread(draft)
 

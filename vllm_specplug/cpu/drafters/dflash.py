@@ -13,8 +13,10 @@ from vllm_specplug.cpu.attention import level_metadata
 from vllm_specplug.cpu.drafters.best_first import BestFirstDrafter
 from vllm_specplug.cpu.drafters.levels import plain_positions
 from vllm_specplug.types import Draft
+from vllm_specplug.vllm.drafters.block_head import BlockHead
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetParts
+from vllm_specplug.vllm.proof.driver import attributes
 
 
 class TreeDFlashProposer(BestFirstDrafter, DFlashProposer):
@@ -25,10 +27,17 @@ class TreeDFlashProposer(BestFirstDrafter, DFlashProposer):
     head is causal, the whole block.
     """
 
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any):
+        super().__init__(vllm_config, device, runner)
+        runner.use_aux_hidden_state_outputs = self.eagle3_use_aux_hidden_state  # vLLM's runner takes them for read
+
     def load_model(self, target_model: torch.nn.Module) -> None:
-        super().load_model(TargetParts(target_model, target_info(self.vllm_config.model_config)))
-        size = self.options.scratch_rows
-        block = torch.ones(size, size, dtype=torch.bool)
+        parts = TargetParts(target_model, target_info(self.vllm_config.model_config))
+        with attributes(self.speculative_config, num_speculative_tokens=self.options.draft_depth):  # rows of a block
+            super().load_model(parts)
+        self._head = BlockHead(self.model)
+        self._size = self.options.scratch_rows - self._head.predicts_at_root
+        block = torch.ones(self._size, self._size, dtype=torch.bool)
         self._mask = block.tril() if self.dflash_causal else block
 
     def _read(
@@ -50,10 +59,16 @@ class TreeDFlashProposer(BestFirstDrafter, DFlashProposer):
         metadata = kwargs["common_attn_metadata"]
         last = plain_positions(kwargs["target_positions"])[metadata.query_start_loc[1:].long() - 1]
         hidden = self._predict(next_token_ids, last + 1, metadata.seq_lens, metadata.block_table_tensor)
-        return self._best_first(next_token_ids, hidden)
+        if not self._head.is_pairwise:
+            return self._best_first(next_token_ids, hidden)
+        self._head.read(hidden)
+        return self._by_pairs(next_token_ids, hidden.shape[1], self._logits_after)
 
     def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         return self.model.compute_logits(hidden), None
+
+    def _logits_after(self, position: int, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._head.logits_after(position, token_ids), self._head.draft_ids
 
     def _predict(
         self,
@@ -62,8 +77,8 @@ class TreeDFlashProposer(BestFirstDrafter, DFlashProposer):
         context_lens: torch.Tensor,
         block_table: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the head over the blocks: hidden states ``[num_reqs, num_positions, hidden_size]`` of the mask tokens."""
-        num_reqs, size = len(root_token_ids), self.options.scratch_rows
+        """Run the head over the blocks: hidden states ``[num_reqs, num_positions, hidden_size]``."""
+        num_reqs, size = len(root_token_ids), self._size
         token_ids = torch.full((num_reqs, size), self.parallel_drafting_token_id, dtype=torch.int32)
         token_ids[:, 0] = root_token_ids
         # Near max_model_len the last positions cannot be emitted anyway.
@@ -79,4 +94,5 @@ class TreeDFlashProposer(BestFirstDrafter, DFlashProposer):
             slot_mapping={},
         ):
             hidden = self.model(input_ids=token_ids.flatten(), positions=positions.flatten(), inputs_embeds=None)
-        return hidden.unflatten(0, token_ids.shape)[:, 1:]
+        hidden = hidden.unflatten(0, token_ids.shape)
+        return hidden if self._head.predicts_at_root else hidden[:, 1:]

@@ -163,7 +163,14 @@ class LevelDrafter(DraftHooks):
         assert self._first_pass is not None
         num_rows, rows, metadata = self._first_pass
         score, feed = pair_of(self._last_output)
-        levels = EagleLevels(
+        levels = self._levels(num_rows, rows, metadata)
+        root, growth = DraftFeatures(score[rows], feed[rows]), self._begin_growth(len(rows))
+        draft = self._grow(kwargs["next_token_ids"].long(), root, levels.forward, growth)
+        return self._end_growth(draft, growth, first_pass, len(kwargs["target_token_ids"]))
+
+    def _levels(self, num_rows: int, rows: torch.Tensor, metadata: CommonAttentionMetadata) -> Any:
+        """Make the forwards after the first one, whose newest rows of each request are ``rows``."""
+        return EagleLevels(
             self._forward,
             self._scratch,
             self._get_positions(num_rows)[..., rows],
@@ -173,9 +180,6 @@ class LevelDrafter(DraftHooks):
             level_metadata,
             self._level_positions if self.uses_mrope else None,
         )
-        root, growth = DraftFeatures(score[rows], feed[rows]), self._begin_growth(len(rows))
-        draft = self._grow(kwargs["next_token_ids"].long(), root, levels.forward, growth)
-        return self._end_growth(draft, growth, first_pass, len(kwargs["target_token_ids"]))
 
     def _accepted_rows(self, sampled_token_ids: list[list[int]], num_drafts: np.ndarray) -> AcceptedRows:
         query_start = self.runner.query_start_loc.np[: self.runner.input_batch.num_reqs + 1]

@@ -20,7 +20,7 @@ from vllm_specplug.gpu.rounds import most_levels, most_rows, shapes
 from vllm_specplug.gpu.slot_params import SlotParams
 from vllm_specplug.gpu.timing import StepTimer
 from vllm_specplug.gpu.trees import DeviceTrees
-from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, find_method
+from vllm_specplug.proposer import DeviceDraftContext, DeviceLearner, DeviceRemembering, EndedRequest, find_method
 from vllm_specplug.types import PADDING, Draft
 from vllm_specplug.vllm.ranks import leads, several_ranks
 
@@ -154,7 +154,7 @@ class TreeSpeculator:
         """Let the proposer keep the tokens of a slot after the first ``prompt_len``, up to ``end``."""
         known = self._req_states
         tokens = known.all_token_ids.gpu, known.total_len.gpu, self.slot_params.namespaces
-        self.guard.run(partial(self._proposer.finish, *tokens, slot, prompt_len, end))
+        self.guard.run(partial(self._proposer.finish, EndedRequest(*tokens, slot, prompt_len, end)))
 
     def keep_up(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Read what a drafter with a KV cache must know of the step, without drafting; arguments of ``propose``."""

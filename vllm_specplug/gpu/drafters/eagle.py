@@ -39,6 +39,11 @@ class LevelSpeculator(TreeSpeculator):
         self._rows: LevelRows | None = None
         self._has_cache = True
 
+    @property
+    def level_width(self) -> int:
+        """Return the rows of a request in a draft level."""
+        return self.options.draft_top_k
+
     def _score_with(self, scorer: Any, draft_vocab: int) -> None:
         """Take what computes logits, of ``draft_vocab`` tokens."""
         self._scorer, self._at_once = scorer, self._most_at_once(draft_vocab)
@@ -57,7 +62,7 @@ class LevelSpeculator(TreeSpeculator):
         Raises:
             ConfigError: one request has more.
         """
-        width = self.options.draft_top_k
+        width = self.level_width
         if width > self.max_num_tokens:
             raise ConfigError(
                 f"draft_top_k={width} gives {width} rows of a draft level, which do not fit in "

@@ -170,12 +170,20 @@ def run_level(
     metadata: Any,
 ) -> DraftFeatures:
     """Run the drafter over token ids ``[num_reqs, width]`` and features ``[num_reqs, width, hidden_size]``."""
-    with set_forward_context(
-        dict.fromkeys(scratch.layer_names, metadata),
-        scratch.vllm_config,
-        num_tokens=token_ids.numel(),
-        slot_mapping={},
-    ):
+    layers = dict.fromkeys(scratch.layer_names, metadata)
+    return run_forward(model, scratch.vllm_config, token_ids, features, positions, layers)
+
+
+def run_forward(
+    model: Callable[..., Any],
+    vllm_config: Any,
+    token_ids: torch.Tensor,
+    features: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: dict[str, Any],
+) -> DraftFeatures:
+    """Run the drafter as ``run_level`` does, with attention metadata by layer name."""
+    with set_forward_context(metadata, vllm_config, num_tokens=token_ids.numel(), slot_mapping={}):
         output = model(
             input_ids=token_ids.flatten().to(torch.int32),
             positions=positions,

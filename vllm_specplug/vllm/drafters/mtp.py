@@ -17,10 +17,8 @@ from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, read_shap
 logger = logging.getLogger("vllm_specplug")
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-#: Questions to vLLM's config whether the MTP layers have a drafter class of their own, with other forwards.
-_OWN_CLASSES = ("use_gemma4_mtp", "use_step3p5_mtp")
-#: Their types of configs.
-_OWN_TYPES = ("gemma4_mtp", "step3p5_mtp")
+#: Types of config whose layers vLLM runs in a way of their own; the V1 runner has adapters for them.
+_OWN_TYPES = ("step3p5_mtp", "gemma4_mtp")
 
 
 def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
@@ -37,7 +35,8 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
     if num_modules < 1:
         raise ConfigError(
             f"method {options.method!r}: vLLM finds no MTP layers in {target.model!r} (architectures "
-            f"{target.hf_config.architectures}): use a model that has some, or the method eagle2, medusa or lookup"
+            f"{target.hf_config.architectures}): use a model that has some, give their own checkpoint as 'model' "
+            "(Gemma 4), or use the method eagle2, medusa or lookup"
         )
     if not _has_weights(target):
         raise ConfigError(
@@ -51,11 +50,11 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
     return replace(options, num_speculative_tokens=fitting)
 
 
-def has_layers(target: Any) -> bool:
-    """Return whether a target, vLLM's config of it, has MTP layers that draft trees."""
+def has_layers(target: Any, v2: bool = False) -> bool:
+    """Return whether a target, vLLM's config of it, has MTP layers that draft trees on a runner."""
     try:
-        of_own_class = _drafter_config(target).model_type in _OWN_TYPES
-        return not of_own_class and not target.use_mla and _num_modules(target) > 0 and _has_weights(target)
+        is_refused = _is_refused(_drafter_config(target).model_type, v2)
+        return not is_refused and not target.use_mla and _num_modules(target) > 0 and _has_weights(target)
     except (AttributeError, AssertionError, KeyError, TypeError, ValueError):  # vLLM expects a target that has some
         return False
 
@@ -83,14 +82,21 @@ def _has_weights(target: Any) -> bool:
     return any("mtp" in name for name in names) or any(layer >= num_layers for layer in layers)
 
 
-def check_class(config: SpeculativeConfig) -> None:
+def _is_refused(config_type: str | None, v2: bool) -> bool:
+    return v2 and config_type in _OWN_TYPES
+
+
+def check_class(config: Any) -> None:
     """Refuse MTP layers that vLLM runs in another way than an EAGLE head.
+
+    Args:
+        config: a ``TreeSpeculativeConfig``.
 
     Raises:
         ConfigError: naming vLLM's method.
     """
-    if any(ask() for name in _OWN_CLASSES if (ask := getattr(config, name, None)) is not None):
+    if _is_refused(getattr(config.draft_model_config.hf_config, "model_type", None), config.v2_runner):
         raise ConfigError(
-            f"no trees are drafted from the MTP layers of {config.target_model_config.model!r}, which vLLM runs in a "
-            "way of their own: vLLM's own method 'mtp' drafts chains from them"
+            f"no trees are drafted from the MTP layers of {config.target_model_config.model!r} on this model runner, "
+            "because vLLM runs them in a way of their own: vLLM's own method 'mtp' drafts chains from them"
         )
