@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Positions of a head whose config does not say how many it was trained on.
 DEFAULT_POSITIONS = 7
+#: In the config of some P-EAGLE heads: positions of its training.
+POSITIONS_KEY = "num_depths"
 _WINDOWS = "sliding_attention"
 #: Second name of vLLM's class of DFlash 2: by the first, vLLM refuses it on the V1 runner, whose
 #: proposer has no pairwise term.
@@ -98,7 +100,8 @@ def _peagle(path: Path, config: Mapping, options: DFlashOptions, target: TargetI
     mask = next((config[key] for key in PARALLEL_KEYS if config.get(key) is not None), None)
     _check_mask(path, mask, target.vocab_size)
     entries = eagle3_entries(info, target) | {"ptd_token_id": mask}
-    completed = replace(options, draft_depth=options.draft_depth or DEFAULT_POSITIONS)
+    trained = config.get(POSITIONS_KEY) or DEFAULT_POSITIONS
+    completed = replace(options, draft_depth=options.draft_depth or min(trained, MAX_DRAFT_DEPTH))
     return DrafterConfig(completed, info.kind, str(path), config_entries=entries)
 
 

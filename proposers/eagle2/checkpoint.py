@@ -113,14 +113,18 @@ def validate_checkpoint(
 
 def validate_parallel(path: Path, target_hidden_size: int, target_vocab_size: int, num_layers: int) -> CheckpointInfo:
     """Check a P-EAGLE head as an EAGLE-3 head with a mask's hidden state beside it; see `validate_checkpoint`."""
-    config, shapes = read_config(path), read_shapes(path)
-    config = {key: value for key, value in config.items() if key not in PARALLEL_KEYS}
-    if SPECULATORS_KEY in config:
-        config[SPECULATORS_KEY] = "eagle3"
-    config["architectures"] = ["LlamaForCausalLMEagle3"]  # vLLM's class follows from the tensors
-    shapes = {name: shape for name, shape in shapes.items() if name != MASK_STATE}
+    shapes = {name: shape for name, shape in read_shapes(path).items() if name != MASK_STATE}
+    config = _as_eagle3(read_config(path))
     plain = _in_plain_layout(path, config, shapes)
     return _check(path, *plain, (target_hidden_size, target_vocab_size), "eagle3", num_layers)
+
+
+def _as_eagle3(config: dict) -> dict:
+    """Return the config of a P-EAGLE head as that of an EAGLE-3 head."""
+    kept = {key: value for key, value in config.items() if key not in PARALLEL_KEYS}
+    if SPECULATORS_KEY in kept:
+        kept[SPECULATORS_KEY] = "eagle3"
+    return kept | {"architectures": ["LlamaForCausalLMEagle3"]}  # vLLM's class follows from the tensors
 
 
 def _check(
@@ -169,7 +173,10 @@ def _check(
 
 
 def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Read the config and all tensors of a checkpoint in the plain layout; a leading `model.` is removed from names."""
+    """Read the config and all tensors of a checkpoint in the plain layout; a leading `model.` is removed from names.
+
+    The config of a P-EAGLE head becomes that of an EAGLE-3 head.
+    """
     path = Path(path)
     config = read_config(path)
     state: dict[str, torch.Tensor] = {}
@@ -180,7 +187,7 @@ def load_head(path: str | os.PathLike) -> tuple[dict, dict[str, torch.Tensor]]:
         _read_safetensors_header(file)
         with _opened(file) as tensors:
             state.update((_plain(name), tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
-    return _in_plain_layout(path, config, state)
+    return _in_plain_layout(path, _as_eagle3(config) if MASK_STATE in state else config, state)
 
 
 def save_head(path: str | os.PathLike, config: dict, state: dict[str, torch.Tensor]) -> None:

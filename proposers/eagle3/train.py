@@ -12,6 +12,7 @@ import torch
 
 from ..eagle2.checkpoint import load_head, target_ids, validate_checkpoint
 from ..eagle2.head import HeadConfig
+from ..eagle2.layout import AUX_KEY
 from ..training import command
 from ..training.eagle import PROMPT_SHARE_HELP, EagleTask
 from ..training.features import FeatureSet, read_target_config
@@ -97,7 +98,7 @@ class Eagle3Task(EagleTask):
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "tie_word_embeddings": False,
-            "eagle_aux_hidden_state_layer_ids": list(layer_ids(self.target_config)),
+            AUX_KEY: list(layer_ids(self.target_config)),
         }
         self.save(out_dir, facts, config, {"t2d": self.in_draft})
 

@@ -166,7 +166,11 @@ class EagleTask(Task):
         self.save(out_dir, facts, {"bias": self.head.config.bias})
 
     def save(self, out_dir: str, facts: dict, more_config: dict, more_tensors: dict | None = None) -> None:
-        """Write config.json (one Llama layer of the target's geometry, `more_config`, provenance) and the weights.
+        """Write a checkpoint in the plain layout; see `checkpoint`."""
+        save_head(out_dir, *self.checkpoint(facts, more_config, more_tensors))
+
+    def checkpoint(self, facts: dict, more_config: dict, more_tensors: dict | None = None) -> tuple[dict, dict]:
+        """The config (one Llama layer of the target's geometry, `more_config`, provenance), and the tensors.
 
         more_tensors: written beside `d2t` where the draft vocabulary is reduced.
         """
@@ -189,7 +193,7 @@ class EagleTask(Task):
         state = {name: tensor.to(torch.bfloat16) for name, tensor in self.head.folded_state().items()}
         if draft_vocab_size < config["vocab_size"]:
             state |= {"d2t": offsets(self.draft_ids), **(more_tensors or {})}
-        save_head(out_dir, plain | more_config, state)
+        return plain | more_config, state
 
 
 def load_trained(path: str) -> tuple[EagleHead, torch.Tensor]:

@@ -7,6 +7,8 @@ scale of each column. The decoder layer starts as a small correction of the line
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..eagle2.head import EagleHead
@@ -53,6 +55,17 @@ def small_layer(layer: torch.nn.Module, input_rms: float) -> None:
 
 def linear_predictor(data: FeatureSet, embedding: torch.Tensor, seed: int, ridge: float) -> torch.Tensor:
     """Ridge solution W [h, 2h] of feature t+1 = W [embed(token t+1); feature t] over a sample of rows."""
+
+    def inputs(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([embedding[data.ids[rows + 1]].float(), data.features[rows].float()], dim=-1)
+
+    return ridge_solution(data, inputs, seed, ridge)
+
+
+def ridge_solution(
+    data: FeatureSet, inputs_of: Callable[[torch.Tensor], torch.Tensor], seed: int, ridge: float = 0.01
+) -> torch.Tensor:
+    """Ridge solution W [h, n] of feature t+1 = W inputs t over a sample; `inputs_of`: rows -> float32 [N, n]."""
     last = torch.zeros(data.ids.numel(), dtype=torch.bool)
     ends = data.starts + data.lengths
     last[ends - 1] = True
@@ -62,9 +75,9 @@ def linear_predictor(data: FeatureSet, embedding: torch.Tensor, seed: int, ridge
     rows = rows[torch.randperm(rows.numel(), generator=generator)[:SAMPLE_ROWS]]
     gram, cross = 0.0, 0.0
     for part in rows.split(8192):
-        inputs = torch.cat([embedding[data.ids[part + 1]].float(), data.features[part].float()], dim=-1)
+        inputs = inputs_of(part)
         gram = gram + inputs.T @ inputs
         cross = cross + inputs.T @ data.features[part + 1].float()
-    # The penalty is relative to each input's power; else it would suppress the small embedding half.
+    # The penalty is relative to each input's power; else it would suppress small inputs, like the embedding.
     penalty = ridge * gram.diagonal().clone()
     return torch.linalg.solve(gram + penalty.diag(), cross).T

@@ -68,6 +68,12 @@ COMMANDS = (
     ),
     Command(("train", "eagle"), "train an EAGLE head", f"{_TRAINING}.eagle", _TRAIN),
     Command(("train", "eagle3"), "train an EAGLE-3 head", "vllm_specplug.proposers.eagle3.train", _TRAIN),
+    Command(
+        ("train", "peagle"),
+        "train a P-EAGLE head, which drafts all positions in one forward",
+        "vllm_specplug.proposers.dflash.train",
+        _TRAIN,
+    ),
     Command(("train", "medusa"), "train Medusa heads", "vllm_specplug.proposers.medusa.train", _TRAIN),
     Command(("learn",), "train a drafter again and again on what a server records", f"{_TRAINING}.learn", _TRAIN),
     Command(

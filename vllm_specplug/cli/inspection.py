@@ -184,6 +184,8 @@ def _trained_as(kind: str, options: dict) -> str | None:
     steps = options.get("align_steps", 1)
     if kind == "eagle3":
         return f"EAGLE-3, {steps} passes of the training-time test"
+    if kind == "peagle":
+        return f"P-EAGLE, {steps} positions"
     # ``topk_weight``: the name in heads that were trained before the loss could be chosen.
     weight = options.get("distill_weight") or options.get("topk_weight")
     harmony = f", {weight} x {options.get('distill_loss', 'topk')} loss" if weight else ""
