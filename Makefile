@@ -23,7 +23,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5
 PARTS := v2 e2e ranks hosts-rest hosts-models unit
 
 RANKS := tests/hosts/test_tensor_parallel.py tests/hosts/test_data_parallel.py
-RANKS_V2 := tests/v2/test_tensor_parallel.py
+RANKS_V2 := tests/v2/test_tensor_parallel.py tests/v2/test_data_parallel.py
 MODELS := $(filter-out $(RANKS),$(wildcard tests/hosts/test_[a-l]*.py))
 
 .PHONY: $(addprefix test-,$(PARTS))
@@ -44,13 +44,13 @@ test-hosts-rest: install
 	$(PYTEST) tests/hosts $(addprefix --ignore=,$(MODELS) $(RANKS))
 
 test-v2: install
-	$(PYTEST) tests/v2 --ignore=$(RANKS_V2)
+	$(PYTEST) tests/v2 $(addprefix --ignore=,$(RANKS_V2))
 
 # The V2 tier on the Python files of a vLLM without a CPU wheel (see tests/vllm_on_cpu.py), in an environment of its own:
 # `make test-v2-on VLLM=0.33.0 TESTS=tests/v2/test_identity.py`.
 VLLM ?= 0.33.0
 ON := .venv-$(VLLM)
-TESTS ?= tests/v2 --ignore=$(RANKS_V2)
+TESTS ?= tests/v2 $(addprefix --ignore=,$(RANKS_V2))
 
 .PHONY: test-v2-on
 test-v2-on: $(ON)/.ready

@@ -159,6 +159,8 @@ def capture_in_engines(patch: pytest.MonkeyPatch) -> None:
             compilation = config.compilation_config
             compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
             compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2], 2
+            # vLLM 0.33 warms up kernels of its own that the interpreter refuses; and captures must not rely on it.
+            config.kernel_config.enable_jit_warmup = False
 
     patch.setattr(platform, "check_and_update_config", staticmethod(update))
     patch.setattr(platform, "opaque_attention_op", classmethod(lambda _: False))

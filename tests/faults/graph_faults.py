@@ -54,7 +54,7 @@ GRAPH_FAULTS = [
         "vllm_specplug/core/guard.py",
         "            if self.raises:\n",
         "            if False:\n",
-        "tests/unit/core/test_guard.py::test_with_several_ranks_an_error_is_raised_again",
+        "tests/unit/core/test_guard.py::test_with_several_ranks_an_error_ends_the_process",
     ),
     Fault(
         "the V2 runner's guard does not know of other ranks",

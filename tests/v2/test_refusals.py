@@ -1,5 +1,6 @@
 """The seams are there, and what V2 does not do is refused before the engine starts."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
+from tests.doubles.architectures import ARCHITECTURES, write_target
 from tests.hosts.conftest import ENGINE
 from tests.hosts.test_third_party import echo  # noqa: F401
 from tests.v2.conftest import model_runner
@@ -139,11 +141,12 @@ def start_on_cuda(monkeypatch, checkpoints):
     for module in (speculative_config, features):
         monkeypatch.setattr(module, "current_platform", cuda)
 
-    def start(runner, method="eagle2", budget="fixed", **options):
+    def start(runner, method="eagle2", budget="fixed", drafter=None, **options):
+        drafter = str(checkpoints["eagle"]) if method == "eagle2" else drafter
         given = {
             "method": method,
             **({"budget": budget} if budget else {}),
-            **({"model": str(checkpoints["eagle"])} if method == "eagle2" else {}),
+            **({"model": drafter} if drafter else {}),
         }
         settings = {**ENGINE, "model": str(checkpoints["target"]), **options}
         with model_runner(runner):
@@ -179,6 +182,20 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     config, _ = start_on_cuda("1", budget=None, kv_transfer_config=connector)  # the drafter must read every prompt
     assert config.speculative_config.specplug.budget == "fixed"
+
+
+def test_replicas_that_share_experts(start_on_cuda, checkpoints, tmp_path):
+    """They verify trees of one size; what would let them wait for each other while they draft is refused."""
+    write_target(tmp_path, ARCHITECTURES["Qwen3-MoE"])
+    start = partial(start_on_cuda, "1", model=str(tmp_path), data_parallel_size=2)
+    for method in ("lookup", "eagle2"):
+        config, _ = start(method, budget=None)
+        assert config.speculative_config.specplug.budget == "fixed"
+    with pytest.raises(ValueError, match="budget='measured' does not work with --data-parallel-size 2.*budget='fixed'"):
+        start("lookup", budget="measured")
+    with pytest.raises(ValueError, match="'draft_tree': the drafter .* has experts.*use a drafter without experts"):
+        start("draft_tree", drafter=str(tmp_path))
+    start("draft_tree", drafter=str(checkpoints["target"]))
 
 
 def test_requests():

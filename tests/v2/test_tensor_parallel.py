@@ -44,8 +44,25 @@ def spoil(worker: Any) -> None:
         speculator.propose = lambda *args, **kwargs: (honest(*args, **kwargs) + 1) % 40
 
 
+def break_second(worker: Any) -> None:
+    """Let the drafter of the second rank raise an error, which vLLM itself would not hear of."""
+    if worker.rank == 1:
+        for growth in worker.model_runner.speculator._growths.values():
+            growth._grow = None
+
+
+def stops(llm: LLM) -> bool:
+    """Return whether an error in one rank's drafter stops the server."""
+    llm.collective_rpc(break_second)
+    try:
+        llm.generate(make_prompts(2, longest=40), PARAMS[:2], use_tqdm=False)
+    except Exception:
+        return True
+    return False
+
+
 def program(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Answer twice in two ranks, and a third time while the second rank drafts other tokens."""
+    """Answer twice in two ranks, a third time while the second rank drafts other tokens, and once while it fails."""
     # As in conftest.py.
     topk_topp_sampler.HAS_TRITON = False
     llm = LLM(model, **HOSTS_ENGINE | options)
@@ -61,7 +78,7 @@ def program(model: str, options: dict[str, Any]) -> dict[str, Any]:
             llm.reset_prefix_cache()
         outputs = llm.generate(make_prompts(4, longest=40), PARAMS, use_tqdm=False)
         results.append({"tokens": token_ids(outputs), "ranks": llm.collective_rpc(kept)})
-    return {"results": results, "tau": tau}
+    return {"results": results, "tau": tau, "stops": stops(llm)}
 
 
 def run(model: Path, speculative: dict, folder: Path, **options) -> dict:
@@ -88,6 +105,7 @@ def check(found: dict, plain: list) -> None:
         for result in found["results"]
     ]
     assert same == [True, True, False]
+    assert found["stops"]
 
 
 def test_reduced_vocabulary(checkpoints, plain, tmp_path):

@@ -20,6 +20,13 @@ logger = logging.getLogger("vllm_specplug")
 T = TypeVar("T")
 
 
+class RankFailed(SystemExit):
+    """Ends the process of a rank.
+
+    Of an ``Exception`` vLLM hears only if it is the first rank's: another rank would go on with the trees that it had.
+    """
+
+
 class Guard:
     """Calls a proposer and checks its draft.  If it raises or the draft is invalid, the step has no draft of it.
 
@@ -27,7 +34,7 @@ class Guard:
 
     Args:
         name: of the proposer.
-        raises: raise the error again: where other ranks go on with drafts of their own, this rank cannot go on without.
+        raises: end the process: where other ranks go on with drafts of their own, this rank cannot go on without.
     """
 
     #: Failures of all guards of this process.
@@ -58,15 +65,19 @@ class Guard:
         return None if found is None else self(lambda: found, context)
 
     def run(self, call: Callable[[], T]) -> T | None:
-        """Return the result of ``call``, None if it raises and ``raises`` is not set."""
+        """Return the result of ``call``, None if it raises and ``raises`` is not set.
+
+        Raises:
+            RankFailed: it raises, and ``raises`` is set.
+        """
         try:
             return call()
         except Exception as error:  # third-party code: whatever it raises, the server must keep decoding
             self.failures += 1
             Guard.total_failures += 1
             if self.raises:
-                logger.error("vllm-specplug: proposer %r failed; other ranks may have drafts, so all stop", self.name)
-                raise
+                logger.exception("vllm-specplug: proposer %r failed; other ranks may have drafts: all stop", self.name)
+                raise RankFailed(1) from error
             if self.failures == 1:
                 logger.warning(
                     "vllm-specplug: proposer %r failed; such steps run without its draft (logged once): %s: %s",

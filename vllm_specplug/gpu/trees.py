@@ -101,7 +101,11 @@ class DeviceTrees:
             positions[:, rows] += input_batch.positions[rows] - self._flat_positions[rows]
 
     def stage_for_capture(self, num_reqs: int, width: int, max_model_len: int) -> DeviceTreeRows:
-        """Stage trees of ``width`` rows without a context, to record a CUDA graph of ``num_reqs`` of them."""
+        """Stage trees of ``width`` rows without a context, to record a CUDA graph of ``num_reqs`` of them.
+
+        A replica without requests replays it too, together with others that have some.
+        """
+        self.staged = False  # the positions stay
         self.context_lens.zero_()
         self.tree_start[:num_reqs].copy_(torch.arange(num_reqs, device=self.tree_start.device) * width)
         self.tree_lens.fill_(width)

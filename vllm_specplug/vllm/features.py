@@ -53,6 +53,15 @@ class Setting(NamedTuple):
         """Return the path of our scheduler class, or of what makes it."""
         return SCHEDULER_V2 if self.v2_runner else SCHEDULER
 
+    @property
+    def num_replicas(self) -> int:
+        return self.parallel_config.data_parallel_size
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Return whether all replicas run each forward of the target together, because they share its experts."""
+        return self.num_replicas > 1 and self.model_config.is_moe
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -108,11 +117,10 @@ REFUSED = (
         {"pipeline_parallel_size": 2},
     ),
     Refusal(
-        "data parallelism of mixture-of-experts targets",
-        lambda s: _given(
-            (n := s.parallel_config.data_parallel_size) > 1 and s.model_config.is_moe, f"--data-parallel-size {n}"
-        ),
-        "vLLM runs these replicas in lockstep, but each replica drafts its own number of levels",
+        "mixture of experts with data parallelism on V1",
+        lambda s: _given(s.in_lockstep and not s.v2_runner, f"--data-parallel-size {s.num_replicas}"),
+        "vLLM's CPU backend serves these replicas not even without drafts: it cannot send rows to another replica's "
+        "experts (NotImplementedError in all_gatherv)",
         "start servers of --data-parallel-size 1 behind a load balancer",
         {"data_parallel_size": 2, "model.is_moe": True},
     ),
@@ -213,6 +221,31 @@ def check_features(method: str, setting: Setting) -> None:
     for refusal in REFUSED:
         if (found := refusal.found(setting)) is not None:
             raise ConfigError(refusal.message(method, found))
+
+
+def check_lockstep(options: TreeOptions, drafter: Any, setting: Setting) -> None:
+    """Refuse what lets replicas wait for each other while they draft, or verify trees of different sizes.
+
+    Args:
+        options: ours.
+        drafter: vLLM's model config of the drafter; None: it is no model of vLLM.
+        setting: of replicas in lockstep.
+
+    Raises:
+        ConfigError: with the fix.
+    """
+    found = f"--data-parallel-size {setting.num_replicas}"
+    if options.budget == "measured":
+        raise ConfigError(
+            f"budget='measured' does not work with {found} and a target with experts: its replicas run each step "
+            "together, and each would choose trees of its own: use budget='fixed'"
+        )
+    if drafter is not None and drafter.is_moe:
+        raise ConfigError(
+            f"method {options.method!r}: the drafter {drafter.model!r} has experts, which {found} would spread over "
+            "replicas that draft at different times: use a drafter without experts, or servers of "
+            "--data-parallel-size 1"
+        )
 
 
 def uses_v2_runner(options: TreeOptions) -> bool:

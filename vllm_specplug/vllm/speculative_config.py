@@ -40,6 +40,7 @@ from vllm_specplug.vllm.features import (
     WORKERS,
     Setting,
     check_features,
+    check_lockstep,
     check_options,
     check_tree_attention,
     uses_v2_runner,
@@ -177,11 +178,12 @@ def build(
     _check_keys(given)
     given, trainer = _chosen(given, target_model_config)
     options, on_cpu = parse_options(given), current_platform.is_cpu()
-    if v2 := uses_v2_runner(options):
-        budget = _budget(options, engine_args.kv_transfer_config)
+    v2 = uses_v2_runner(options)
+    setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
+    if v2:
+        budget = _budget(options, setting)
         options = parse_options(with_defaults(given, budget, _max_num_seqs(engine_args, target_parallel_config)))
     _check_vllm(options, on_cpu, v2)
-    setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
     if v2:
@@ -236,6 +238,8 @@ def build(
     )
     if vllm_method == "draft_model":
         check_draft_model(config)
+    if setting.in_lockstep:
+        check_lockstep(options, None if vllm_method == V2_WITHOUT_DRAFTER else config.draft_model_config, setting)
     return config
 
 
@@ -347,9 +351,10 @@ def _stores_drafter(options: TreeOptions, kv_transfer_config: Any) -> bool:
     return kv_transfer_config is not None and drafter is not None and find_method(drafter.method).model.is_vllm_model
 
 
-def _budget(options: TreeOptions, kv_transfer_config: Any) -> str:
+def _budget(options: TreeOptions, setting: Setting) -> str:
     """Return the default budget of the V2 runner; with plain steps a drafter would not read every prompt."""
-    return "fixed" if _stores_drafter(options, kv_transfer_config) else "measured"
+    stores = _stores_drafter(options, setting.engine_args.kv_transfer_config)
+    return "fixed" if stores or setting.in_lockstep else "measured"
 
 
 def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:

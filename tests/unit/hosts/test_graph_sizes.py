@@ -13,7 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu import cudagraph_utils, dp_utils
 
 from vllm_specplug.config import parse_options
 from vllm_specplug.gpu.flash import TreeFlashMetadataBuilder
@@ -231,3 +231,42 @@ def test_control_with_a_raised_limit_the_memory_grows(builder):
     made.compilation_config.max_cudagraph_capture_size = 8192
     found = builder(made, flash_attn.FlashAttentionMetadataBuilder).build(0, batch_of(128, 64))
     assert reserved(found) == 16 * OWN_BYTES == 8589934592
+
+
+# ---- replicas that run each step together
+
+
+def together(monkeypatch, manager, *steps):
+    """What vLLM runs on each replica for its step ``(num_reqs, num_tokens, width)``, as they agree on it."""
+    told = []
+    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
+    answers = [lambda tensor, group: told.append(tensor.clone()), lambda tensor, group: tensor.copy_(sum(told))]
+    for answer in answers:  # first each is heard, then each is told the sum
+        monkeypatch.setattr(dp_utils.dist, "all_reduce", answer)
+        found = [
+            dp_utils.dispatch_cg_and_sync_dp(manager, num_reqs, num_tokens, width, len(steps), rank)[0]
+            for rank, (num_reqs, num_tokens, width) in enumerate(steps)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("most", [5, 200])
+def test_replicas_with_trees_share_a_graph(manager, monkeypatch, most):
+    """Of the batch of the fullest replica; one without requests runs it too, on a tree of its own."""
+    width = 16
+    made = manager(config(256, 8192, width - 1))
+    steps = [(2, 2 * width, width), (most, most * width, width), (1, width, width)]
+    found = together(monkeypatch, made, *steps)
+    assert found[0] == found[1] == found[2]
+    assert found[0].cg_mode == FULL and found[0].uniform_token_count == width
+    assert most <= found[0].num_reqs < max(most * 1.25, most + 1)
+
+
+@pytest.mark.parametrize(("prompt", "num_tokens"), [(100, [640, 640, 640]), (3000, [640, 3000, 16])])
+def test_replicas_with_other_steps_run_without_graphs(manager, monkeypatch, prompt, num_tokens):
+    """While one reads a prompt.  All have as many rows, unless one of them has no graph for its own step."""
+    width = 16
+    made = manager(config(256, 8192, width - 1))
+    found = together(monkeypatch, made, (40, 40 * width, width), (3, prompt, None), (1, width, width))
+    assert {one.cg_mode for one in found} == {CUDAGraphMode.NONE}
+    assert [one.num_tokens for one in found] == num_tokens

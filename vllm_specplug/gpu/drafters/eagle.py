@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetHead, TargetParts
 
 
+def alone(vllm_config: Any) -> Any:
+    """Return the configuration as a single replica has it: a drafter without experts has no part that others share.
+
+    So no draft phase waits for another replica, which may draft another number of levels, or nothing.
+    """
+    config, config.parallel_config = copy.copy(vllm_config), copy.copy(vllm_config.parallel_config)
+    config.parallel_config.data_parallel_size = 1
+    return config
+
+
 class LevelSpeculator(TreeSpeculator):
     """Mixed into a speculator of vLLM whose drafter is a model, in front of it.
 
@@ -32,7 +43,7 @@ class LevelSpeculator(TreeSpeculator):
     options: GrownOptions
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
-        super().__init__(vllm_config, device)
+        super().__init__(alone(vllm_config), device)
         self.init_trees(vllm_config, device, req_states)
         #: Input of the LM head for each request's newest token; ``hidden_states`` holds what its children are fed.
         self.root_scores = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
