@@ -74,23 +74,23 @@ YARN = {
 #: Plain vLLM 0.32 fails on a CPU where it caches prefixes of states: Mamba-2 with prompts of more than a block, and
 #: other layers with seeds of sampled requests, whose prompts it then reads in chunks.
 NO_PREFIXES = {"enable_prefix_caching": False}
-#: A layer of Mamba-2; of each class, those fields that it has.
+#: A layer of Mamba-2; of each class, those fields that it has.  Attention is wide, so that a block holds few tokens.
 MAMBA2 = {
+    "num_key_value_heads": HEADS,
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
     "mamba_d_state": 16,
     "mamba_n_groups": 1,
     "mamba_expand": 2,
-    "head_dim": 32,
+    "head_dim": 64,
 }
-#: vLLM's operator takes linear heads of 128.  The attention is wide, so that a block holds few tokens.
+#: Heads that vLLM's operator does not take.  Attention is wide, so that a block holds few tokens.
 GATED_DELTA = {
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
     "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1,
+    "linear_num_value_heads": 2,
     "head_dim": 256,
-    "num_key_value_heads": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }
 #: The sizes that vLLM's CPU kernels take; with AMX it packs heads in steps of 32.
@@ -205,29 +205,33 @@ ARCHITECTURES = {
     ),
     "Qwen3-Next": Architecture(
         "Qwen3NextConfig",
-        "gated delta rule (in float32 by a reference operator), MoE",
+        "gated delta rule (plain vLLM: a reference), MoE",
         {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
-        num_blocks=8,
+        num_blocks=14,
         plain=NO_PREFIXES,
     ),
     "Qwen3.5": Architecture(
         "Qwen3_5Config",
-        "gated delta rule (in float32 by a reference operator), M-RoPE",
+        "gated delta rule (plain vLLM: a reference), M-RoPE",
         {"layer_types": GATED_DELTA["layer_types"]},
-        num_blocks=8,
+        num_blocks=14,
         options={"language_model_only": True},
         plain=NO_PREFIXES,
     ),
     "Qwen3.5 MoE": Architecture(
         "Qwen3_5MoeConfig",
-        "gated delta rule (in float32 by a reference operator), M-RoPE, MoE",
+        "gated delta rule (plain vLLM: a reference), M-RoPE, MoE",
         {"layer_types": GATED_DELTA["layer_types"], **EXPERTS, "shared_expert_intermediate_size": INTERMEDIATE},
-        num_blocks=8,
+        num_blocks=14,
         options={"language_model_only": True},
         plain=NO_PREFIXES,
     ),
     "Falcon-H1": Architecture(
-        "FalconH1Config", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 128}, plain=NO_PREFIXES
+        "FalconH1Config",
+        "Mamba-2 beside attention",
+        {**MAMBA2, "mamba_d_ssm": 128},
+        num_blocks=14,
+        plain=NO_PREFIXES,
     ),
     "Nemotron-H": Architecture(
         "NemotronHConfig",
@@ -238,8 +242,10 @@ ARCHITECTURES = {
             "mamba_head_dim": 32,
             "ssm_state_size": 16,
             "n_groups": 1,
-            "head_dim": 32,
+            "head_dim": 64,
+            "num_key_value_heads": HEADS,
         },
+        num_blocks=14,
         plain=NO_PREFIXES,
     ),
     "Granite 4": Architecture(

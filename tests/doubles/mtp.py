@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.doubles import tiny
+from tests.doubles import images, tiny
 from tests.doubles.architectures import ARCHITECTURES, EXPERTS, HIDDEN, LAYERS, Architecture, write_target
 
 Tensors = dict[str, torch.Tensor]
@@ -97,6 +97,17 @@ def _write_step(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _qwen(source: str) -> Callable[[Tensors], Tensors]:
+    """Norms of these models add 1 to their weights."""
+
+    def layer(tensors: Tensors) -> Tensors:
+        norms = _norms("mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
+        block = _block(tensors, f"{source}.layers.1.", "mtp.layers.0.")
+        return block | {name: 0 * one for name, one in norms.items()} | {"mtp.fc.weight": _projection(True)}
+
+    return layer
+
+
 GLM = Architecture(
     "Glm4MoeConfig",
     "",
@@ -137,6 +148,8 @@ FAMILIES: dict[str, tuple[Callable[[Path], object], Callable[[Tensors], Tensors]
     "EXAONE MoE": (lambda path: write_target(path, EXAONE), _exaone),
     "HY 3": (lambda path: write_target(path, HY), _hy),
     "Step 3.5": (_write_step, _step),
+    "Qwen3-Next": (lambda path: write_target(path, ARCHITECTURES["Qwen3-Next"]), _qwen("model")),
+    "Qwen3.5": (lambda path: images.write_qwen35(path, {}), _qwen("model.language_model")),
     "DeepSeek-V3": (lambda path: write_target(path, ARCHITECTURES["DeepSeek-V3"]), _glm),
 }
 
@@ -146,6 +159,8 @@ def write_with_mtp(path: Path, family: str) -> Path:
     write, layer = FAMILIES[family]
     write(path)
     config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    if "text_config" in config:
+        config["text_config"]["mtp_num_hidden_layers"] = 1
     if family == "MiMo":
         config["architectures"] = ["MiMoForCausalLM"]
     (path / "config.json").write_text(json.dumps(config))

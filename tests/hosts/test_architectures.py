@@ -106,7 +106,7 @@ def generate(llm: Any, folder: Path, prompts: list[Any], params: Any) -> list[An
     return llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
 
 
-def write_checkpoints(folder: Path, name: str) -> None:
+def write_checkpoints(folder: Path, name: str, with_head: bool = True) -> None:
     """Write target, head and adapter."""
     architecture = ARCHITECTURES[name]
     if name == "Qwen2-VL":
@@ -119,7 +119,8 @@ def write_checkpoints(folder: Path, name: str) -> None:
         model = images.write_qwen35(target, {**architecture.settings} if "MoE" in name else {})
     else:
         model = write_target(target, architecture)
-    write_head(folder / "head", model)
+    if with_head:
+        write_head(folder / "head", model)
     if architecture.weights:
         write_quantised(target, target.rename(folder / "unquantised"), architecture.weights)
     if "enable_lora" in architecture.options:
@@ -168,7 +169,8 @@ def start_trees(start: Callable[..., Any], name: str, folder: Path, method: str)
     architecture, with_head = ARCHITECTURES[name], method == "eagle2"
     speculative = SPECULATIVE[method] | ({"model": str(folder / "head")} if with_head else {})
     num_blocks = architecture.num_blocks
-    if "layer_types" in architecture.settings:  # several groups; the head is one of its own
+    if "layer_types" in architecture.settings or "enable_prefix_caching" in architecture.plain:
+        # Several groups; the head is one of its own.
         num_blocks += 8 if with_head else 4
     return start(
         folder / "target",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.model_executor.models import registry
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.doubles.architectures import ARCHITECTURES, write_head, write_target
@@ -19,7 +20,7 @@ from tests.hosts.conftest import TREE, acceptance_length, make_prompts, runner_o
 from tests.hosts.test_proof import kept_nothing, prove_again  # noqa: F401
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.proof import ProofFailed
-from vllm_specplug.cpu import runner, state_layers, states
+from vllm_specplug.cpu import runner, state_cores, state_layers, states
 from vllm_specplug.cpu.budget import ServingBudget
 from vllm_specplug.cpu.state_layers import hook
 from vllm_specplug.utils import proof_files
@@ -35,6 +36,14 @@ def params(**more: Any) -> list[SamplingParams]:
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40, ignore_eos=True, **more)
         for i in range(len(PROMPTS))
     ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seen_at_once():
+    """vLLM looks at each model class in a new process, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +85,10 @@ def test_a_request_has_one_state(served):
 
 def test_a_measurement_computes_states(served, monkeypatch):
     """The measured budget knows what they cost; the requests' own stay as they are."""
-    found, honest, target = [], state_layers.compute, runner_of(served)
+    found, honest, target = [], state_cores.compute, runner_of(served)
     own = [one for layer in target.state_layers.layers for one in layer.kv_cache]
     before = [one.clone() for one in own]
-    monkeypatch.setattr(state_layers, "compute", lambda *args: (found.append(args), honest(*args)))
+    monkeypatch.setattr(state_cores, "compute", lambda *args: (found.append(args), honest(*args)))
     for rows in (1, 6):
         ServingBudget._run_target(SimpleNamespace(_runner=target), rows)
         assert len(found.pop()[2].rows.rows) == rows and not found
@@ -95,7 +104,7 @@ def wrong_parents(patch):
 
     def faulty(*args):
         rows = honest(*args)
-        levels = [replace(one, parents=one.parents.clamp(max=1)) for one in rows.levels]
+        levels = [replace(one, parents=one.parents.clamp(max=0)) for one in rows.levels]
         return replace(rows, levels=levels)
 
     patch.setattr(runner, "state_rows", faulty)
@@ -112,27 +121,29 @@ def parents_by_place(patch):
 
 
 def not_restored(patch):
-    """The last node leaves its state behind as the request's own."""
-    honest = state_layers.compute
+    """A tree's nodes leave their states behind as the request's own."""
+    honest = state_cores.compute
 
-    def leaving(layer, name, step, core, inputs, output):
-        last = []
+    def leaving(name, own, step, core, inputs, output):
+        def watched(sequences, before, after, *rest):
+            core(sequences, before, after, *rest)
+            if after is not own:
+                for one, new in zip(own, after, strict=True):
+                    one[step.blocks] = new[-1]
 
-        def watched(*args):
-            core(*args)
-            last[:] = [one[-1].clone() for one in layer.kv_cache]
+        honest(name, own, step, watched, inputs, output)
 
-        honest(layer, name, step, watched, inputs, output)
-        for one, new in zip(layer.kv_cache, last, strict=True):
-            one[step.blocks] = new
-
-    patch.setattr(state_layers, "compute", leaving)
+    patch.setattr(state_cores, "compute", leaving)
 
 
 def shifted_window(patch):
-    """The convolution sees the inputs one token too late."""
-    honest = states.copies
-    patch.setattr(states, "copies", lambda *args: (honest(*args)[0].roll(1, 1), *honest(*args)[1:]))
+    """The convolution of tree rows sees the inputs one token too late."""
+    honest = states._compute_rows
+
+    def faulty(core, sequences, before, after, *rest):
+        honest(core, sequences, before if before is after else [before[0].roll(1, 1), *before[1:]], after, *rest)
+
+    patch.setattr(states, "_compute_rows", faulty)
 
 
 def not_committed(patch):

@@ -7,7 +7,8 @@ from vllm import SamplingParams
 from vllm.model_executor.models import registry
 
 from tests.doubles import mtp
-from tests.doubles.architectures import ARCHITECTURES
+from tests.doubles.architectures import ARCHITECTURES, Architecture
+from tests.doubles.gated_delta import in_float32
 from tests.hosts.conftest import (
     WHOLE,
     acceptance_length,
@@ -28,10 +29,11 @@ def seen_at_once():
     """vLLM looks at each model class in a new process, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        in_float32(patch)
         yield
 
 
-MORE = ("EXAONE MoE", "HY 3")
+MORE = ("EXAONE MoE", "HY 3", "Qwen3-Next", "Qwen3.5")
 
 
 @pytest.fixture(
@@ -45,11 +47,12 @@ def target(request, checkpoints, tmp_path_factory) -> str:
 
 def test_same_as_plain(engine, target, expert_group):
     """Too few KV blocks, chunked prefill, then prompts that continue answers."""
-    other = ARCHITECTURES[target].plain if target in ARCHITECTURES else {}
-    plain = engine(target=target, **SETTINGS, **other)
+    architecture = ARCHITECTURES.get(target, Architecture("", ""))
+    settings = {**SETTINGS, **architecture.options}
+    plain = engine(target=target, **settings, **architecture.plain)
     expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
     scarce = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64}
-    llm = engine(target=target, speculative_config=TREE, **scarce, **SETTINGS)
+    llm = engine(target=target, speculative_config=TREE, **scarce, **settings)
     assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
     assert counters(llm)["preemptions"] > 0
     assert acceptance_length(llm) > 1.2

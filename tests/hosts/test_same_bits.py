@@ -14,15 +14,17 @@ from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 
-from tests.doubles.architectures import ARCHITECTURES, Architecture, write_target
+from tests.doubles.architectures import ARCHITECTURES, MORE, Architecture, write_target
 from tests.doubles.quantised import FORMATS, write_quantised
 from tests.hosts.conftest import acceptance_length, counters, make_prompts, needs_avx512
 from tests.hosts.test_architectures import CHUNK, SETTINGS, write_checkpoints
 from tests.hosts.test_attention_traits import known  # noqa: F401
 from tests.hosts.test_quantised import ONLINE
 from vllm_specplug.config import ConfigError, parse_options
+from vllm_specplug.cpu import state_cores
 from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.cpu.kernels.cpu_ops import operators
+from vllm_specplug.cpu.kernels.state_scan import gated_delta_reference
 from vllm_specplug.vllm.speculative_config import _check_batch_invariance
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="without the operators vLLM's kernels compute plain rows")
@@ -118,10 +120,7 @@ SCORED = {"logprobs_mode": "raw_logits", "max_logprobs": -1, "speculative_config
 
 def start_knowing(start, folder, name, dtype, **options):
     architecture = ARCHITECTURES[name]
-    num_blocks = architecture.num_blocks + (
-        1 if "enable_prefix_caching" in architecture.plain else 4
-    )  # of states: large
-    scarce = {"num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": CHUNK}
+    scarce = {"num_gpu_blocks_override": architecture.num_blocks + 4, "max_num_batched_tokens": CHUNK}
     settings = {**scarce, **SCORED, "dtype": dtype, **architecture.options, **options}
     adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if (folder / "adapter").exists() else None
     return Asking(start(folder / "target", **settings), adapter)
@@ -143,15 +142,10 @@ def check(asking: Asking, answers: list[list[int]]) -> list[Scored]:
     return plain
 
 
-def keeps_bits(name: str) -> bool:
-    """Whether all bits are kept; docs/same_bits.md names the others, and test_hybrid.py shows what states keep."""
-    return name != "GLM-4.7-Flash" and "enable_prefix_caching" not in ARCHITECTURES[name].plain
-
-
-@pytest.mark.parametrize("name", filter(keeps_bits, ARCHITECTURES))
+@pytest.mark.parametrize("name", [wide(name) if name in MORE else name for name in ARCHITECTURES])
 def test_architectures(tmp_path, start, known, name):  # noqa: F811
     """In bfloat16, with prompts in chunks, preemptions, adapters, windows, sinks, soft caps and M-RoPE."""
-    write_checkpoints(tmp_path, name)
+    write_checkpoints(tmp_path, name, with_head=False)
     asking = start_knowing(start, tmp_path, name, "bfloat16")
     check(asking, known)
     assert int(counters(asking.llm)["preemptions"]) > 0 or "enable_lora" in ARCHITECTURES[name].options
@@ -159,7 +153,7 @@ def test_architectures(tmp_path, start, known, name):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes(tmp_path, start, known, dtype):  # noqa: F811
-    write_checkpoints(tmp_path, "Cohere2")
+    write_checkpoints(tmp_path, "Cohere2", with_head=False)
     check(start_knowing(start, tmp_path, "Cohere2", dtype), known)
 
 
@@ -202,7 +196,7 @@ def test_real_sizes(tmp_path, start, known, name, form, dtype):  # noqa: F811
 
 @pytest.mark.parametrize("chunk", [16, 48, 512])
 def test_chunks(tmp_path, start, known, chunk):  # noqa: F811
-    write_checkpoints(tmp_path, "Granite")
+    write_checkpoints(tmp_path, "Granite", with_head=False)
     plain = check(start_knowing(start, tmp_path, "Granite", "bfloat16"), known)
     other = start_knowing(start, tmp_path, "Granite", "bfloat16", max_num_batched_tokens=chunk, max_num_seqs=1)
     assert num_differing(other.alone(drafts=True), plain) == 0
@@ -211,7 +205,7 @@ def test_chunks(tmp_path, start, known, chunk):  # noqa: F811
 def test_vllms_switch(tmp_path, start, known, monkeypatch):  # noqa: F811
     """Where vLLM would load Triton kernels, which a CPU does not run."""
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
-    write_checkpoints(tmp_path, "Granite")
+    write_checkpoints(tmp_path, "Granite", with_head=False)
     check(start_knowing(start, tmp_path, "Granite", "bfloat16"), known)
     with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT=1 needs linear_rows='all'.*found linear_rows=0"):
         start(tmp_path / "target", speculative_config={**KNOWING, "linear_rows": 0})
@@ -226,8 +220,24 @@ def test_a_runner_that_cannot_keep_it_denies_it(monkeypatch, caplog):
 
 def test_a_sum_in_another_order_is_found(tmp_path, start, known, monkeypatch):  # noqa: F811
     """vLLM's kernel for plain rows: nothing else is different."""
-    write_checkpoints(tmp_path, "Granite")
+    write_checkpoints(tmp_path, "Granite", with_head=False)
     asking = start_knowing(start, tmp_path, "Granite", "bfloat16")
     monkeypatch.setattr(TreeAttentionImpl, "_is_ours", lambda *_: False)
     with pytest.raises(AssertionError, match="with drafts"):
+        check(asking, known)
+
+
+@pytest.mark.wide
+def test_a_prompt_in_another_arithmetic_is_found(tmp_path, start, known, monkeypatch):  # noqa: F811
+    """Of the gated delta rule: a preempted request reads its answer as a prompt."""
+    honest = state_cores.gated_delta
+
+    def other(*args):
+        of_prompts = len(args[0]) > len(args[-1].places)
+        return (gated_delta_reference if of_prompts else honest)(*args)
+
+    write_checkpoints(tmp_path, "Qwen3-Next", with_head=False)
+    monkeypatch.setattr(state_cores, "gated_delta", other)
+    asking = start_knowing(start, tmp_path, "Qwen3-Next", "bfloat16")
+    with pytest.raises(AssertionError, match="drafts"):
         check(asking, known)

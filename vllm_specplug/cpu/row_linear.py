@@ -49,7 +49,7 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
         nonlocal kept_twice, num_ours, num_layers
         num_layers += 1
         weight = layer.weight
-        if operators() is None or _has_kernels_of_its_own(weight):
+        if operators() is None or _has_kernels_of_its_own(weight, max_rows == ALL_ROWS):
             honest(layer, remove_weight)
             return
         packed, num_bytes, linear = None, 0, None
@@ -82,15 +82,18 @@ def row_linear_layers(max_rows: int | str, is_bounded: bool = True, dtype: torch
         logger.info("linear_rows=%s: our operator computes %d of %d linear layers", max_rows, num_ours, num_layers)
 
 
-def _has_kernels_of_its_own(weight: torch.Tensor) -> bool:
-    """Whether vLLM has kernels for this weight that may be faster than ours: with AMX, or on Zen with zentorch."""
+def _has_kernels_of_its_own(weight: torch.Tensor, all_rows: bool) -> bool:
+    """Whether vLLM has kernels for this weight that may be faster than ours: with AMX, or on Zen with zentorch.
+
+    Those with AMX do not keep bits, so for all rows ours are taken.
+    """
     if not hasattr(torch.ops._C, "onednn_mm"):
         return True
     if weight.is_meta or weight.ndim != 2 or weight.dtype not in DTYPES or not weight.is_contiguous():
         return True
     is_zen: Any = getattr(current_platform, "is_zen_cpu", lambda: False)
     if weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return not uses_tiles(weight)
+        return not all_rows and not uses_tiles(weight)
     return is_zen() or utils.check_cpu_sgl_kernel(*weight.shape, weight.dtype)
 
 

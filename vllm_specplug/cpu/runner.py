@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
 from vllm_specplug.cpu.greedy_head import GreedyHead
 from vllm_specplug.cpu.kernels import greedy_walk
 from vllm_specplug.cpu.kv import KeptRows
+from vllm_specplug.cpu.place_free import PlaceFree
 from vllm_specplug.cpu.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import attach_drafts
@@ -166,6 +168,10 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
             return step
         scheduled, context_lens = self._scheduled, self.input_batch.num_computed_tokens_cpu_tensor
         return replace(step, states=state_rows(parents, step.tree.num_rows, step.row_start, scheduled, context_lens))
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with PlaceFree() if self.model_config.enforce_eager else nullcontext():
+            return super()._model_forward(*args, **kwargs)
 
     def _move_positions(self, step: Step) -> None:
         """Rewrite the positions of tree rows; vLLM has derived their cache slots from the flat ones."""

@@ -1,16 +1,16 @@
 """Recurrent states in a step with trees: the state of a node continues its parent's.
 
-The rows of one depth are so many plain decodes: each runs on a copy of its parent's state, by vLLM's own decode kernel,
-so that a row has the bits of plain decoding.  Copies live in one layer, for two depths.  A request's own state stays as
-it is in the forward.  The commit then decodes the accepted rows anew, on the request's own state: only the inputs of
-the layer are kept per node, not states.  So a rejected row leaves nothing behind, and vLLM's state slots for draft
-tokens are not needed.
+The rows of one depth are sequences of one row: each continues a state of the depth before, and writes a new one.
+States live in one layer, for two depths.  A request's own state stays as it is in the forward.  The commit then runs
+the accepted rows anew, on the request's own state: only the inputs of the layer are kept per node, not states.  So a
+rejected row leaves nothing behind, and vLLM's state slots for draft tokens are not needed.
+
+Rows of prompts, of plain decoding and of trees have one arithmetic: ``kernels/state_scan.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,14 @@ import numpy as np
 import torch
 
 from vllm_specplug.core.tree import depths_from_parents
+from vllm_specplug.cpu.kernels.state_scan import Sequences
 
-#: ``core(metadata, inputs, output)`` computes a layer's convolution and recurrence for the rows of ``inputs``.
-Core = Callable[[Any, Sequence[torch.Tensor], torch.Tensor], None]
+#: The states of a layer: ``[num_places, ...]`` each.
+States = Sequence[torch.Tensor]
+
+#: ``core(sequences, before, after, inputs, output)`` computes a layer's convolution and recurrence for the rows of
+#: ``inputs``.  Sequences begin with states of ``before``, and leave theirs in ``after``.
+Core = Callable[[Sequences, States, States, Sequence[torch.Tensor], torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class StateLevel:
 
     Attributes:
         rows: int64 ``[num_rows]``; in the flat batch.
-        parents: int64 ``[num_rows]``; place of the parent's state: 1 + its row in the level before; 0 for roots.
+        parents: int64 ``[num_rows]``; the parent's row in the level before; 0 for roots.
     """
 
     rows: torch.Tensor
@@ -120,83 +125,75 @@ def _levels(
         at = depth_of == depth
         above = place[request[at], parents[request[at], row[at]]] if depth else np.zeros(int(at.sum()), np.int64)
         levels.append(StateLevel(torch.from_numpy(flat[at]), torch.from_numpy(above)))
-        place[request[at], row[at]] = 1 + np.arange(len(above))
+        place[request[at], row[at]] = np.arange(len(above))
     return levels
 
 
 @dataclass(frozen=True)
 class StateStep:
-    """What the layers of one KV cache group compute in a step with trees.
+    """What the layers of one KV cache group compute in a step.
 
     Attributes:
-        rows: of the step.
-        others: vLLM's metadata of the requests without a tree; None if there are none.
+        others: the requests without a tree, in the order of their rows.
+        rows: of the step; None if it has no trees, and ``others`` are all its rows.
         blocks: int64 ``[num_trees]``; where the roots' parents have their states.
-        levels: vLLM's metadata of each level, on states ``1 ... num_rows`` of a copy.
         inputs: by layer name, what the commit needs of it: inputs ``[num_tree_rows, ...]``, and an empty output.
     """
 
-    rows: StateRows
-    others: Any
+    others: Sequences
+    rows: StateRows | None
     blocks: torch.Tensor
-    levels: Sequence[Any]
     inputs: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def levels(self) -> list[tuple[torch.Tensor, Sequences]]:
+        """Return the rows of each level, and what they continue, in states of the level before."""
+        assert self.rows is not None
+        sources = [level.parents if depth else self.blocks for depth, level in enumerate(self.rows.levels)]
+        places = [torch.arange(len(level.rows)) for level in self.rows.levels]
+        return [
+            (level.rows, Sequences.single(*both))
+            for level, *both in zip(self.rows.levels, sources, places, strict=True)
+        ]
 
 
 def compute(
-    layer: Any, name: str, step: StateStep, core: Core, inputs: Sequence[torch.Tensor], output: torch.Tensor
+    name: str, own: States, step: StateStep, core: Core, inputs: Sequence[torch.Tensor], output: torch.Tensor
 ) -> None:
     """Compute all rows of a layer.
 
     Args:
-        layer: with its states, ``kv_cache``.
         name: of the layer.
+        own: its states, those of the requests.
         step: of its group.
         core: of the layer.
         inputs: ``[num_tokens, ...]`` each.
         output: ``[num_tokens, ...]``; written in place.
     """
-    if step.others is not None:
-        _compute_rows(core, step.others, inputs, output, step.rows.other_rows)
+    if step.rows is None:
+        rows = slice(int(step.others.starts[-1]))
+        return core(step.others, own, own, [one[rows] for one in inputs], output[rows])
+    if len(step.others.places):
+        _compute_rows(core, step.others, own, own, inputs, output, step.rows.other_rows)
     step.inputs[name] = (*(one[step.rows.rows] for one in inputs), output.new_empty(0, *output.shape[1:]))
-    states, places = layer.kv_cache, step.blocks
-    for depth, (level, metadata) in enumerate(zip(step.rows.levels, step.levels, strict=True)):
-        states = copies(states, level.parents if depth else places)
-        with own_states(layer, states):
-            _compute_rows(core, metadata, inputs, output, level.rows)
-
-
-def copies(states: Sequence[torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copy states to places from 1 on; vLLM's kernels skip place 0.
-
-    Args:
-        states: ``[num_places, ...]`` each.
-        places: int64 ``[num_rows]``; of the states to copy.
-    """
-    copied = []
-    for one in states:
-        new = one.new_empty(len(places) + 1, *one.shape[1:])
-        new[1:] = one[places]
-        copied.append(new)
-    return tuple(copied)
-
-
-@contextmanager
-def own_states(layer: Any, states: tuple[torch.Tensor, ...]):
-    """Let a layer read and write these states inside the context."""
-    kept, layer.kv_cache = layer.kv_cache, states
-    try:
-        yield
-    finally:
-        layer.kv_cache = kept
+    before = own
+    for rows, sequences in step.levels():
+        after = [one.new_empty(len(rows), *one.shape[1:]) for one in before]
+        _compute_rows(core, sequences, before, after, inputs, output, rows)
+        before = after
 
 
 def _compute_rows(
-    core: Core, metadata: Any, inputs: Sequence[torch.Tensor], output: torch.Tensor, rows: torch.Tensor
+    core: Core,
+    sequences: Sequences,
+    before: States,
+    after: States,
+    inputs: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    rows: torch.Tensor,
 ) -> None:
     """Compute some rows: int64 ``[num_rows]``."""
-    part = torch.zeros(len(rows), *output.shape[1:], dtype=output.dtype)
-    core(metadata, [one[rows] for one in inputs], part)
+    part = output.new_empty(len(rows), *output.shape[1:])
+    core(sequences, before, after, [one[rows] for one in inputs], part)
     output[rows] = part
 
 
@@ -205,36 +202,31 @@ def commit_states(
     source_rows: torch.Tensor,
     layers: Mapping[str, tuple[Any, Core]],
     block_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    decodes: Callable[[torch.Tensor], Any],
 ) -> None:
-    """Decode the accepted rows on the requests' own states.
+    """Run the accepted rows on the requests' own states.
+
+    Where an accepted path goes on in the next block, the state at the block's end stays there, for cached prefixes.
 
     Args:
-        step: of the group.
+        step: of the group, with trees.
         source_rows: int64 ``[num_reqs, max_emitted]``; see ``StepPlan``.
         layers: the group's: layer and core, by name.
-        block_of: returns the blocks of tokens, from requests and positions, int64 ``[num_rows]`` both.
-        decodes: returns vLLM's metadata for decodes of one token on the states in these blocks.
+        block_of: returns the blocks of tokens, from requests and positions, int64 ``[num_trees, max_emitted]`` both.
     """
     rows, paths = step.rows, source_rows[step.rows.requests]
-    before = step.blocks
-    for depth in range(paths.shape[1]):
-        goes_on = paths[:, depth] >= 0
-        if not goes_on.any():
-            return
-        requests, flat = rows.requests[goes_on], paths[goes_on, depth]
-        blocks = block_of(requests, rows.contexts[goes_on] + depth)
-        places, metadata = torch.searchsorted(rows.rows, flat), decodes(blocks)
+    accepted, depths = paths >= 0, torch.arange(paths.shape[1])
+    positions = rows.contexts.unsqueeze(1) + torch.where(accepted, depths, 0)
+    blocks = block_of(rows.requests.unsqueeze(1).expand_as(positions), positions)
+    in_first = blocks == step.blocks.unsqueeze(1)
+    for part in (accepted & in_first, accepted & ~in_first):
+        if not part.any():
+            continue
+        counts, last = part.sum(1), (depths * part).amax(1, keepdim=True)
+        goes_on = counts > 0
+        starts = torch.cat([counts.new_zeros(1), counts[goes_on].cumsum(0)])
+        sequences = Sequences(starts, step.blocks[goes_on], blocks.gather(1, last).squeeze(1)[goes_on])
+        kept = torch.searchsorted(rows.rows, paths[part])
         for name, (layer, core) in layers.items():
-            _move(layer.kv_cache, before[goes_on], blocks)
             *inputs, output = step.inputs[name]
-            core(metadata, [one[places] for one in inputs], output.new_empty(len(places), *output.shape[1:]))
-        before = before.masked_scatter(goes_on, blocks)
-
-
-def _move(states: Sequence[torch.Tensor], before: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copy the states of requests that come to another block: int64 ``[num_rows]`` both."""
-    moved = before != blocks
-    if moved.any():
-        for one in states:
-            one[blocks[moved]] = one[before[moved]]
+            own = layer.kv_cache
+            core(sequences, own, own, [one[kept] for one in inputs], output.new_empty(len(kept), *output.shape[1:]))

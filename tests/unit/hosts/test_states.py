@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_specplug.cpu.kernels.state_scan import Sequences
 from vllm_specplug.cpu.states import StateStep, commit_states, compute, state_rows
 
 #: Rows of each request in the forward: a tree, a prompt, a tree, a root, a prompt with drafts that do not count.
@@ -30,7 +31,7 @@ def test_rows_are_sorted(rows):
     assert rows.requests.tolist() == [0, 2] and rows.contexts.tolist() == [10, 7]
     assert rows.rows.tolist() == [0, 1, 2, 3, 4, 5, 11, 12, 13, 14]
     assert [level.rows.tolist() for level in rows.levels] == [[0, 11], [1, 2, 12], [3, 4, 5, 13, 14]]
-    assert [level.parents.tolist() for level in rows.levels] == [[0, 0], [1, 1, 2], [1, 1, 2, 3, 3]]
+    assert [level.parents.tolist() for level in rows.levels] == [[0, 0], [0, 0, 1], [0, 0, 1, 2, 2]]
     assert rows.others.tolist() == [1, 3, 4] and rows.other_lens.tolist() == [5, 1, 5]
     assert rows.other_rows.tolist() == [*range(6, 11), 15, *range(16, 21)]
 
@@ -45,11 +46,15 @@ def update(state: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return 1.5 * state + value
 
 
-def core(layer, metadata, inputs, output):
-    """A decode of one row for each place of ``metadata``."""
-    (values,), (states,) = inputs, layer.kv_cache
-    states[metadata] = update(states[metadata], values)
-    output.copy_(states[metadata])
+def core(sequences, before, after, inputs, output):
+    """Sequences of one number per row."""
+    (values,) = inputs
+    for rows, source, place in sequences:
+        state = before[0][source] if source >= 0 else torch.zeros(1, dtype=torch.float64)
+        for row in rows:
+            state = update(state, values[row])
+            output[row : row + 1] = state
+        after[0][place] = state
 
 
 @pytest.fixture
@@ -58,9 +63,10 @@ def layer():
 
 
 def run(layer, rows, blocks, values):
-    step = StateStep(rows, None, blocks, [torch.arange(1, 1 + len(level.rows)) for level in rows.levels])
-    output = torch.zeros(len(values), 1, dtype=torch.float64)
-    compute(layer, "one", step, lambda *args: core(layer, *args), (values,), output)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.other_lens.cumsum(0)])
+    others = Sequences(starts, torch.tensor([-1, 10, 11]), torch.tensor([9, 10, 11]))
+    step, output = StateStep(others, rows, blocks), torch.zeros(len(values), 1, dtype=torch.float64)
+    compute("one", layer.kv_cache, step, core, (values,), output)
     return step, output
 
 
@@ -75,7 +81,19 @@ def test_a_node_continues_its_parent(layer, rows):
             flat = int(ROW_START[request]) + row
             found.append(update(before[blocks[tree]] if parent < 0 else found[parent], values[flat]))
             assert torch.equal(output[flat], found[row])
-    assert torch.equal(layer.kv_cache[0], before)  # until the commit
+    assert torch.equal(layer.kv_cache[0][:9], before[:9])  # until the commit
+
+
+def test_other_requests_run_beside_trees(layer, rows):
+    values = torch.randn(int(LAST[-1]), 1, dtype=torch.float64)
+    before = layer.kv_cache[0].clone()
+    _, output = run(layer, rows, torch.tensor([3, 5]), values)
+    for rows_of, start, place in ((range(6, 11), torch.zeros(1), 9), (range(15, 16), before[10], 10)):
+        state = start.double()
+        for row in rows_of:
+            state = update(state, values[row])
+            assert torch.equal(output[row], state)
+        assert torch.equal(layer.kv_cache[0][place], state)
 
 
 @pytest.mark.parametrize("block_size", [100, 4])
@@ -91,7 +109,7 @@ def test_commit_follows_the_accepted_path(layer, rows, block_size):
     before = layer.kv_cache[0].clone()
     sources = torch.full((5, 3), -1)
     sources[0], sources[2, :2] = torch.tensor([0, 2, 5]), torch.tensor([11, 12])
-    commit_states(step, sources, {"one": (layer, lambda *args: core(layer, *args))}, block_of, lambda blocks: blocks)
+    commit_states(step, sources, {"one": (layer, core)}, block_of)
     expected = before.clone()
     for request, path in ((0, [0, 2, 5]), (2, [11, 12])):
         context = int(CONTEXTS[request])

@@ -137,6 +137,19 @@ TORCH_LIBRARY_FRAGMENT(SPECPLUG_NAMESPACE, m) {
   m.impl("row_linear_pack", cpu, &row_linear_pack);
 
   m.def(
+      "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor before, Tensor(a!) after, Tensor starts, Tensor sources, "
+      "Tensor places, bool activates) -> Tensor",
+      &causal_conv);
+  m.def(
+      "gated_delta(Tensor query, Tensor key, Tensor value, Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor before, "
+      "Tensor(a!) after, Tensor starts, Tensor sources, Tensor places) -> Tensor",
+      &gated_delta);
+  m.def(
+      "mamba2_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor d, Tensor dt_bias, Tensor before, "
+      "Tensor(a!) after, Tensor starts, Tensor sources, Tensor places) -> Tensor",
+      &mamba2_scan);
+
+  m.def(
       "tree_attention(Tensor query, Tensor(a!) output, Tensor kv_cache, int layout, Tensor block_table, "
       "Tensor context_lens, Tensor query_start, Tensor query_lens, Tensor tree_key, Tensor tree_value, "
       "Tensor tree_start, Tensor tree_lens, Tensor mask, float scale, float value_scale, Tensor(b!)? kept, int window, "

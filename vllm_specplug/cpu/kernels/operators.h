@@ -97,6 +97,20 @@ void causal_attention(const at::Tensor& query, at::Tensor output, const at::Tens
                       const at::Tensor& block_table, const at::Tensor& seq_lens, const at::Tensor& query_start,
                       const at::Tensor& query_lens, double scale, double value_scale, int64_t window, double soft_cap,
                       const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& slopes, int64_t local = 0);
+
+// Recurrent states.
+at::Tensor causal_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       const at::Tensor& before, const at::Tensor& after, const at::Tensor& starts,
+                       const at::Tensor& sources, const at::Tensor& places, bool activates);
+at::Tensor gated_delta(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& a,
+                       const at::Tensor& b, const at::Tensor& a_log, const at::Tensor& dt_bias, const at::Tensor& before,
+                       const at::Tensor& after, const at::Tensor& starts, const at::Tensor& sources,
+                       const at::Tensor& places);
+at::Tensor mamba2_scan(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& a, const at::Tensor& b,
+                       const at::Tensor& c, const at::Tensor& d, const at::Tensor& dt_bias, const at::Tensor& before,
+                       const at::Tensor& after, const at::Tensor& starts, const at::Tensor& sources,
+                       const at::Tensor& places);
+
 void write_rows(const at::Tensor& kept, at::TensorList kv_caches, int64_t layout, const at::Tensor& rows, const at::Tensor& slots);
 
 } // namespace specplug

@@ -177,6 +177,8 @@ class Driver(ABC):
         output = SchedulerOutput.make_empty()
         output.finished_req_ids = set(self._open)
         self.worker.execute_model(output)
+        for request_id in self._open:  # vLLM forgets where states are in steps with rows only
+            getattr(self.runner, "mamba_state_idx", {}).pop(request_id, None)
         self._open, self._ended = set(), set()
 
     def _schedule(self, parts: Sequence[Part]) -> SchedulerOutput:
