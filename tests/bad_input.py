@@ -53,8 +53,8 @@ COMMANDS = (
     Case("bench --questions DIR/questions.jsonl --methods plain,magic", "magic"),
     Case("bench --questions DIR/questions.jsonl --max-tokens 0", "--max-tokens must be at least 1"),
     Case("bench --questions DIR/questions.jsonl --target DIR/nowhere", "there is no config.json"),
-    Case("report DIR/nowhere.json", "cannot be read: No such file"),
-    Case("report DIR/text.txt", "is not one JSON object"),
+    Case("bench --table DIR/nowhere.json", "cannot be read: No such file"),
+    Case("bench --table DIR/text.txt", "is not one JSON object"),
     Case("top http://127.0.0.1:1", "Connection refused"),
     Case("inspect DIR/nowhere", "does not exist"),
     Case("inspect DIR/empty", "has no config.json"),
@@ -64,7 +64,6 @@ COMMANDS = (
     Case("train hass --target DIR/target --out DIR/out --lr -1", "--lr must be above 0"),
     Case("train hass --target DIR/target --out DIR/out", "give --prompts"),
     Case("train medusa --target DIR/target --out DIR/out --lr fast", "invalid float value: 'fast'"),
-    Case("calibrate cost --max-num-seqs 0", "--max-num-seqs must be at least 1"),
 )
 
 #: Configurations: the engine does not start, and ``vllm serve`` ends with the message and exit code 1.

@@ -74,7 +74,7 @@ WORKS = (
         "tensor parallelism",
         "tests/hosts/test_tensor_parallel.py::test_same_as_plain",
         "V2: eagle2, lookup, unions",
-        v2="tests/v2/test_tensor_parallel.py::test_reduced_vocabulary",
+        v2="tests/v2/test_tensor_parallel.py::test_measured_budget_and_a_reduced_vocabulary",
     ),
     Support(
         "Ray executor",

@@ -28,7 +28,7 @@ from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.ledger import Ledger
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
-from vllm_specplug.proposers.swift.state import SwiftState, expected_speedup
+from vllm_specplug.proposers.swift.state import SwiftState
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.smollm2 import prepare
 from vllm_specplug.vllm.probes.bench_worker import prompts_of
@@ -104,6 +104,17 @@ class Engine:
             drafter._optimise = honest
             self.drafting(True)
         return found
+
+
+def expected_speedup(tokens_per_step: float, acceptance: float, skip_ratio: float) -> float:
+    """Return ``M alpha / ((M - 1) c + alpha)`` with ``c = 1 - r``, the relative cost of a draft (SWIFT, equation 6).
+
+    Args:
+        tokens_per_step: ``M``, including the bonus token.
+        acceptance: ``alpha``, accepted tokens per drafting forward.
+        skip_ratio: ``r``.
+    """
+    return tokens_per_step * acceptance / ((tokens_per_step - 1) * (1 - skip_ratio) + acceptance)
 
 
 def search_part(engine: Engine, texts: list[str], held_out: list[str], steps: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,8 @@ import torch
 
 from benchmarks.papers.reproductions import Figures, offline_parser, run_script, write
 from vllm_specplug.config import resolve_drafter
-from vllm_specplug.proposers.medusa.calibrate import best_dense, interpolate
 from vllm_specplug.proposers.medusa.ranks import MeasuredProbabilities, load_for_ranking, rank_answers, simulate_tau
-from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, dense_paths, grow
+from vllm_specplug.proposers.medusa.sparse_tree import MAX_RANKS, Paths, grow
 from vllm_specplug.proposers.training.answers import content_hash, read_answers
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 
@@ -37,6 +36,56 @@ SOURCE = "Medusa (arXiv 2401.10774, {})"
 DENSE, DRAWS = (8, 16, 32, 64, 128, 255), 20
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
 PRIOR = 30.0  # as in ``specplug calibrate medusa``
+
+
+def dense_paths(widths: Sequence[int]) -> Paths:
+    """The dense tree in which each node at depth ``k`` has the next head's best ``widths[k]`` guesses as children."""
+    paths: list[tuple[int, ...]] = []
+    level: list[tuple[int, ...]] = [()]
+    for width in widths:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    return tuple(paths)
+
+
+def dense_widths(num_heads: int, max_nodes: int, num_ranks: int = MAX_RANKS) -> list[tuple[int, ...]]:
+    """Widths of the dense trees of at most ``max_nodes`` nodes whose last level cannot be wider."""
+    found: list[tuple[int, ...]] = []
+
+    def extend(widths: tuple[int, ...], level: int, left: int) -> None:
+        largest = min(num_ranks, left // level)
+        if len(widths) == num_heads or largest == 0:
+            found.append(widths)
+            return
+        for width in range(largest if len(widths) == num_heads - 1 else 1, largest + 1):
+            extend((*widths, width), level * width, left - level * width)
+
+    extend((), 1, max_nodes)
+    return found
+
+
+def best_dense(growing: list[torch.Tensor], held_out: list[torch.Tensor], max_nodes: int) -> dict:
+    """The dense tree that accepts most on the growing half: its widths by level, its nodes and its held-out tau."""
+    rows = torch.cat(growing)
+
+    def accepted(widths: tuple[int, ...]) -> int:
+        hits = (rows[:, : len(widths)] >= 0) & (rows[:, : len(widths)] < torch.tensor(widths))
+        return int(hits.cumprod(dim=1).sum())
+
+    widths = max(dense_widths(rows.shape[1], max_nodes), key=accepted)
+    paths = dense_paths(widths)
+    return {"widths": list(widths), "nodes": len(paths), "held_out_tau": round(simulate_tau(held_out, paths), 4)}
+
+
+def interpolate(table: dict[int, float], rows: int) -> float:
+    """Interpolate linearly between the points of `table`; beyond its ends, extend the nearest segment."""
+    points = sorted(table.items())
+    if len(points) == 1:
+        return points[0][1]
+    (x0, y0), (x1, y1) = next(
+        (pair for pair in zip(points, points[1:], strict=False) if rows <= pair[1][0]), points[-2:]
+    )
+    return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
 
 
 def random_widths(num_heads: int, most: int, draw: random.Random) -> tuple[int, ...]:

@@ -18,14 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.end_to_end.swift import TASKS, Engine
+from benchmarks.end_to_end.swift import TASKS, Engine, expected_speedup
 from benchmarks.papers.reproductions import Figures, gain, gain_text, run_script, write
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.proposers.swift import drafting
 from vllm_specplug.proposers.swift.layer_set import LayerSet
 from vllm_specplug.proposers.swift.options import SwiftOptions
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions
-from vllm_specplug.proposers.swift.state import expected_speedup
 
 NODES, DEPTH = 128, SwiftOptions.draft_depth
 SOURCE = "SWIFT (arXiv 2410.06916, {})"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.budget.calibration import OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.budget.calibration import OnlineLogistic
 from vllm_specplug.core.outcomes import find_outcomes
 from vllm_specplug.core.pool import DraftPool
 from vllm_specplug.proposers.lookup.matches import Matches
@@ -40,12 +40,10 @@ class MatchLearner:
 
     Attributes:
         calibration: the models of ``SCOPES``.
-        reliability: compares estimates with outcomes.
     """
 
     def __init__(self) -> None:
         self.calibration = OnlineLogistic(np.array([START_WEIGHTS[scope] for scope in SCOPES]))
-        self.reliability = Reliability()
 
     def value(
         self, matches: Matches, request_features: np.ndarray, pool_rows: np.ndarray, num_rows: int
@@ -91,7 +89,6 @@ class MatchLearner:
             ends,
         )
         nodes, _, accepted = found
-        models, features, log_odds = valued.of_nodes(nodes)
-        self.reliability.add(sigmoid(log_odds), accepted)
+        models, features, _ = valued.of_nodes(nodes)
         self.calibration.learn(models, features, accepted)
         return found

@@ -7,7 +7,6 @@ along known answers give the tau of any tree without decoding (Medusa, section 2
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 import torch
 
@@ -15,7 +14,6 @@ from ..eagle2.checkpoint import target_ids
 from ..training.evaluate import Acceptance
 from ..training.features import FeatureSet
 from .checkpoint import load_medusa, validate_medusa
-from .drafting import choose_tree
 from .heads import MedusaHeads, heads_from_state
 from .sparse_tree import MAX_RANKS, Paths
 
@@ -134,46 +132,6 @@ def simulate_tau(ranks: list[torch.Tensor], paths: Paths) -> float:
             depth = 0
             while depth < len(rows[position]) and tuple(rows[position][: depth + 1]) in order:
                 depth += 1
-            accepted, steps = accepted + depth, steps + 1
-            position += depth + 1
-    return 1 + accepted / max(steps, 1)
-
-
-@torch.no_grad()
-def simulate_dynamic_tau(
-    heads: MedusaHeads,
-    data: FeatureSet,
-    draft_head: torch.Tensor,
-    draft_ids: torch.Tensor,
-    sequences: Iterable[int],
-    num_nodes: int,
-    draft_top_k: int,
-) -> float:
-    """tau of greedy decoding with trees that are chosen anew in each step (`drafting.choose_tree`).
-
-    heads, data, draft_head, draft_ids: as in `rank_answers`; sequences: indices of the answers to decode.
-    """
-    draft_heads = draft_head if draft_head.dim() == 3 else draft_head.expand(heads.num_heads, -1, -1)
-    accepted = steps = 0
-    for i in sequences:
-        start, end = int(data.starts[i]), int(data.starts[i] + data.lengths[i])
-        first = start + max(int(data.prompt_lengths[i]) - 1, 0)
-        inputs = heads(data.features[first : end - 2].to(heads.weight)).transpose(0, 1).to(draft_heads.dtype)
-        logits = (inputs @ draft_heads.mT).transpose(0, 1)  # [rows, heads, draft_vocab]
-        roots = data.ids[first + 1 : end - 1]
-        tree = choose_tree(roots, logits, draft_ids, num_nodes=num_nodes, draft_top_k=draft_top_k).tree
-        children = [
-            {(parent, token): row for row, (parent, token) in enumerate(zip(parents, tokens, strict=True)) if row}
-            for parents, tokens in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
-        ]
-        answer, position = data.ids[first + 1 : end].tolist(), 0
-        while position < len(children):
-            node = children[position].get((0, answer[position + 1]))
-            depth = 0
-            while node is not None:
-                depth += 1
-                following = position + depth + 1
-                node = children[position].get((node, answer[following])) if following < len(answer) else None
             accepted, steps = accepted + depth, steps + 1
             position += depth + 1
     return 1 + accepted / max(steps, 1)

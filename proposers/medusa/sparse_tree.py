@@ -147,32 +147,6 @@ def grow(
     return tuple(paths), values
 
 
-def dense_paths(widths: Sequence[int]) -> Paths:
-    """The dense tree in which each node at depth ``k`` has the next head's best ``widths[k]`` guesses as children."""
-    paths: list[tuple[int, ...]] = []
-    level: list[tuple[int, ...]] = [()]
-    for width in widths:
-        level = [(*path, rank) for path in level for rank in range(width)]
-        paths += level
-    return tuple(paths)
-
-
-def dense_widths(num_heads: int, max_nodes: int, num_ranks: int = MAX_RANKS) -> list[tuple[int, ...]]:
-    """Widths of the dense trees of at most ``max_nodes`` nodes whose last level cannot be wider."""
-    found: list[tuple[int, ...]] = []
-
-    def extend(widths: tuple[int, ...], level: int, left: int) -> None:
-        largest = min(num_ranks, left // level)
-        if len(widths) == num_heads or largest == 0:
-            found.append(widths)
-            return
-        for width in range(largest if len(widths) == num_heads - 1 else 1, largest + 1):
-            extend((*widths, width), level * width, left - level * width)
-
-    extend((), 1, max_nodes)
-    return found
-
-
 def grow_from_accuracies(accuracies: Sequence[Sequence[float]], budget: int) -> tuple[Paths, list[float]]:
     """``grow`` for ``accuracies[k][i]``, the accuracy of head ``k``'s ``i``-th guess (the paper's a_k(i))."""
     return grow(lambda path, rank: accuracies[len(path)][rank], len(accuracies), len(accuracies[0]), budget)

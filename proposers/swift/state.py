@@ -87,17 +87,6 @@ class SwiftState:
             self.save(path)
 
 
-def expected_speedup(tokens_per_step: float, acceptance: float, skip_ratio: float) -> float:
-    """Return ``M alpha / ((M - 1) c + alpha)`` with ``c = 1 - r``, the relative cost of a draft (SWIFT, equation 6).
-
-    Args:
-        tokens_per_step: ``M``, including the bonus token.
-        acceptance: ``alpha``, accepted tokens per drafting forward.
-        skip_ratio: ``r``.
-    """
-    return tokens_per_step * acceptance / ((tokens_per_step - 1) * (1 - skip_ratio) + acceptance)
-
-
 def _read(path: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

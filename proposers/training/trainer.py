@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .evaluate import Acceptance
 from .features import FeatureSet, check_features, target_head
-from .log import TrainingLog, plot_log
+from .log import TrainingLog
 from .loop import SCHEDULES, Batch, interruptible, learning_rate, load_state, make_batch, plan, save_state
 from .options import check_ranges, option
 from .precision import compute_dtype
@@ -218,7 +218,6 @@ class _Run:
                 print(f"dev: {result}")
                 facts |= {"dev_chain_tau": round(result.tau, 4), "dev_alpha": [round(a, 4) for a in result.alphas]}
             task.export(self.out_dir, facts)
-            plot_log(self.out_dir)
         team.barrier()
 
     def _step(self, step: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.budget.calibration import OnlineLogistic, Reliability, sigmoid
+from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.core.outcomes import find_outcomes
 from vllm_specplug.core.pool import DraftPool
 from vllm_specplug.proposers.union.merge import DRAFTED, OMITTED, Merged
@@ -44,12 +44,10 @@ class MergeLearner:
 
     Attributes:
         calibration: a model for each pattern of agreement.
-        reliability: compares estimates with outcomes.
     """
 
     def __init__(self, num_sources: int):
         self.calibration = OnlineLogistic(start_weights(num_sources), memory=3000.0)
-        self.reliability = Reliability()
 
     def value(self, merged: Merged, ratios: np.ndarray) -> ValuedMerge:
         """Estimate nodes.
@@ -93,7 +91,6 @@ class MergeLearner:
             starts,
             ends,
         )
-        self.reliability.add(sigmoid(valued.log_odds[nodes]), accepted)
         self.calibration.learn(valued.patterns[nodes], valued.features[nodes], accepted)
         return nodes, accepted
 

@@ -1,6 +1,6 @@
 """The host's HTTP API with real requests: a server with draft trees answers as the plain one does, also under stress.
 
-Both serve the tiny random model in float32; the one with trees has KV space for a part of the traffic only.
+Both serve the tiny random model in float32 and take adapters; the one with trees has KV space for part of the traffic.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
@@ -18,7 +19,8 @@ import pytest
 from benchmarks.end_to_end import stress
 from tests import bad_input
 from tests.doubles import tiny
-from tests.doubles.servers import tree_server
+from tests.doubles.adapters import write_adapter
+from tests.doubles.servers import post_json, tree_server
 from tests.host_versions import DROPS_TOKENS_BEHIND_STOPS, MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST
 from vllm_specplug.bench.server import Server as MeasuredServer
 from vllm_specplug.cli import cli
@@ -27,6 +29,7 @@ from vllm_specplug.cli.server_process import Server, read_counter
 CONCURRENCY = 32
 #: Tool calls need a parser; without white space every object ends within some tokens.
 OPTIONS = (
+    *("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
 )
@@ -58,10 +61,12 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> dict[str, Server]:
-    folder = tmp_path_factory.mktemp("api")
+def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
+    folder, monkeypatch = tmp_path_factory.mktemp("api"), pytest.MonkeyPatch()
     speculative = stress.write_models(folder)["eagle2"]
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     with stress.pair_of_servers(folder, speculative, CONCURRENCY, OPTIONS) as (trees, plain):
+        monkeypatch.undo()
         yield {"trees": trees, "plain": plain}
 
 
@@ -327,7 +332,7 @@ def test_bench_controls(servers, tmp_path, monkeypatch, spoil):
 
 
 def test_stress(servers, monkeypatch):
-    """``benchmarks/end_to_end/stress.py`` for a minute: the answers are plain decoding's, and nothing is left."""
+    """``benchmarks/end_to_end/stress.py`` for 40 seconds: the answers are plain decoding's, and nothing is left."""
     # It compares all tokens that are handed out, of batches in which requests come and go.
     works = {"stop": DROPS_TOKENS_BEHIND_STOPS, "allowed_token_ids": MASKS_ALLOWED_TOKENS_OF_EACH_REQUEST}
     honest = stress.make_case
@@ -340,8 +345,36 @@ def test_stress(servers, monkeypatch):
         return case
 
     monkeypatch.setattr(stress, "make_case", as_the_host_can)
-    result = stress.stress(servers["trees"], servers["plain"], 60, CONCURRENCY, seed=1)
+    result = stress.stress(servers["trees"], servers["plain"], 40, CONCURRENCY, seed=1)
     assert result["problems"] == []
     assert result["compared"] == result["finished"] > 40 and result["aborted"] > 5
     assert result["figures"]["vllm:num_preemptions_total"] > 0
     assert result["figures"]["vllm:spec_decode_num_accepted_tokens_total"] > 100
+
+
+def complete(server: Server, model: str) -> list[int]:
+    body = {
+        "prompt": [*range(20, 60)],
+        "max_tokens": 32,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return post_json(server, "/v1/completions", model=model, **body)["choices"][0]["token_ids"]
+
+
+def test_adapters_come_and_go(servers, tmp_path):
+    """The last test of the servers: one adapter stays."""
+    paths = {name: str(write_adapter(tmp_path / name, seed)) for seed, name in enumerate(("first", "second"), start=1)}
+    answers, drafts = [], servers["trees"].draft_counters()[0]
+    for server in servers.values():
+        seen = [complete(server, "demo")]
+        for name, path in paths.items():
+            post(server, "/v1/load_lora_adapter", lora_name=name, lora_path=path).close()
+            seen += [complete(server, name), complete(server, "demo")]
+        post(server, "/v1/unload_lora_adapter", lora_name="first").close()
+        answers.append([*seen, complete(server, "second")])
+    trees, plain = answers
+    assert plain[0] == plain[2] and plain[0] != plain[1] != plain[3]
+    assert trees == plain
+    assert servers["trees"].draft_counters()[0] > drafts

@@ -6,6 +6,8 @@ be negative: with AVX-512, vLLM's own linear layers leave freed memory behind (9
 
 from pathlib import Path
 
+import pytest
+
 from vllm_specplug.bench.methods import METHODS, Method
 from vllm_specplug.bench.questions import Question
 from vllm_specplug.bench.workers import Worker
@@ -39,6 +41,7 @@ def memory_mib(method, smollm2, tmp_path) -> dict[str, int]:
         worker.kill()
 
 
+@pytest.mark.wide
 def test_memory(smollm2, tmp_path):
     checkpoint = resolve_drafter(METHODS["eagle2"]["model"]) / "model.safetensors"
     weights_mib = checkpoint.stat().st_size / 2**20

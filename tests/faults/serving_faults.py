@@ -148,9 +148,9 @@ SERVING_FAULTS = [
         "drafts may lose any time",
         "budget",
         "vllm_specplug/budget/choose.py",
-        "        self.left -= min(record.drafting",
-        "        self.left -= 0 * min(record.drafting",
-        UNIT + "budget/test_budget.py::test_time_that_drafts_may_lose",
+        "        self.left -= min(took",
+        "        self.left -= 0 * min(took",
+        UNIT + "budget/test_budget.py::test_the_time_of_drafts_is_charged",
     ),
     Fault(
         "no plain step tells its cost",

@@ -276,11 +276,13 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """End engines inside: vLLM collects garbage twice at the end of each, and looks through all that the tests have
-    made each time."""
+    """End engines inside: vLLM collects garbage twice at the end of each, and Python while so much is freed; each looks
+    through all that the tests have made."""
+    gc.disable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda *_: 0)
         yield
+    gc.enable()
 
 
 def runner_of(llm: Any) -> Any:

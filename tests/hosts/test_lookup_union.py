@@ -18,7 +18,6 @@ from tests.hosts.conftest import (
     unlucky_drafter,
 )
 from vllm_specplug import proposer
-from vllm_specplug.vllm.trace import source_shares
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -89,7 +88,7 @@ def test_batch_of_8(start, prompts, expected, speculative):
 def test_batch_of_1(start, prompts, expected, checkpoints):
     for speculative in (lookup(), union(checkpoints)):
         llm = start(speculative, max_num_seqs=1)
-        assert token_ids(llm.generate(prompts[:10], GREEDY, use_tqdm=False)) == expected[:10]
+        assert token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == expected[:4]
 
 
 def test_seeded_sampling(engine, start, prompts, speculative):
@@ -178,13 +177,11 @@ def test_trace_tells_which_source_earned_what(start, checkpoints, prompts, tmp_p
             assert names and set(names) <= {"eagle2", "lookup"}
         for value, parent in zip(tree["log_values"], tree["parents"][1:], strict=True):
             assert value <= (tree["log_values"][parent - 1] if parent else 0.0)
-    tau, shares = source_shares(path)
-    assert tau > 1.2 and set(shares) == {"eagle2", "lookup"}
-    for share in shares.values():
-        assert share.drafted > share.accepted > share.alone > 0
-    accepted = sum(len(tree["accepted_rows"]) - 1 for tree in trees)
-    assert sum(share.alone for share in shares.values()) <= accepted <= sum(s.accepted for s in shares.values())
-    assert tau == pytest.approx(1 + accepted / len(trees))
+    accepted = [tree["sources"][row - 1] for tree in trees for row in tree["accepted_rows"][1:]]
+    assert len(accepted) > 0.2 * len(trees)
+    for name in ("eagle2", "lookup"):
+        drafted = sum(name in names for tree in trees for names in tree["sources"])
+        assert drafted > sum(name in names for names in accepted) > sum(names == [name] for names in accepted) > 0
 
 
 def test_trace_of_one_source_has_no_sources(start, prompts, tmp_path):

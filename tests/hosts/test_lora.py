@@ -162,6 +162,7 @@ def test_medusa(engine, checkpoints, prompts, mixed, expected, medusa, draft_voc
 
 def test_preemption_and_prefix_hits(engine, plain, prompts, mixed):
     """Requests that go on behind their answers; the cache is keyed by adapter."""
+    prompts, mixed = prompts[:8], mixed[:8]
     long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     first = answers(plain, prompts, mixed, long)
     llm = engine("eagle", **LORA, num_gpu_blocks_override=14)
@@ -175,7 +176,7 @@ def test_preemption_and_prefix_hits(engine, plain, prompts, mixed):
     ]
     expected = answers(plain, grown, mixed)
     outputs = roomy.generate(grown, GREEDY, use_tqdm=False, lora_request=mixed)
-    assert sum(output.num_cached_tokens for output in outputs) >= 16 * 32
+    assert sum(output.num_cached_tokens for output in outputs) >= 8 * 32
     assert token_ids(outputs) == expected
     other = [*mixed[1:], mixed[0]]  # the same prompts with other adapters
     assert answers(roomy, grown, other) == answers(plain, grown, other)
@@ -246,5 +247,5 @@ def test_measured_budget(engine, checkpoints, prompts, mixed, expected):
     assert answers(llm, prompts, mixed) == expected
     serving = runner_of(llm).serving_budget
     assert serving.facts["lora_rank"] == 8
-    serving.measure()
+    serving._measure()
     assert answers(llm, prompts, mixed) == expected

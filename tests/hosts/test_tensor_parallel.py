@@ -233,6 +233,7 @@ def test_both_ranks_take_a_new_version(checkpoints, plain, tmp_path, kind):
 
 @needs_two_cores
 @needs_ray
+@pytest.mark.wide
 def test_ray(checkpoints, plain, tmp_path):
     """Its ranks are not forked: they load the plugin themselves."""
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "budget": "measured"}

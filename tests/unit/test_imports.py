@@ -43,9 +43,7 @@ LAZY_ENTRY_POINTS = {
     "vllm_specplug.proposers.swift": "as above",
     "vllm_specplug.proposers.training.data": "`specplug data` starts an engine that answers the prompts",
     "vllm_specplug.bench.workers": "`specplug bench` starts an engine per method, each in its own process",
-    "vllm_specplug.cli.cost_command": "`specplug calibrate costs` starts an engine in its own process",
     "vllm_specplug.cli.doctor": "`specplug doctor` checks the installed vLLM",
-    "vllm_specplug.utils.step_probe": "benchmarks start engines in their own processes",
 }
 
 

@@ -2,7 +2,8 @@
 
 ``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` of the attention kernels only.
 ``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: all
-rows of one GPU (``REFERENCE``), the largest launches (``LARGEST``) and the small kernels of the others.
+rows of one GPU (``REFERENCE``), the largest launches (``LARGEST``) and the small kernels of others (``FEW``; with
+``--wide`` of all).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120
 HEAD_SIZES = (64, 128, 256)
 #: The GPU that every launch is compiled for, also by the test.
 REFERENCE = 90
+#: GPUs of a test that is not wide: the oldest one and one with the least shared memory are beside the reference.
+FEW = (80, REFERENCE, 120)
 #: Head sizes and case of the launches that need the most of a GPU's registers and shared memory.
 LARGEST = ((128, 256), ("traits",))
 COLUMNS = (
@@ -213,22 +217,23 @@ def draft_kernels(num_reqs: int = 2, top_k: int = 10, depth: int = 8, num_nodes:
     merge_drafts([draft, draft], num_nodes, Merging.make(start_weights(2), [draft, draft], num_reqs))
 
 
-def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
+def compile_all(gpus: Collection[int] = tuple(SHARED_MEMORY), largest_only: bool = False) -> list[dict[str, Any]]:
     """Compile; return a row per kernel.
 
     Args:
+        gpus: their compute capabilities.
         largest_only: of attention, on all GPUs but ``REFERENCE``.
     """
     compiled = Compiled()
     JITFunction.run = lambda self, *args, **kwargs: compiled(self, *args, **kwargs)
-    for capability in SHARED_MEMORY:
+    for capability in gpus:
         compiled.target(capability)
         few = largest_only and capability != REFERENCE
         heads, cases = LARGEST if few else (HEAD_SIZES, tuple(TRAITS))
         for head_size in heads:
             for compiled.case in cases:
                 attention(61, head_size, compiled.case)
-        if capability >= 89:  # vLLM has fp8 caches there
+        if capability >= 89 and (capability == REFERENCE or gpus != FEW):  # vLLM has fp8 caches there
             compiled.case = "fp8"
             attention_over_8_bits()
         if few:
@@ -238,7 +243,7 @@ def compile_all(largest_only: bool = False) -> list[dict[str, Any]]:
     compiled.case = "float16, smallest"
     attention(1, 64, splits=False, dtype=torch.float16)
     compiled.case = ""
-    for capability in SHARED_MEMORY:
+    for capability in gpus:
         compiled.target(capability)
         small_kernels()
         sampling_kernels()
@@ -262,7 +267,8 @@ def main() -> None:
     as_json, short = "--json" in sys.argv, "--short" in sys.argv
     if not as_json and not short:
         print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS))
-    rows = compile_all(largest_only=as_json)
+    gpus = FEW if as_json and "--wide" not in sys.argv else tuple(SHARED_MEMORY)
+    rows = compile_all(gpus, largest_only=as_json)
     if as_json:
         json.dump(rows, sys.stdout)
     elif short:

@@ -232,7 +232,7 @@ def test_step_times_are_measured_and_kept(engine, monkeypatch, tmp_path, prompts
     monkeypatch.setattr(step_times, "TIMES", 1)
     small = {"method": "lookup", "num_speculative_tokens": 7, "draft_depth": 4, "budget": "measured"}
     llm = engine(speculative_config=small, max_num_seqs=2, **ENGINE)
-    known, _ = saved.load(RoundCost, facts(llm.llm_engine.vllm_config, serving_budget.device_name()), 2)
+    known = saved.load(RoundCost, facts(llm.llm_engine.vllm_config, serving_budget.device_name()), 2)
     # A shape that cannot pay for one request is not timed for two.
     assert set(known.measured) == {0, 1, 3, 7} and len(known.measured[0]) == 2
     assert all(min(points.values()) > 0 for points in known.measured.values())

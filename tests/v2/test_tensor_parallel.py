@@ -108,13 +108,6 @@ def check(found: dict, plain: list) -> None:
     assert found["stops"]
 
 
-def test_reduced_vocabulary(checkpoints, plain, tmp_path):
-    """The rows of the drafter's LM head lie on both ranks."""
-    found = run(checkpoints["target"], {**EAGLE, "model": str(checkpoints["reduced"])}, tmp_path)
-    check(found, plain)
-    assert found["tau"] > 1.1
-
-
 def test_union_that_learns(checkpoints, plain, tmp_path):
     """What the lookup of a union learns changes its trees: both ranks learn the same at the same step."""
     eagle = {"method": "eagle2", **TREE, "model": str(checkpoints["eagle"])}
@@ -126,10 +119,11 @@ def test_union_that_learns(checkpoints, plain, tmp_path):
     assert found["tau"] > 1.1
 
 
-def test_measured_budget(checkpoints, plain, tmp_path):
+def test_measured_budget_and_a_reduced_vocabulary(checkpoints, plain, tmp_path):
     """The first rank's clock decides which steps are timed at start; the scheduler decides what is drafted.  Here it
-    takes turns: in the interpreter drafts cost more than they save, so that it might draft nothing."""
-    speculative = {**EAGLE, "model": str(checkpoints["eagle"]), "budget": "measured"}
+    takes turns: in the interpreter drafts cost more than they save, so that it might draft nothing.  The rows of the
+    drafter's LM head lie on both ranks."""
+    speculative = {**EAGLE, "model": str(checkpoints["reduced"]), "budget": "measured"}
     found = run(checkpoints["target"], speculative, tmp_path, max_num_seqs=4)
     check(found, plain)
     assert found["tau"] > 1.1

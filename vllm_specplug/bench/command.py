@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specplug.bench.look_inside import look_inside
 from vllm_specplug.bench.methods import BASELINE, METHODS, parse_methods
-from vllm_specplug.bench.questions import Question, make_batches, read_questions, spread_lengths
+from vllm_specplug.bench.questions import Question, make_batches, read_questions
 from vllm_specplug.bench.results import (
     build_report,
     read_result,
@@ -72,13 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_chat_template_kwargs(parser)
     add_max_tokens(parser, 128)
     parser.add_argument(
-        "--spread",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="give answers different limits; 0.5: from half of --max-tokens to 1.5 times it (default: 0, the same)",
-    )
-    parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
@@ -112,13 +105,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--look-inside",
         action="store_true",
-        help="also measure the time of a step by stage and by nodes, and put trees into --out; starts each engine once "
-        "more",
-    )
-    parser.add_argument(
-        "--in-process",
-        action="store_true",
-        help="run scheduler and worker of each engine in one process, which reduces noise",
+        help="also measure the time of a step by stage; starts each engine once more",
     )
     add_kv_gib(parser)
 
@@ -144,8 +131,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.questions is None:
         raise ValueError("--questions FILE is needed (or --table FILE to print earlier results)")
     check_at_least_one(args, "max_tokens", "kv_gib", "limit", "repeats")
-    if not 0 <= args.spread < 1:
-        raise ValueError("--spread must be at least 0 and below 1")
     if not 0 <= args.temperature <= 2:
         raise ValueError("--temperature must be from 0 to 2")
     if args.out is not None and not args.out.absolute().parent.is_dir():
@@ -154,9 +139,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     labels = [label for label, _ in args.server]
     if labels and (BASELINE not in labels or len(set(labels)) != len(labels)):
         raise ValueError("--server: one label must be 'plain' (the baseline), and each label must be given once")
-    for name in ("look_inside", "in_process"):
-        if labels and getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} needs its own engines: remove --server")
+    if labels and args.look_inside:
+        raise ValueError("--look-inside needs its own engines: remove --server")
 
 
 def make_parts(questions: list[Question], concurrency: list[int], repeats: int) -> list[Part]:
@@ -175,12 +159,10 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     check_arguments(args)
     methods = [] if args.server else parse_methods(args.methods, args.method_config)
     questions = read_questions(args.questions, args.limit)
-    if args.spread:
-        questions = spread_lengths(questions, args.max_tokens, args.spread)
     parts = make_parts(questions, args.concurrency, args.repeats)
     settings = {"questions": args.questions.name, "num_questions": len(questions), "max_tokens": args.max_tokens}
     settings |= {"concurrency": ",".join(map(str, args.concurrency)), "repeats": args.repeats}
-    settings |= {"temperature": args.temperature, "spread": args.spread}
+    settings["temperature"] = args.temperature
     if args.chat_template_kwargs:
         settings["chat_template_kwargs"] = args.chat_template_kwargs
     if args.server:
@@ -200,8 +182,8 @@ def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:
     if args.chat_template_kwargs:
         engine["chat_template_kwargs"] = args.chat_template_kwargs
     settings |= {key: engine[key] for key in ("dtype", "max_model_len", "max_num_seqs", "enable_prefix_caching")}
-    settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name, "in_process": args.in_process}
-    with started(methods, engine | {"in_process": args.in_process}, args.kv_gib) as workers:
+    settings |= {"kv_gib": args.kv_gib, "model": Path(engine["model"]).name}
+    with started(methods, engine, args.kv_gib) as workers:
         results, peaks = measure(workers, parts, args.max_tokens, args.temperature)
     settings |= interruption(results, parts)
     report = build_report(methods, results, peaks, settings)

@@ -25,8 +25,6 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     _STOCK_EAGLE: {"method": "eagle", "model": _DRAFTER, "num_speculative_tokens": 3},
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},  # needs the package arctic-inference
-    "hf": {"method": "hf"},  # Hugging Face transformers
-    "hf-lookup": {"method": "hf", "prompt_lookup_num_tokens": 5},
     "eagle2": {"method": "eagle2", "model": _DRAFTER},
     "hass": {"method": "hass", "model": _DRAFTER},
     "medusa-chain": {"method": "medusa", "model": _DRAFTER, "tree": [[0], [0, 0], [0, 0, 0]]},  # top-1 of each head
@@ -35,7 +33,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "swift": {"method": "swift"},
     "union": {"method": "union", "sources": [{"method": "eagle2", "model": _DRAFTER}, _LOOKUP]},
 }
-_STOCK = ("plain", "ngram", "suffix", "hf", "hf-lookup", _STOCK_EAGLE)  # these run without this plugin
+_STOCK = ("plain", "ngram", "suffix", _STOCK_EAGLE)  # these run without this plugin
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,6 @@ class Method:
     def drafts(self) -> bool:
         """Whether its requests let it draft."""
         return self.label.partition(":")[0] != NO_DRAFTS
-
-    @property
-    def by_transformers(self) -> bool:
-        """Whether it runs in Hugging Face transformers, not in vLLM."""
-        return self.config is not None and self.config.get("method") == "hf"
 
 
 def parse_methods(names: str, overrides: Iterable[str] = ()) -> list[Method]:

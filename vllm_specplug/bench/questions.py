@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Question:
-    """One user message with its category; ``max_tokens`` limits its answer, None means the limit of the run."""
+    """One user message with its category."""
 
     name: str
     category: str
     text: str
-    max_tokens: int | None = None
 
 
 def parse_question(record: dict, number: int) -> Question:
@@ -44,18 +43,6 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     if limit is None or limit >= len(questions):
         return questions
     return [questions[i * len(questions) // limit] for i in range(limit)]
-
-
-def spread_lengths(questions: list[Question], max_tokens: int, spread: float) -> list[Question]:
-    """Give each question its own ``max_tokens``, evenly from ``1 - spread`` to ``1 + spread`` times the given one.
-
-    With one common length all answers end together and the next prompts start together, which does not happen in a
-    server.  Neighbours get lengths far apart (multiples of the golden ratio).
-    """
-    shares = [1 + spread * (2 * (number * 0.6180339887 % 1) - 1) for number in range(len(questions))]
-    return [
-        replace(q, max_tokens=max(1, round(max_tokens * share))) for q, share in zip(questions, shares, strict=True)
-    ]
 
 
 def make_batches(questions: list[Question], concurrency: int) -> list[list[Question]]:

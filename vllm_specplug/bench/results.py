@@ -283,13 +283,8 @@ def stage_table(stages: dict[str, dict[str, float]]) -> tuple[list[str], list[li
 
 
 def _lengths(settings: dict[str, Any]) -> str:
-    most, spread = settings["max_tokens"], settings.get("spread", 0.0)
-    where = ", each engine in one process" if settings.get("in_process") else ""
-    if "interrupted" in settings:
-        where += f", interrupted after {settings['interrupted']}"
-    if not spread:
-        return f"at most {most} tokens each{where}"
-    return f"at most {most * (1 - spread):.0f} to {most * (1 + spread):.0f} tokens{where}"
+    interrupted = f", interrupted after {settings['interrupted']}" if "interrupted" in settings else ""
+    return f"at most {settings['max_tokens']} tokens each{interrupted}"
 
 
 def origin(report: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ class Server:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": question.text}],
-            "max_tokens": question.max_tokens or max_tokens,
+            "max_tokens": max_tokens,
             "temperature": temperature,
             "stream": True,
             "return_token_ids": True,

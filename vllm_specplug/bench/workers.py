@@ -93,10 +93,7 @@ class Worker:
         self, method: Method, engine: dict[str, Any], kv_gib: int, log: Path, module: str = ENGINE_MODULE
     ) -> None:
         self.method, self.log = method, log
-        self.machine: dict[str, Any] = {}  # the worker's first reply
         environment = engine_environment(kv_gib=kv_gib, plugins=not method.stock)
-        if method.by_transformers:  # without Intel's OpenMP runtime, which makes transformers several times slower
-            environment = dict(os.environ, HF_HUB_OFFLINE="1")
         with open(log, "wb") as sink:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module],
@@ -155,8 +152,7 @@ class Worker:
         if not self.method.drafts:
             sampling = sampling | {"extra_args": {"speculation": False}}
         texts = [question.text for question in questions]
-        lengths = [question.max_tokens or max_tokens for question in questions]
-        self.send({"texts": texts, "max_tokens": lengths, "sampling": sampling, "at_once": at_once})
+        self.send({"texts": texts, "max_tokens": max_tokens, "sampling": sampling, "at_once": at_once})
         return Measurement([question.name for question in questions], questions[0].category, **self.receive())
 
     def close(self) -> int | None:
@@ -235,10 +231,9 @@ def started(
             for method in methods:
                 log = scratch / f"{method.label.replace(':', '-')}.log"
                 print(f"starting {method.label} (log: {log})", file=sys.stderr)
-                worker_module = "vllm_specplug.bench.hf_worker" if method.by_transformers else module
-                workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, worker_module))
+                workers.append(Worker(for_stock_vllm(method, scratch), engine, kv_gib, log, module))
                 # One start at a time, because two compilers slow each other down.
-                workers[-1].machine = workers[-1].receive()
+                workers[-1].receive()
                 used = process_group_gib(workers[-1].process.pid)
                 memory.started(used, available_gib(), len(methods) - len(workers))
             yield workers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specplug.budget.calibration import LOGIT_LIMIT, OnlineLogistic, Reliability, log_ratio, sigmoid
+from vllm_specplug.budget.calibration import OnlineLogistic, log_odds_of, log_ratio, sigmoid
 from vllm_specplug.budget.cost import FORGETTING, Filter
 from vllm_specplug.budget.shapes import Shape
 from vllm_specplug.types import Draft
@@ -28,7 +28,7 @@ class ScoredDraft:
         num_tokens: int ``[num_reqs]``; tokens that each request had.
         arm: index of the arm that drafted.
         token_ids, depths: int64 ``[num_reqs, num_rows]``.
-        ancestors: int64 ``[passes, num_reqs, num_rows]``; the row 1, 2, 4, ... levels above each row, at last the root.
+        ancestors: int64 ``[num_reqs, num_rows]``, one for each of 1, 2, 4, ... levels above: places in the flat arrays.
         features: float64 ``[num_reqs, num_rows, 4]``: 1, the drafter's log odds of the node given its parent, the
             logarithm of the depth, and the request's record.
         values: float64 ``[num_reqs, num_rows]``; probabilities of acceptance, 0 where there is no node.
@@ -39,7 +39,7 @@ class ScoredDraft:
     arm: int
     token_ids: np.ndarray
     depths: np.ndarray
-    ancestors: np.ndarray
+    ancestors: list[np.ndarray]
     features: np.ndarray
     values: np.ndarray
 
@@ -51,13 +51,11 @@ class NodeAcceptance:
         num_arms: arms, each with a calibration of its own.
 
     Attributes:
-        reliability: predicted against observed acceptance.
         emitted: mean number of tokens that a request emits in a step.
     """
 
     def __init__(self, num_arms: int):
         self._calibration = OnlineLogistic(np.tile(FIRST_WEIGHTS, (num_arms, 1)), memory=3000.0)
-        self.reliability = Reliability()
         self.emitted = 1.5
         #: By request: accepted and expected nodes, with decay.
         self._records: dict[str, tuple[float, float]] = {}
@@ -66,32 +64,28 @@ class NodeAcceptance:
     def score(
         self, draft: Draft, request_ids: Sequence[str], num_tokens: np.ndarray, wanted: np.ndarray, arm: int
     ) -> ScoredDraft:
-        """Estimate the nodes of a draft, and keep them until ``learn``.
+        """Estimate the nodes of a draft, and keep them until ``learn``; the arguments are those of ``Budget.select``.
 
         Args:
-            draft: of all requests.
-            request_ids: of the batch.
-            num_tokens: int ``[num_reqs]``; tokens that each request has, its root included.
-            wanted: bool ``[num_reqs]``; requests that decode in the next step; nodes of others have the value 0.
             arm: index of the arm that drafted.
         """
-        tree = draft.tree
-        parents, depths, log_values = tree.parents.numpy(), tree.depths.numpy(), draft.log_values.numpy()
-        is_node = np.arange(parents.shape[1]) < tree.num_rows.numpy()[:, None]
+        tree, depths = draft.tree, draft.tree.depths.numpy()
+        is_node = np.arange(depths.shape[1]) < tree.num_rows.numpy()[:, None]
         is_node[:, 0] = False
-        ancestors = _ancestors(np.where(is_node, parents, 0), int(depths.max(initial=0)))
-        records = [log_ratio(*self._records.get(request_id, (0.0, 0.0))) for request_id in request_ids]
-        features = np.ones((*parents.shape, 4))
-        features[..., 1] = _edges(np.where(is_node, log_values, 0.0), ancestors[0])
+        ancestors = _ancestors(np.where(is_node, tree.parents.numpy(), 0), int(depths.max(initial=0)))
+        log_values = np.where(is_node, draft.log_values.numpy(), 0.0)
+        log_values = np.maximum(log_values.astype(np.float64), -1e9)  # below this, differences are no numbers
+        features = np.ones((*depths.shape, 4))
+        features[..., 1] = log_odds_of(np.minimum(log_values - log_values.take(ancestors[0]), 0.0))
         features[..., 2] = np.log2(np.maximum(depths, 1))
-        features[..., 3] = np.array(records)[:, None]
-        chances = sigmoid(features @ self._calibration.weights[arm])
-        sums = np.log(chances, where=is_node, out=np.zeros(is_node.shape))
+        features[..., 3] = [[log_ratio(*self._records.get(request_id, (0.0, 0.0)))] for request_id in request_ids]
+        sums = np.where(is_node, np.log(sigmoid(features @ self._calibration.weights[arm])), 0.0)
         for above in ancestors:  # after each pass a sum reaches twice as many levels up
-            sums += np.take_along_axis(sums, above, axis=1)
+            sums += sums.take(above)
         values = np.where(is_node & wanted[:, None], np.exp(sums), 0.0)
+        token_ids = tree.token_ids.numpy()
         self._last = ScoredDraft(
-            tuple(request_ids), num_tokens.copy(), arm, tree.token_ids.numpy(), depths, ancestors, features, values
+            tuple(request_ids), num_tokens.copy(), arm, token_ids, depths, ancestors, features, values
         )
         return self._last
 
@@ -104,44 +98,26 @@ class NodeAcceptance:
             num_tokens: int ``[num_reqs]``; their numbers.
         """
         last, self._last = self._last, None
-        index_of = {request_id: index for index, request_id in enumerate(request_ids)}
         if last is None:
             return
-        then = [place for place, request_id in enumerate(last.request_ids) if request_id in index_of]
-        if not then:
+        places = {request_id: place for place, request_id in enumerate(request_ids)}
+        now = np.array([places.get(request_id, -1) for request_id in last.request_ids])
+        if now.max(initial=-1) < 0:
             return
-        now = np.array([index_of[last.request_ids[place]] for place in then])
-        emitted = num_tokens[now] - last.num_tokens[then]
-        self.emitted += 0.05 * (float(emitted.mean()) - self.emitted)
-        has_outcome, accepted = self._outcomes(last, then, now, token_ids, emitted)
-        features, accepted_nodes = last.features[then][has_outcome], accepted[has_outcome]
-        logits = features @ self._calibration.weights[last.arm]
-        self.reliability.add(sigmoid(logits), accepted_nodes)
-        self._calibration.learn(np.full(len(logits), last.arm), features, accepted_nodes)
+        emitted = np.where(now < 0, 0, num_tokens[now] - last.num_tokens)
+        self.emitted += 0.05 * (float(emitted[now >= 0].mean()) - self.emitted)
+        has_outcome, accepted = _outcomes(last, token_ids, now, emitted)
+        features, weights = last.features[has_outcome], self._calibration.weights[last.arm]
+        logits = features @ weights
+        self._calibration.learn(np.full(len(features), last.arm), features, accepted[has_outcome])
         # A record is relative to what was expected without it.
         expected = np.zeros(has_outcome.shape)
-        expected[has_outcome] = sigmoid(logits - features[:, 3] * self._calibration.weights[last.arm, 3])
-        for place, right, hoped in zip(then, accepted.sum(axis=1).tolist(), expected.sum(axis=1).tolist(), strict=True):
-            before = self._records.get(last.request_ids[place], (0.0, 0.0))
-            self._records[last.request_ids[place]] = RECORD_DECAY * before[0] + right, RECORD_DECAY * before[1] + hoped
-
-    @staticmethod
-    def _outcomes(
-        last: ScoredDraft, then: list[int], now: np.ndarray, token_ids: np.ndarray, emitted: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nodes whose parent was right, as deep as there are tokens, and of these the right ones.
-
-        Both are bool ``[n, num_rows]``.
-        """
-        depths, ancestors = last.depths[then], last.ancestors[:, then]
-        is_known = (depths > 0) & (depths <= emitted[:, None])
-        places = np.minimum(last.num_tokens[then][:, None] + depths - 1, token_ids.shape[1] - 1)
-        right = (token_ids[now[:, None], places] == last.token_ids[then]) & is_known
-        right[:, 0] = True
-        for above in ancestors:
-            right &= np.take_along_axis(right, above, axis=1)
-        has_outcome = is_known & np.take_along_axis(right, ancestors[0], axis=1)
-        return has_outcome, right & has_outcome
+        expected[has_outcome] = sigmoid(logits - features[:, 3] * weights[3])
+        outcomes = zip(last.request_ids, accepted.sum(axis=1).tolist(), expected.sum(axis=1).tolist(), strict=True)
+        for request_id, right, hoped in outcomes:
+            if request_id in places:
+                before = self._records.get(request_id, (0.0, 0.0))
+                self._records[request_id] = RECORD_DECAY * before[0] + right, RECORD_DECAY * before[1] + hoped
 
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
@@ -149,25 +125,36 @@ class NodeAcceptance:
             self._records.pop(request_id, None)
 
 
-def _ancestors(parents: np.ndarray, max_depth: int) -> np.ndarray:
+def _ancestors(parents: np.ndarray, max_depth: int) -> list[np.ndarray]:
     """Return ``ScoredDraft.ancestors`` of parents int64 ``[num_reqs, num_rows]``, 0 for the root and padding."""
-    found = [parents]
+    num_reqs, num_rows = parents.shape
+    found = [parents + np.arange(0, num_reqs * num_rows, max(num_rows, 1))[:, None]]
     while 2 ** len(found) <= max_depth:
-        found.append(np.take_along_axis(found[-1], found[-1], axis=1))
-    return np.stack(found)
+        found.append(found[-1].take(found[-1]))
+    return found
 
 
-def _edges(log_values: np.ndarray, parents: np.ndarray) -> np.ndarray:
-    """Return the drafter's log odds of each node given its parent, within ``LOGIT_LIMIT``; float64, as the arguments.
+def _outcomes(
+    last: ScoredDraft, token_ids: np.ndarray, now: np.ndarray, emitted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nodes whose parent was right, as deep as there are tokens, and of these the right ones.
+
+    Both are bool ``[num_reqs, num_rows]``.
 
     Args:
-        log_values: float ``[num_reqs, num_rows]``; logarithms of the values that the drafter estimates.
-        parents: int64 ``[num_reqs, num_rows]``.
+        last: the draft.
+        token_ids: int ``[batch, max_len]``; tokens of the batch now.
+        now: int ``[num_reqs]``; place of each request of the draft in the batch; any if it has gone.
+        emitted: int ``[num_reqs]``; tokens since the draft; 0 if the request has gone.
     """
-    values = np.maximum(log_values.astype(np.float64), -1e9)  # below this, differences are no numbers
-    edges = np.minimum(values - np.take_along_axis(values, parents, axis=1), 0.0)
-    odds = edges - np.log(np.maximum(-np.expm1(edges), 1e-30))
-    return np.minimum(np.maximum(odds, -LOGIT_LIMIT), LOGIT_LIMIT)
+    is_known = (last.depths > 0) & (last.depths <= emitted[:, None])
+    places = np.minimum(last.num_tokens[:, None] + last.depths - 1, token_ids.shape[1] - 1)
+    right = (token_ids[now[:, None], places] == last.token_ids) & is_known
+    right[:, 0] = True
+    for above in last.ancestors:
+        right &= right.take(above)
+    has_outcome = is_known & right.take(last.ancestors[0])
+    return has_outcome, right & has_outcome
 
 
 class ShapeAcceptance:

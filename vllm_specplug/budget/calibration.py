@@ -106,35 +106,3 @@ class OnlineLogistic:
         self._curvature[model] += (features * bend[:, None]).T @ features
         step = np.linalg.solve(self._curvature[model] + self._prior, features.T @ (accepted - p))
         self.weights[model] += np.minimum(np.maximum(step, -1.0), 1.0)  # the model is no parabola far away
-
-
-@dataclass
-class Reliability:
-    """Compares predicted with observed acceptance, in bins of the predicted probability, with decay.
-
-    Attributes:
-        num_bins: bins of equal width over [0, 1].
-        memory: outcomes after which an old one counts 1/e.
-    """
-
-    num_bins: int = 10
-    memory: float = 5000.0
-
-    def __post_init__(self) -> None:
-        self._sums = np.zeros((3, self.num_bins))  # outcomes, predicted, accepted
-
-    def add(self, predicted: np.ndarray, accepted: np.ndarray) -> None:
-        """Add outcomes: predicted probabilities float ``[n]``, accepted bool ``[n]``."""
-        bins = np.minimum((predicted * self.num_bins).astype(np.int64), self.num_bins - 1)
-        self._sums *= math.exp(-len(predicted) / self.memory)
-        for sums, values in zip(self._sums, (None, predicted, accepted), strict=True):
-            sums += np.bincount(bins, values, self.num_bins)
-
-    def curve(self) -> list[tuple[float, float, float]]:
-        """Return (outcomes, mean prediction, share accepted) of each bin that has any."""
-        return [(n, p / n, y / n) for n, p, y in self._sums.T.tolist() if n > 0.5]
-
-    def error(self) -> float:
-        """Return the expected calibration error: the mean distance of prediction and outcome by bins."""
-        outcomes, predicted, accepted = self._sums
-        return float(np.abs(predicted - accepted).sum() / max(outcomes.sum(), 1e-9))

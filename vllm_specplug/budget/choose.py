@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from vllm_specplug.budget.acceptance import NodeAcceptance, ScoredDraft, ShapeAc
 from vllm_specplug.budget.cost import RoundCost, StepCost
 from vllm_specplug.budget.planner import PLAIN, Arm, Outlook, Planner
 from vllm_specplug.budget.shapes import Shape
+from vllm_specplug.budget.worth import FIRST_TIMES, LevelYields, Worth
 from vllm_specplug.types import Draft
 
 #: Probability that the target accepts the next node of a chain, before any draft was seen: the EAGLE heads of
@@ -27,18 +27,16 @@ from vllm_specplug.types import Draft
 FIRST_ACCEPTANCE = 0.6
 #: Plain steps that a draft phase is assumed to take beside its forwards, before one was seen; not measured.
 OVERHEAD = 0.05
-#: Of so many first times of an arm's drafts the shortest counts: the first take up to ten times as long.
-FIRST_TIMES = 8
 #: A draft phase that took so many times as long as usual was interrupted, and counts as so many.
 DISTURBED = 2.0
-#: Steps after which an old draft counts 1/e.
-MEMORY = 48.0
 #: Share of the plain steps that drafts may lose, and plain steps that they may lose at first (docs/options.md).
 SHARE, FIRST_LOSS = 0.01, 3.0
-#: Most plain steps that are kept for later; an arm that was seen with so many requests may owe as many.
+#: Most plain steps that are saved up; an arm that was seen with 40 requests may owe as many.
 MOST_STEPS, KNOWN_REQUESTS = 16.0, 40.0
 #: Edges of the classes of steps in which the model drafter of a union pays or not: tokens that the others expect.
 CLASS_EDGES = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+#: Tokens that the model drafter of a union added in a class, and steps: the start, which is forgotten in 1000 steps.
+CLASS_START = np.array([0.6 * 8, 8.0])
 
 
 @dataclass(frozen=True)
@@ -99,75 +97,6 @@ class StepRecord:
             setattr(self, name, time.perf_counter() - begin)
 
 
-@dataclass
-class Worth:
-    """Gain and cost of an arm's drafts in batches of about one size.
-
-    Attributes:
-        gains: float64 ``[num_levels]``; accepted nodes per request and step, by depth; a single level: all of them.
-        reach: float64 ``[num_levels]``; share of the steps in which a level is drafted.
-        cost: plain steps that a step with the drafts takes beyond one, without the levels after the first.
-        requests, times: requests and steps that were seen.
-    """
-
-    gains: np.ndarray
-    reach: np.ndarray
-    cost: float
-    requests: float = 8.0
-    times: int = 0
-    _shortest: float = math.inf
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough drafts were seen to rely on them."""
-        return self.requests >= KNOWN_REQUESTS
-
-    def outlook(self, level: float) -> tuple[Outlook, int]:
-        """Return the expected gain of the best number of levels, and that number; one takes ``level`` plain steps."""
-        gains, costs = np.cumsum(self.gains), self.cost + level * (np.cumsum(self.reach) - 1)
-        best = int(((1 + gains) / (1 + costs)).argmax())
-        return Outlook(float(gains[best]), float(costs[best])), best + 1
-
-    def learn(self, gains: np.ndarray, reach: np.ndarray, cost: float, most_cost: float, num_reqs: int) -> None:
-        """Add a step: ``gains`` and ``reach`` of allowed levels; a cost above ``most_cost`` counts as this."""
-        share, allowed = num_reqs / (self.requests + num_reqs), slice(len(gains))
-        self.requests = min(self.requests + num_reqs, 2000.0)
-        share = max(share, 1 / MEMORY)
-        self.gains[allowed] += share * (gains - self.gains[allowed])
-        self.reach[allowed] += share * (reach - self.reach[allowed])
-        self.times += 1
-        if self.times > FIRST_TIMES:
-            self.cost += share * (min(cost, most_cost) - self.cost)
-            return
-        self._shortest = min(self._shortest, cost)
-        if self.times == FIRST_TIMES:
-            self.cost = self._shortest
-
-
-class LevelYields:
-    """Value that levels add, and value of the nodes that they grow from; both start as after 8 accepted nodes.
-
-    Args:
-        max_levels: levels after the first.
-    """
-
-    #: Value added, and value of the nodes grown from.
-    START = np.array([4.0, 8.0])
-
-    def __init__(self, max_levels: int):
-        self._sums = np.tile(self.START, (max_levels, 1))
-
-    def floors(self, tokens: float) -> list[float]:
-        """Return the least sum of values of each level at which it is worth its cost of ``tokens``."""
-        return (tokens * self._sums[:, 1] / self._sums[:, 0]).tolist()
-
-    def learn(self, gained: np.ndarray, depths: np.ndarray, beams: Sequence[float]) -> None:
-        """Add the levels of a step: ``gained`` float and ``depths`` int ``[num_reqs, num_rows]``."""
-        self._sums += (self.START - self._sums) / 200  # steps
-        for level, beam in enumerate(beams):
-            self._sums[level] += gained[depths == level + 2].sum(), beam
-
-
 class Budget:
     """Decides in each step of a runner whose trees may have any size, and learns what came of it.
 
@@ -203,11 +132,10 @@ class Budget:
         #: By bit length of the number of requests and name of the arm.
         self.worth: dict[tuple[int, str], Worth] = {}
         self._yields = LevelYields(max(max_levels - 1, 1))
-        #: Of a union's model drafter: its time, and by class tokens that it added, and steps.
-        self._by_model = Worth(np.zeros(1), np.ones(1), 0.0)
         self._allowed_levels = 1
-        self._gains = np.tile([0.6 * 8, 8.0], (len(CLASS_EDGES) + 1, 1))
-        self._class: int | None = None
+        #: Of a union's model drafter for one request: its time, and what it added by class.
+        self._by_model = Worth(np.zeros(1), 0.0)
+        self._gains, self._class = np.tile(CLASS_START, (len(CLASS_EDGES) + 1, 1)), -1
         self._steps, self._last_step = 0, {True: 0, False: 0}
 
     # ---- what is expected
@@ -225,51 +153,35 @@ class Budget:
 
     def _first_worth(self, arm: Arm, num_reqs: int) -> Worth:
         """Return the expected gain of chains of the best length at ``FIRST_ACCEPTANCE``."""
-        steps, plain = self.cost.verification(num_reqs), self.cost.plain(num_reqs)
+        steps, plain, levels = self.cost.verification(num_reqs), self.cost.plain(num_reqs), self._levels(arm)
         by_level = arm.model and self._max_levels > 1
         most = min(self._max_levels if by_level else self._num_nodes, max(self._max_rows // num_reqs - 1, 1))
         depths = np.arange(1, most + 1)
         gains = np.cumsum(FIRST_ACCEPTANCE**depths)
         verifying = steps[np.minimum(num_reqs * depths, len(steps) - 1)] / plain - 1
-        drafting = [self._draft_seconds(num_reqs, depth) / plain * by_level for depth in depths.tolist()]
+        drafting = by_level * (self._read(num_reqs) + self._level(num_reqs) * (depths - 1)) / plain
         best = int(((1 + gains) / (1 + verifying + drafting)).argmax())
-        cost = OVERHEAD + float(verifying[best]) + drafting[0]
-        levels = self._levels(arm)
         if levels == 1:
-            return Worth(gains[best : best + 1].copy(), np.ones(1), cost + drafting[best] - drafting[0])
+            return Worth(gains[best : best + 1].copy(), OVERHEAD + float(verifying[best] + drafting[best]))
         depths = np.arange(1, levels + 1)
-        return Worth(np.where(depths <= best + 1, FIRST_ACCEPTANCE**depths, 0.0), np.ones(levels), cost)
+        by_depth = np.where(depths <= best + 1, FIRST_ACCEPTANCE**depths, 0.0)
+        return Worth(by_depth, OVERHEAD + float(verifying[best] + drafting[0]))
 
     def _levels(self, arm: Arm) -> int:
         """Return the levels whose worth is told apart; beside model-free drafts a node's depth does not tell its."""
         return self._max_levels if arm.model and not arm.model_free else 1
 
+    def _read(self, num_reqs: int) -> float:
+        """Return the seconds of the first forward of a drafter that grows by levels."""
+        return self.cost.part("read", num_reqs * self.acceptance.emitted)
+
     def _level(self, num_reqs: int) -> float:
-        """Return the plain steps of a level after the first."""
-        return self.cost.part("level", num_reqs * self._level_width) / self.cost.plain(num_reqs)
+        """Return the seconds of a level after the first."""
+        return self.cost.part("level", num_reqs * self._level_width)
 
-    def _draft_seconds(self, num_reqs: int, levels: int) -> float:
-        """Return the seconds of the forwards of a drafter that grows by levels."""
-        level = self.cost.part("level", num_reqs * self._level_width)
-        return self.cost.part("read", num_reqs * self.acceptance.emitted) + (levels - 1) * level
-
-    def outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
-        """Return the expected gain of each arm that may run."""
-        found = {PLAIN: Outlook(0.0, 0.0)}
-        if self._max_rows < 2 * num_reqs:
-            return found
-        # For a single request a union decides on its model drafter at each step, see ``wants_model``.
-        arms = self.arms[1:] if num_reqs > 1 else self.arms[-1:]
-        for arm in arms:
-            found[arm], _ = self.worth_of(arm, num_reqs).outlook(self._level(num_reqs))
-        return found
-
-    def choice(self, num_reqs: int) -> dict[str, Any]:
-        """Describe the best choice for people: batch, arm, accepted nodes of a request, expected speedup."""
-        outlooks = self.outlooks(num_reqs)
-        best = max(outlooks, key=lambda arm: outlooks[arm].speed)
-        seen = outlooks[best]
-        return {"batch": num_reqs, "arm": best.name, "accepted": round(seen.gain, 2), "speedup": seen.speed}
+    def _rate(self) -> float:
+        """Return the tokens that a second is worth."""
+        return self.planner.speed * self._num_reqs / self.cost.plain(self._num_reqs)
 
     # ---- before drafting
 
@@ -280,56 +192,47 @@ class Budget:
             num_reqs: requests that decode in the next step.
             missed_rows: rows that the model drafter would have to read first.
         """
-        self._num_reqs, self._missed_rows, self._class, self.running = num_reqs, missed_rows, None, PLAIN
+        self._num_reqs, self._missed_rows, self._class, self.running = num_reqs, missed_rows, -1, PLAIN
         if num_reqs == 0:
             return Plan(PLAIN)
         plain = self.cost.plain(num_reqs)
+        read, level = self._read(num_reqs), self._level(num_reqs)
+        catch_up = self.cost.part("read", missed_rows)
         self._earn(SHARE)
-        catch_up = self.cost.part("read", missed_rows) / plain
-        arm = self.planner.choose(num_reqs, self.outlooks(num_reqs), catch_up)
-        if arm is PLAIN or self._allowed(arm) < self._shortest(arm, catch_up):
+        # For a single request a union decides on its model drafter at each step, see ``wants_model``.
+        arms = self.arms[1:] if num_reqs > 1 else self.arms[-1:]
+        if self._max_rows < 2 * num_reqs:
+            arms = ()
+        outlooks = {arm: self.worth_of(arm, num_reqs).outlook(level / plain) for arm in arms}
+        gains = {PLAIN: Outlook(0.0, 0.0)} | {arm: gain for arm, (gain, _) in outlooks.items()}
+        arm = self.planner.choose(num_reqs, gains, catch_up / plain)
+        if arm is PLAIN or self._allowed(arm) < self._shortest(arm, (catch_up + read) / plain):
             return Plan(PLAIN)
-        self.running = arm
-        seconds = plain * self._allowed(arm)
-        return Plan(arm, self._floors(arm, seconds - plain * catch_up), seconds)
+        self.running, seconds = arm, plain * self._allowed(arm)
+        if not arm.model or self._max_levels == 1:
+            return Plan(arm, (), seconds)
+        # The budget drafts one level more than pays, to learn what it adds, but none that takes too much time.
+        most = outlooks[arm][1] + 1 if self._levels(arm) > 1 else self._max_levels
+        room = seconds - catch_up - read
+        floors = self._yields.floors(self._rate() * level)
+        self._allowed_levels = 1 + sum(level * (n + 1) <= room and n + 2 <= most for n in range(len(floors)))
+        floors[self._allowed_levels - 1 :] = [math.inf] * (len(floors) + 1 - self._allowed_levels)
+        return Plan(arm, tuple(floors), seconds)
 
     def _earn(self, steps: float) -> None:
         self.left = max(min(self.left + steps, MOST_STEPS), self.left)
 
     def _allowed(self, arm: Arm) -> float:
-        """Return the plain steps that a draft of the arm may lose."""
-        return self.left + MOST_STEPS * self.worth_of(arm, self._num_reqs).is_known
+        """Return the plain steps that a draft of the arm may lose; one that is known may owe some."""
+        return self.left + MOST_STEPS * (self.worth_of(arm, self._num_reqs).requests >= KNOWN_REQUESTS)
 
-    def _shortest(self, arm: Arm, catch_up: float) -> float:
-        """Return the plain steps of the arm's shortest draft."""
+    def _shortest(self, arm: Arm, reading: float) -> float:
+        """Return the plain steps of the arm's shortest draft; ``reading``: of its first forward."""
         if not arm.model or (arm.model_free and self._num_reqs == 1):
             return OVERHEAD
         if self._shortest_draft is not None:
             return self._shortest_draft
-        if self._max_levels == 1:
-            return self.worth_of(arm, self._num_reqs).cost
-        return OVERHEAD + catch_up + self._draft_seconds(self._num_reqs, 1) / self.cost.plain(self._num_reqs)
-
-    def _floors(self, arm: Arm, seconds: float) -> tuple[float, ...]:
-        """Return the floors of levels; infinity where a draft would take more than ``seconds`` or not pay.
-
-        One level more than pays is drafted, to see what it adds.
-        """
-        if not arm.model or self._max_levels == 1:
-            return ()
-        level = self._level(self._num_reqs)
-        most = self._max_levels
-        if self._levels(arm) > 1:
-            most = self.worth_of(arm, self._num_reqs).outlook(level)[1] + 1
-        level *= self.cost.plain(self._num_reqs)
-        room = seconds - self._draft_seconds(self._num_reqs, 1)
-        floors = self._yields.floors(self._rate() * level)
-        self._allowed_levels = 1 + sum(level * (n + 1) <= room and n + 2 <= most for n in range(len(floors)))
-        return tuple(floor if n + 2 <= self._allowed_levels else math.inf for n, floor in enumerate(floors))
-
-    def _rate(self) -> float:
-        """Return the tokens that a second is worth."""
-        return self.planner.speed * self._num_reqs / self.cost.plain(self._num_reqs)
+        return self.worth_of(arm, self._num_reqs).cost if self._max_levels == 1 else OVERHEAD + reading
 
     def wants_model(self, expected: float) -> bool:
         """Decide whether a union's model drafter runs; the others' drafts are ``expected`` to add so many tokens."""
@@ -360,7 +263,7 @@ class Budget:
             draft: of all requests.
             request_ids: of the batch.
             num_tokens: int ``[num_reqs]``; tokens that each request has, its root included.
-            wanted: bool ``[num_reqs]``; requests that decode in the next step.
+            wanted: bool ``[num_reqs]``; requests that decode in the next step; nodes of others have the value 0.
             record: of the step, with the seconds of the draft phase.
             by_model_only: bool ``[num_reqs, num_rows]``; nodes that no other drafter has.
 
@@ -372,42 +275,35 @@ class Budget:
         verify = self.cost.verification(num_reqs)[: max(self._max_rows - num_reqs, 0) + 1]
         keep, num_nodes = best_nodes(scored.values, (verify - verify[0]) * self._rate())
         added = float(verify[num_nodes] - verify[0])
+        self._learn_worth(scored, keep, record, added)
         per_node = self._rate() * added / max(num_nodes, 1)
-        self._learn_worth(scored, keep, record, added / plain)
         gained = np.where(keep, np.maximum(scored.values - per_node, 0.0), 0.0)
         self._yields.learn(gained, scored.depths, record.beams)
-        if by_model_only is not None and self._class is not None and record.by_model:
+        if by_model_only is not None and self._class >= 0 and record.by_model:
             most, one = DISTURBED * self._by_model.cost, np.ones(1)
             self._by_model.learn(one, one, record.by_model / plain, most, 1)
-            self._gains += (np.array([0.6 * 8, 8.0]) - self._gains) / 1000  # steps
+            self._gains += (CLASS_START - self._gains) / 1000
             self._gains[self._class] += float(gained[by_model_only].sum()), 1.0
         return keep
 
     def _learn_worth(self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord, verifying: float) -> None:
-        """Learn what a draft gives and takes, and charge its time; ``verifying`` plain steps for its nodes."""
+        """Learn what a draft gives and takes, and charge its time; ``verifying``: seconds for its nodes."""
         num_reqs, plain = max(self._num_reqs, 1), self.cost.plain(max(self._num_reqs, 1))
-        worth = self.worth_of(self.running, num_reqs)
-        usual = worth.outlook(self._level(num_reqs))[0].cost
-        reading = self.cost.part("read", record.num_prompt_rows + self._missed_rows) / plain
+        worth, in_levels = self.worth_of(self.running, num_reqs), 0.0
+        gains, reach = scored.values[keep].sum(keepdims=True), np.ones(1)
+        if self._levels(self.running) > 1:
+            levels, in_levels = min(self._allowed_levels, self._max_levels), sum(record.level_seconds) / plain
+            gains = np.bincount(scored.depths[keep], scored.values[keep], minlength=levels + 1)[1 : levels + 1]
+            reach = (np.arange(levels) <= len(record.level_seconds)).astype(float)
         most = math.inf
-        if worth.times >= FIRST_TIMES:
-            most = DISTURBED * usual + reading
-        elif self.cost.part("read", 1) > 0:  # measured at start, and the first drafts take longer
-            most = usual + reading
-        gains, reach, in_levels = self._by_level(scored, keep, record)
-        cost = (record.drafting - record.catching_up - in_levels) / plain + verifying
-        worth.learn(gains / num_reqs, reach, cost, max(most - in_levels / plain, DISTURBED * worth.cost), num_reqs)
-        self.left -= min(record.drafting / plain + verifying, max(most, DISTURBED * in_levels / plain))
-
-    def _by_level(
-        self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord
-    ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the values kept by level, which levels were drafted, and the seconds of those after the first."""
-        if self._levels(self.running) == 1:
-            return np.array([scored.values[keep].sum()]), np.ones(1), 0.0
-        levels = min(self._allowed_levels, self._max_levels)
-        gains = np.bincount(scored.depths[keep], scored.values[keep], minlength=levels + 1)[1 : levels + 1]
-        return gains, (np.arange(levels) <= len(record.level_seconds)).astype(float), sum(record.level_seconds)
+        if worth.times >= FIRST_TIMES or self.cost.part("read", 1) > 0:  # measured at start, or seen
+            usual = worth.outlook(self._level(num_reqs) / plain)[0].cost
+            reading = self.cost.part("read", record.num_prompt_rows + self._missed_rows) / plain
+            most = (DISTURBED if worth.times >= FIRST_TIMES else 1.0) * usual + reading
+        took = (record.drafting + verifying) / plain
+        cost = took - record.catching_up / plain - in_levels
+        worth.learn(gains / num_reqs, reach, cost, max(most - in_levels, DISTURBED * worth.cost), num_reqs)
+        self.left -= min(took, max(most, DISTURBED * in_levels))
 
     def may_lose(self, seconds: float) -> bool:
         """Return whether so many seconds may be lost to something whose worth is not known."""
@@ -428,8 +324,7 @@ class Budget:
             kind = record.num_nodes > 0
             elapsed, self._last_step[kind] = self._steps - self._last_step[kind], self._steps
             self.cost.observe_step(record.num_reqs, record.num_nodes, seconds, elapsed)
-        if record.num_read:
-            self.cost.observe_part("read", record.num_read, record.read_seconds)
+        self.cost.observe_part("read", record.num_read, record.read_seconds)
         if record.level_seconds:
             mean = sum(record.level_seconds) / len(record.level_seconds)
             self.cost.observe_part("level", record.level_rows, mean)
@@ -437,25 +332,6 @@ class Budget:
     def finish(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
         self.acceptance.finish(request_ids)
-
-    # ---- what is saved
-
-    def to_json(self) -> dict[str, list[Any]]:
-        """Return the measured gain of drafts, for ``remember``."""
-        return {
-            f"{size} {name}": [worth.gains.tolist(), worth.reach.tolist(), worth.cost]
-            for (size, name), worth in self.worth.items()
-            if worth.times >= FIRST_TIMES
-        }
-
-    def remember(self, saved: Mapping[str, Sequence[Any]]) -> None:
-        """Start from the result of ``to_json``; entries of another method or number of levels are left out."""
-        arms = {arm.name: arm for arm in self.arms[1:]}
-        for key, (gains, reach, cost) in saved.items():
-            size, name = key.split(" ", 1)
-            if name in arms and len(gains) == self._levels(arms[name]):
-                known = Worth(np.array(gains), np.array(reach), cost, KNOWN_REQUESTS / 2, FIRST_TIMES)
-                self.worth[int(size), name] = known
 
 
 def best_nodes(values: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, int]:
@@ -489,23 +365,18 @@ class ShapeBudget:
     def __init__(self, cost: RoundCost, shapes: Sequence[Shape], max_rows: int):
         self.cost, self.shapes, self._max_rows = cost, tuple(shapes), max_rows
         self.acceptance = ShapeAcceptance(shapes)
-        self._arms = [Arm(f"{shape.nodes} nodes", model=False, model_free=False) for shape in shapes]
-        self.planner = Planner(self._arms[-1])
+        self._arms = {Arm(f"{shape.nodes} nodes", model=False, model_free=False): shape.nodes for shape in shapes}
+        self.planner = Planner([*self._arms][-1])
         self._step = self._last_draft = 0
-
-    def _outlooks(self, num_reqs: int) -> dict[Arm, Outlook]:
-        found, plain = {PLAIN: Outlook(0.0, 0.0)}, self.cost.at(0, num_reqs)
-        for arm, shape in zip(self._arms, self.shapes, strict=True):
-            if num_reqs * (shape.nodes + 1) <= self._max_rows:
-                cost = self.cost.at(shape.nodes, num_reqs) / plain - 1
-                found[arm] = Outlook(self.acceptance.at(shape.nodes), cost)
-        return found
 
     def plan(self, num_reqs: int) -> int:
         """Return the nodes to draft after this step; ``num_reqs`` requests decode in the next one."""
         self._step += 1
-        arm = self.planner.choose(num_reqs, self._outlooks(num_reqs))
-        return 0 if arm is PLAIN else self.shapes[self._arms.index(arm)].nodes
+        outlooks, plain = {PLAIN: Outlook(0.0, 0.0)}, self.cost.at(0, num_reqs)
+        for arm, nodes in self._arms.items():
+            if num_reqs * (nodes + 1) <= self._max_rows:
+                outlooks[arm] = Outlook(self.acceptance.at(nodes), self.cost.at(nodes, num_reqs) / plain - 1)
+        return self._arms.get(self.planner.choose(num_reqs, outlooks), 0)
 
     def learn(self, nodes: int, num_accepted: float, num_reqs: int) -> None:
         """Add what the target accepted in a step: nodes of all ``num_reqs`` requests that had ``nodes`` each."""
@@ -516,9 +387,3 @@ class ShapeBudget:
     def took(self, nodes: int, num_reqs: int, seconds: float) -> None:
         """Add the seconds of a step in which ``num_reqs`` requests had ``nodes`` each and nothing else ran."""
         self.cost.observe(nodes, num_reqs, seconds)
-
-    def choice(self, num_reqs: int) -> dict[str, Any]:
-        """Describe the best choice for people: batch, nodes of a request, expected speedup."""
-        outlooks = self._outlooks(num_reqs)
-        best = max(outlooks, key=lambda arm: outlooks[arm].speed)
-        return {"batch": num_reqs, "arm": best.name, "speedup": outlooks[best].speed}

@@ -100,17 +100,14 @@ class StepCost:
         }
         self._known: dict[int, np.ndarray] = {}
 
-    def _features(self, num_reqs: int, nodes: np.ndarray) -> np.ndarray:
-        """Return the factors of the weights, float64 ``[5, n]``, for int ``[n]`` nodes of all requests."""
-        unit, rows = self._forwards[0], np.minimum(num_reqs + nodes, len(self._forwards))
-        terms = np.stack([np.ones(len(nodes)), np.full(len(nodes), num_reqs - 1), nodes, nodes > 0])
-        return np.concatenate([self._forwards[None, rows - 1], unit * terms])
-
     def verification(self, num_reqs: int) -> np.ndarray:
         """Return the seconds of a step, float64 ``[n]``, by the number of nodes of all requests; 0 nodes: plain."""
         if num_reqs not in self._known:
-            nodes = np.arange(max(len(self._forwards) - num_reqs, 0) + 1)
-            seconds = self._step.weights @ self._features(num_reqs, nodes)
+            forwards = self._forwards[min(num_reqs, len(self._forwards)) - 1 :]
+            factor, *others = self._step.weights.tolist()
+            own, per_request, per_node, with_trees = (self._forwards[0] * weight for weight in others)
+            seconds = factor * forwards + per_node * np.arange(len(forwards)) + (own + per_request * (num_reqs - 1))
+            seconds[1:] += with_trees
             self._known[num_reqs] = np.maximum.accumulate(np.maximum(seconds, 1e-6))
         return self._known[num_reqs]
 
@@ -126,7 +123,8 @@ class StepCost:
 
     def observe_step(self, num_reqs: int, num_nodes: int, seconds: float, elapsed: float = 1.0) -> None:
         """Learn from a step without prompts; ``elapsed``: steps since the last one of its kind."""
-        features = self._features(num_reqs, np.array([num_nodes]))[:, 0]
+        forward, unit = self._forwards[min(num_reqs + num_nodes, len(self._forwards)) - 1], self._forwards[0]
+        features = np.array([forward, unit, unit * (num_reqs - 1), unit * num_nodes, unit * (num_nodes > 0)])
         self._step.observe(features, seconds, NOISE * float(features @ self._step.weights), elapsed)
         self._known.clear()
 

@@ -18,7 +18,7 @@ MOST_CREDIT = 16.0
 #: One in so many steps is plain where the others draft: only a plain step shows what it takes now.  It loses at most 1%
 #: of what drafts gain.
 PLAIN_EVERY = 100
-#: These steps of a batch size are plain whatever pays: the machine may be slower than when it was measured.
+#: The 8th and 32nd step of a batch size are plain in any case: the machine may be slower than at the measurement.
 EARLY_PLAIN = (8, 32)
 #: Factor by which another drafting arm must be faster, so that noise does not change arms.
 MARGIN = 1.02

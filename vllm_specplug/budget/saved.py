@@ -18,8 +18,8 @@ Costs = TypeVar("Costs", StepCost, RoundCost)
 FOLDER, ROUNDS = "costs", "step_times"
 
 
-def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> tuple[Costs, dict[str, Any]] | None:
-    """Return the costs saved for these facts and what was saved beside them; None: there are none that can be used.
+def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> Costs | None:
+    """Return the costs saved for these facts; None: there are none that can be used.
 
     Args:
         kind: ``StepCost`` or ``RoundCost``.
@@ -28,8 +28,7 @@ def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> tuple[Costs,
     """
     path = kept_path(_folder(kind), facts)
     try:
-        saved = json.loads(path.read_text())
-        return kind.from_json(saved, most), saved
+        return kind.from_json(json.loads(path.read_text()), most)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -37,11 +36,11 @@ def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> tuple[Costs,
         return None
 
 
-def save(facts: Mapping[str, Any], costs: StepCost | RoundCost, **more: Any) -> Path | None:
-    """Write costs, and ``more`` beside them; return None if that fails, which the server survives."""
+def save(facts: Mapping[str, Any], costs: StepCost | RoundCost) -> Path | None:
+    """Write costs; return None if that fails, which the server survives."""
     path = kept_path(_folder(type(costs)), facts)
     try:
-        write_json(path, {"facts": dict(facts), **costs.to_json(), **more})
+        write_json(path, {"facts": dict(facts), **costs.to_json()})
     except OSError as error:
         logger.warning("vllm-specplug: the cost model is not saved: %s", error)
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 #: Nodes of the shapes: with the root, rows that fill blocks of the attention kernel.
 LADDER = (1, 3, 7, 15, 31, 63)
-#: A shape that is less than so many times smaller than the configured one would save little time.
+#: A smaller shape is left out if the configured tree has less than 1.5 times its nodes: it would save little time.
 SMALLER_BY = 1.5
 
 

@@ -49,13 +49,6 @@ COMMANDS = (
         "vllm_specplug.bench.command",
         _MEASURE,
     ),
-    Command(("report",), "print and draw results of specplug bench", "vllm_specplug.cli.report", _MEASURE),
-    Command(
-        ("calibrate", "cost"),
-        "time the parts of a step on this machine, for measured budgets",
-        "vllm_specplug.cli.cost_command",
-        _MEASURE,
-    ),
     Command(
         ("calibrate", "medusa"),
         "measure the accuracy of Medusa heads, and make the best tree for them",
@@ -99,7 +92,7 @@ COMMANDS = (
 _GROUPS = {
     "train": "train a drafter",
     "drafter": "make a drafter",
-    "calibrate": "measure step times on this machine, or the accuracy of a drafter",
+    "calibrate": "measure the accuracy of a drafter",
 }
 
 #: Errors of usage or of the machine: one line, exit code 2.  Any other error is a defect of this package: exit code 1.

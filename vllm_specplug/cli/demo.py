@@ -116,7 +116,7 @@ def _interest(tree: dict) -> tuple[int, int]:
 
 def draw(tree: dict, model: Path) -> str:
     """Draw a traced tree as text, with its tokens decoded."""
-    return draw_tree(tree["parents"], _tokens(tree, model), {0, *tree["accepted_rows"]}, color=sys.stdout.isatty())
+    return draw_tree(tree["parents"], _tokens(tree, model), {0, *tree["accepted_rows"]})
 
 
 def _tokens(tree: dict, model: Path) -> list[str]:

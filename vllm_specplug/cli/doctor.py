@@ -28,7 +28,7 @@ MOST_PROOFS = 5
 #: The recommended command serves these: a small model, and the drafter that is shipped for it.
 _DEMO_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEMO_CONFIG = {"method": "eagle2", "model": "smollm2-135m-instruct"}
-_CHECK, _PROBE = "vllm_specplug.vllm.check", "vllm_specplug.vllm.probes.platform_probe"
+_CHECK, _INSTALLATION = "vllm_specplug.vllm.check", "vllm_specplug.vllm.installation"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Finding:
 
 
 def _installation() -> Any:
-    return load(f"{_PROBE}:examine")()
+    return load(f"{_INSTALLATION}:examine")()
 
 
 def _vllm() -> Finding:
@@ -59,7 +59,7 @@ def _vllm() -> Finding:
         return Finding("vLLM", found, tuple(report.problems))
     here = _installation()
     tests = load(f"{_CHECK}:describe_tests")(report.version, here.runner, here.kind == "cpu")
-    return Finding("vLLM", found, tuple(load(f"{_PROBE}:find_problems")(here)), hint=tests)
+    return Finding("vLLM", found, tuple(load(f"{_INSTALLATION}:find_problems")(here)), hint=tests)
 
 
 def _platform() -> Finding:
@@ -204,7 +204,7 @@ def _costs() -> Finding:
         name = Path(str(facts["model"])).name
         which = f"{name} with {facts['method']}, {facts['threads']} threads"
         found.append(f"{which}: ms per step by rows {'; '.join([step, *drafting])}")
-    nothing = "none (a server with a measured budget makes one, and so does `specplug calibrate cost`)"
+    nothing = "none (a server with a measured budget makes one)"
     return Finding("cost models", "\n".join(found) or nothing)
 
 

@@ -17,8 +17,8 @@ from vllm_specplug.budget.choose import Budget, Plan, StepRecord
 from vllm_specplug.budget.cost import StepCost, counts_up_to
 from vllm_specplug.budget.planner import PLAIN, Arm
 from vllm_specplug.config import TreeOptions, model_drafter
-from vllm_specplug.core.pruning import prune
 from vllm_specplug.cpu.kernels.cpu_ops import library_name
+from vllm_specplug.cpu.kernels.tree_ops import prune
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.environment import cpu_name, version_of
@@ -65,42 +65,33 @@ class ServingBudget:
     # ---- costs
 
     def prepare(self) -> None:
-        """Load the saved costs, or measure them; called at the end of the start."""
-        known = saved.load(StepCost, self.facts, self._most_rows) if leads() else None
-        if agreed(known is None):
-            self.measure()
-        elif known is not None:
-            cost, beside = known
-            self.restart(cost)
-            self.budget.remember(beside.get("worth", {}))
+        """Load the saved costs, or measure and save them; called at the end of the start, by all ranks."""
+        cost = saved.load(StepCost, self.facts, self._most_rows) if leads() else None
+        if is_new := agreed(cost is None):
+            cost = StepCost(self._measure(), self._most_rows)
+        if leads():
+            by_level = self._runner.drafter.grows_by_level
+            self.budget = Budget(
+                cost,
+                self._arms(),
+                num_nodes=self._options.num_speculative_tokens,
+                max_levels=self._drafter_options.draft_depth if by_level else 1,
+                level_width=self._drafter_options.draft_top_k if by_level else 1,
+                max_rows=self._most_rows,
+                shortest_draft=self._runner.drafter.shortest_draft,
+            )
+            if is_new:
+                saved.save(self.facts, cost)
         self._warm_up()
 
-    def measure(self) -> None:
-        """Measure the costs in some seconds, and save them; all tensor-parallel ranks take part."""
+    def _measure(self) -> dict[str, dict[int, float]]:
         drafter = self._runner.drafter
         with self._adapter():
             measured = {"verify": self._time_rows(self._run_target)}
             if drafter.grows_by_level:
                 measured["read"] = self._time_rows(lambda rows: drafter.run_forward(rows, is_first=True))
                 measured["level"] = self._time_rows(lambda rows: drafter.run_forward(rows, is_first=False))
-        if leads():
-            self.restart(StepCost(measured, self._most_rows))
-            self.save()
-
-    def restart(self, cost: StepCost | None = None) -> None:
-        """Forget what drafts are worth; costs are kept, unless there are new ones."""
-        if not leads():
-            return
-        by_level = self._runner.drafter.grows_by_level
-        self.budget = Budget(
-            cost or self.budget.cost,
-            self._arms(),
-            num_nodes=self._options.num_speculative_tokens,
-            max_levels=self._drafter_options.draft_depth if by_level else 1,
-            level_width=self._drafter_options.draft_top_k if by_level else 1,
-            max_rows=self._most_rows,
-            shortest_draft=self._runner.drafter.shortest_draft,
-        )
+        return measured
 
     def _arms(self) -> list[Arm]:
         options, has_drafter = self._options, self._drafter_options is not None
@@ -109,18 +100,6 @@ class ServingBudget:
         if is_model_free and has_drafter and len(options.sources) > 1:
             return [Arm("without the drafter", model=False, model_free=True), arm]
         return [arm]
-
-    def save(self) -> None:
-        """Write costs, and what drafts are worth, to the user's cache."""
-        saved.save(self.facts, self.budget.cost, worth=self.budget.to_json())
-
-    def report(self, batches: list[int]) -> dict[str, Any]:
-        """Return costs, predicted against observed acceptance, and the choices for batches of these sizes."""
-        if self.budget is None:
-            return {}
-        choices = [self.budget.choice(batch) for batch in batches]
-        reliability = self.budget.acceptance.reliability.curve()
-        return {"costs": self.budget.cost.to_json(), "reliability": reliability, "choices": choices}
 
     # ---- the step
 
@@ -170,7 +149,7 @@ class ServingBudget:
         self.budget.learn(record, seconds if continues else None)
         self._steps += 1
         if self._steps % SAVE_EVERY == 0:
-            self.save()
+            saved.save(self.facts, self.budget.cost)
             logger.info("vllm-specplug: budget: runs %s", self.budget.planner.regime.arm.name)
 
     def ended(self, record: StepRecord, began: float) -> None:

@@ -64,22 +64,6 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
             trainer.end()
         super().shutdown()
 
-    # Called by ``specplug calibrate cost`` through vLLM's ``collective_rpc``:
-
-    def measure_costs(self) -> dict[str, Any]:
-        """Time the parts of a step anew."""
-        serving = self.model_runner.serving_budget
-        serving.measure()
-        return {"facts": serving.facts}
-
-    def forget_worth(self) -> None:
-        """Forget the values of drafts; costs are kept."""
-        self.model_runner.serving_budget.restart()
-
-    def report_budget(self, batches: list[int]) -> dict[str, Any]:
-        """Return costs, reliability, and the budget's choices for batches of these sizes."""
-        return self.model_runner.serving_budget.report(batches)
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         backend = select_backend()  # builds the op, or logs why it cannot, before the first request
         if envs.VLLM_BATCH_INVARIANT and backend != "cpp":

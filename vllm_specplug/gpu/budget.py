@@ -54,9 +54,7 @@ class RoundBudget:
                 kept_path(saved.ROUNDS, self._facts),
             )
             return
-        self.budget = ShapeBudget(known[0], shapes(options), most_rows(options, scheduler.max_num_batched_tokens))
-        choices = [self.budget.choice(count) for count in (1, scheduler.max_num_seqs)]
-        logger.info("vllm-specplug: budget: first choices %s", choices)
+        self.budget = ShapeBudget(known, shapes(options), most_rows(options, scheduler.max_num_batched_tokens))
 
     def plan(self, num_reqs: int) -> int:
         """Return the nodes to draft after this step; ``num_reqs`` requests decode in the next one."""

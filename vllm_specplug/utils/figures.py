@@ -1,4 +1,4 @@
-"""Figures by matplotlib, which is in the extras ``train`` and ``bench``."""
+"""Figures by matplotlib, which is in the extra ``bench``."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
@@ -48,35 +47,3 @@ class TreeTrace:
         self.written += len(lines)
         with self.path.open("a") as file:
             file.writelines(line + "\n" for line in lines)
-
-
-@dataclass(frozen=True)
-class SourceShare:
-    """The contribution of one proposer to merged drafts.
-
-    Attributes:
-        drafted: its verified nodes.
-        accepted: its accepted nodes.
-        alone: its accepted nodes that no other proposer drafted.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    alone: int = 0
-
-
-def source_shares(path: str | Path) -> tuple[float, dict[str, SourceShare]]:
-    """Return tau (with the bonus token) over the traced trees, and the share of each source."""
-    steps = emitted = 0
-    counts: dict[str, list[int]] = {}
-    for line in Path(path).read_text().splitlines():
-        tree = json.loads(line)
-        steps, emitted = steps + 1, emitted + len(tree["accepted_rows"])
-        accepted = set(tree["accepted_rows"])
-        for row, names in enumerate(tree.get("sources", ()), start=1):
-            for name in names:
-                count = counts.setdefault(name, [0, 0, 0])
-                count[0] += 1
-                count[1] += row in accepted
-                count[2] += row in accepted and len(names) == 1
-    return emitted / max(steps, 1), {name: SourceShare(*count) for name, count in counts.items()}

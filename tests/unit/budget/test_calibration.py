@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from vllm_specplug.budget.calibration import BATCH, FLOOR, OnlineLogistic, Reliability, log_odds_of, sigmoid
+from vllm_specplug.budget.calibration import BATCH, FLOOR, OnlineLogistic, log_odds_of, sigmoid
 
 
 def outcomes(rng, weights, count):
@@ -114,27 +114,6 @@ def test_hostile_outcomes_keep_it_finite():
     feed(model, 0, features, np.ones(6400, dtype=bool), chunk=640)
     assert sigmoid(model.log_odds(np.zeros(1, dtype=int), features[:1]))[0] > 0.95
     model.learn(np.zeros(0, dtype=int), np.zeros((0, 3)), np.zeros(0, dtype=bool))
-
-
-def test_reliability_of_a_good_and_of_a_bad_predictor():
-    rng = np.random.default_rng(2)
-    predicted = rng.random(4000)
-    accepted = rng.random(4000) < predicted
-    good, bad = Reliability(), Reliability()
-    good.add(predicted, accepted)
-    bad.add(1 - predicted, accepted)
-    assert good.error() < 0.05 < 0.3 < bad.error()
-    assert [round(p, 1) for _, p, _ in good.curve()] == pytest.approx([0.05 + 0.1 * i for i in range(10)], abs=0.06)
-    predicted[:2] = 0.0, 1.0
-    sums = np.zeros((4, 3))
-    few = Reliability(num_bins=4, memory=100.0)
-    for start in range(0, 4000, 80):
-        p, y = predicted[start : start + 80], accepted[start : start + 80]
-        few.add(p, y)
-        bins = np.minimum((p * 4).astype(int), 3)
-        sums = sums * np.exp(-0.8) + [[(bins == i).sum(), p[bins == i].sum(), y[bins == i].sum()] for i in range(4)]
-    assert np.array(few.curve()) == pytest.approx(np.stack([sums[:, 0], *(sums[:, 1:] / sums[:, :1]).T], axis=1))
-    assert Reliability().curve() == [] and Reliability().error() == 0.0
 
 
 def test_it_pickles():

@@ -58,9 +58,9 @@ def test_costs_are_kept_in_a_file(tmp_path, monkeypatch, caplog):
     assert saved.load(StepCost, facts, 64) is None and saved.saved_costs() == []
     cost = StepCost({"verify": ROWS, "level": {1: 0.001}}, 64)
     cost.observe_step(8, 8, 0.03)
-    path = saved.save(facts, cost, worth={"1 eagle2": [1.0, 0.5]})
-    again, beside = saved.load(StepCost, facts, 64)
-    assert beside["worth"] == {"1 eagle2": [1.0, 0.5]} and saved.load(StepCost, {"machine": "b"}, 64) is None
+    path = saved.save(facts, cost)
+    again = saved.load(StepCost, facts, 64)
+    assert saved.load(StepCost, {"machine": "b"}, 64) is None
     assert again.verification(8) == pytest.approx(cost.verification(8)) and again.measured == cost.measured
     assert [known for known, _ in saved.saved_costs()] == [facts]
     for wrong in ("{", json.dumps({"facts": facts, "seconds": {}}), json.dumps({"measured": {"level": {"1": 1}}})):
@@ -69,7 +69,7 @@ def test_costs_are_kept_in_a_file(tmp_path, monkeypatch, caplog):
     assert "cannot be used" in caplog.text
     rounds = RoundCost({0: {1: 1.0}, 7: {1: 1.2, 8: 2.0}}, 8)
     assert saved.save(facts, rounds).parent.name == "step_times"
-    assert saved.load(RoundCost, facts, 8)[0].at(7, 4) == rounds.at(7, 4)
+    assert saved.load(RoundCost, facts, 8).at(7, 4) == rounds.at(7, 4)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):

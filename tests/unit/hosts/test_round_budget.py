@@ -37,7 +37,7 @@ def config():
 
 @pytest.fixture
 def rounds(config, monkeypatch):
-    monkeypatch.setattr(budget.saved, "load", lambda *_: (times(), {}))
+    monkeypatch.setattr(budget.saved, "load", lambda *_: times())
     found = RoundBudget(config)
     assert found.budget.plan(1) > 0
     return found
@@ -112,7 +112,7 @@ class Budgeted(BudgetedRounds, Scheduler):
 
 
 def test_the_scheduler_asks_for_requests_that_decode_next(config, monkeypatch):
-    monkeypatch.setattr(budget.saved, "load", lambda *_: (times(), {}))
+    monkeypatch.setattr(budget.saved, "load", lambda *_: times())
     scheduler, asked = Budgeted(config), []
     scheduler.requests = {
         "decodes": SimpleNamespace(num_computed_tokens=9, num_tokens=10),

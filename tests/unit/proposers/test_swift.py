@@ -15,7 +15,7 @@ from vllm_specplug.proposers.swift.layer_set import LayerSet, num_choices
 from vllm_specplug.proposers.swift.ledger import MAX_CREDIT, Ledger
 from vllm_specplug.proposers.swift.options import check_target
 from vllm_specplug.proposers.swift.search import LayerSearch, SearchOptions, predict_scores
-from vllm_specplug.proposers.swift.state import SwiftState, expected_speedup, load_state
+from vllm_specplug.proposers.swift.state import SwiftState, load_state
 from vllm_specplug.types import PADDING
 
 # ---- options
@@ -363,8 +363,3 @@ def test_state_that_is_no_json(tmp_path):
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         check_target(parse_options({"method": "swift", "swift_state": str(path)}), 12)
-
-
-def test_expected_speedup_of_the_paper():
-    assert expected_speedup(5.01, 0.98, 0.45) == pytest.approx(5.01 * 0.98 / (4.01 * 0.55 + 0.98))
-    assert math.isclose(expected_speedup(1.0, 0.5, 0.45), 1.0)

@@ -15,7 +15,6 @@ from vllm_specplug.proposers.eagle2.checkpoint import load_head
 from vllm_specplug.proposers.hass import train as hass
 from vllm_specplug.proposers.training import eagle, features, log, loop, trainer
 from vllm_specplug.proposers.training.team import Team, join
-from vllm_specplug.utils import figures
 
 IDS = torch.arange(DRAFT)
 SMALL = eagle.EagleOptions(epochs=1, batch_tokens=96, draft_vocab_size=DRAFT, align_steps=2)
@@ -201,7 +200,7 @@ def test_a_killed_run_resumes_to_the_same_weights(target, data, tmp_path, monkey
 # ---- measuring
 
 
-def test_log_and_plot(target, data, tmp_path):
+def test_log(target, data, tmp_path):
     train(target, data, tmp_path, dev=data, eval_every=2)
     rows = log.read_log(tmp_path)
     steps = load_head(tmp_path)[0]["specplug"]["steps"]
@@ -211,35 +210,6 @@ def test_log_and_plot(target, data, tmp_path):
     losses = [row for row in rows if "loss" in row]
     assert losses[-1]["step"] == steps and losses[-1]["loss"].keys() == {"feature", "ce"}
     assert all(row["tokens_per_s"] > 0 and row["lr"] > 0 for row in losses)
-    picture = tmp_path / log.PLOT_NAME
-    if log.find_spec("matplotlib"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def panels(folder, monkeypatch, rows):
-    """The axes of the plot of these rows, by title."""
-    (folder / log.LOG_NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    drawn = []
-
-    def new_figure(*size):
-        drawn.append(figures.new_figure(*size))
-        return drawn[-1]
-
-    monkeypatch.setattr(log, "new_figure", new_figure)
-    assert log.plot_log(folder) == folder / log.PLOT_NAME
-    return {axes.get_title(): axes for axes in drawn[0].get_axes()}
-
-
-def test_a_short_training_without_dev_answers_has_a_visible_curve_and_no_empty_panel(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    loss = {"step": 3, "lr": 0.1, "loss": {"ce": 2.0}, "tokens_per_s": 9.0}
-    (axes,) = panels(tmp_path, monkeypatch, [loss]).values()
-    (line,) = axes.lines
-    assert axes.get_title() == "training loss" and line.get_marker() == "." and list(line.get_ydata()) == [2.0]
-    measured = {"step": 3, "alpha": [0.5, 0.4], "tau": 1.5}
-    assert list(panels(tmp_path, monkeypatch, [measured])) == ["acceptance on dev answers, tau 1.50"]
-    both = panels(tmp_path, monkeypatch, [loss, loss | {"step": 4}, measured])
-    assert len(both) == 2 and both["training loss"].lines[0].get_marker() == "None"
 
 
 # ---- HASS

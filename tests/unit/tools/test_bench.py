@@ -1,7 +1,6 @@
 """The parts of ``specplug bench`` that need no engine."""
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -14,15 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import transformers
 
 from tests.unit.tools.test_cli import fails_with
 from vllm_specplug.bench import command as bench_command
-from vllm_specplug.bench import hf_worker
 from vllm_specplug.bench.command import interruption
 from vllm_specplug.bench.methods import Method
-from vllm_specplug.bench.questions import Question, make_batches, spread_lengths
+from vllm_specplug.bench.questions import Question, make_batches
 from vllm_specplug.bench.server import Server
 from vllm_specplug.bench.workers import Measurement, MemoryCheck, Part, Worker, measure
 from vllm_specplug.cli import cli
@@ -33,15 +29,6 @@ def test_several_at_once_are_asked_in_batches_of_any_category():
     questions = [Question(str(i), "abc"[i % 3], "?") for i in range(20)]
     assert make_batches(questions, 2) == [questions[:16], questions[16:]]
     assert make_batches(questions, 1) == [[question] for question in questions]
-
-
-def test_lengths_are_spread_evenly_and_neighbours_are_not_alike():
-    questions = [Question(str(i), "c", "?") for i in range(40)]
-    lengths = [q.max_tokens for q in spread_lengths(questions, 40, 0.5)]
-    assert len(set(lengths)) > 30
-    assert min(lengths) in range(20, 23) and max(lengths) in range(58, 61) and abs(sum(lengths) / 40 - 40) < 1
-    assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) > 10
-    assert [q.max_tokens for q in spread_lengths(questions[:3], 1, 0.9)] == [1, 1, 1]
 
 
 class FakeEngine:
@@ -266,29 +253,6 @@ def test_a_starting_worker_ends_with_its_family_when_its_parent_is_terminated(st
     wait_for_states(pids, [])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_transformers_peer_answers_the_same_with_lookup(temperature):
-    model_config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(model_config).eval()
-    tokenizer = SimpleNamespace(
-        eos_token_id=1, apply_chat_template=lambda chat, **_: [len(chat[0]["content"]), 3, 4] * 9
-    )
-    request = {"texts": ["a", "bb"], "max_tokens": [6, 6]}  # as ``Worker.generate`` sends it
-    sampling = {"sampling": {"temperature": temperature, "seed": 0} if temperature else {}}
-    greedy, plain, lookup = (
-        hf_worker.answer(model, tokenizer, request | more, {"max_length": 30} | options)
-        for more, options in (({}, {}), (sampling, {}), (sampling, {"prompt_lookup_num_tokens": 2}))
-    )
-    assert [len(ids) for ids in plain["token_ids"]] == [6, 6] and len(plain["first_token_s"]) == 2
-    assert min(plain["first_token_s"]) > 0 and min(plain["inter_token_s"]) > 0
-    assert (plain["token_ids"] == greedy["token_ids"]) == (temperature == 0)
-    if not temperature:
-        assert plain["token_ids"] == lookup["token_ids"]
-
-
 class FakeVllm(BaseHTTPRequestHandler):
     """Sends two tokens per chunk; each answer adds 5 drafts to the counters, 3 of them accepted to depth 1, 1 to 2."""
 
@@ -414,19 +378,10 @@ def test_bench_of_servers(server, tmp_path, capsys):
     assert list(ours["concurrency"]) == ["1", "2"] and len(ours["overall"]["speedup_by_repeat"]) == 2
     assert ours["peak_rss_mib"] is None and "| ours" not in capsys.readouterr().err
     fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
-    for option in ("--look-inside", "--in-process"):
-        fails_with(capsys, [*command, "--server", url, option], f"{option} needs its own engines")
+    fails_with(capsys, [*command, "--server", url, "--look-inside"], "--look-inside needs its own engines")
     fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
     assert {body["max_tokens"] for body in fake.bodies} == {6}
-    fake.bodies.clear()
-    spread = ["--max-tokens", "8", "--spread", "0.5", "--server", url, "--out", str(out)]
-    assert cli.main([*command, *spread]) == 0
-    assert {body["max_tokens"] for body in fake.bodies} == {4, 9}
-    assert json.loads(out.read_text())["settings"]["spread"] == 0.5
-    assert cli.main(["bench", "--table", str(out)]) == 0
-    assert "at most 4 to 12 tokens;" in capsys.readouterr().out
     fails_with(capsys, [*command, "--temperature", "3"], "--temperature")
-    fails_with(capsys, [*command, "--spread", "1"], "--spread")
     fake.bodies.clear()
     assert cli.main([*command, "--server", url, "--server", f"no-drafts={url}", "--out", str(out)]) == 0
     asked = [body.get("vllm_xargs") for body in fake.bodies]

@@ -20,7 +20,7 @@ from vllm_specplug.bench.results import MARKS, build_report, render, render_shor
 from vllm_specplug.bench.workers import Measurement
 from vllm_specplug.budget import saved
 from vllm_specplug.budget.cost import StepCost
-from vllm_specplug.cli import cli, cost_command, demo, doctor, server_process
+from vllm_specplug.cli import cli, demo, doctor, server_process
 from vllm_specplug.cli.demo_prompts import PROMPTS
 from vllm_specplug.config import parse_options
 from vllm_specplug.utils import environment, proof_files, smollm2
@@ -81,7 +81,7 @@ def test_bad_values_are_one_line_each(capsys, tmp_path, scratch):
     fails_with(capsys, ["demo", "--speculative-config", "{x"], "--speculative-config", "not JSON")
     fails_with(capsys, ["demo", "--speculative-config", "{}"], "'method'")
     fails_with(capsys, ["demo", "--speculative-config", '{"method": "ngram"}'], "'ngram'")
-    for command in (["demo"], ["calibrate", "cost"], ["bench", "--questions", str(questions)]):
+    for command in (["demo"], ["bench", "--questions", str(questions)]):
         fails_with(capsys, [*command, "--target", str(tmp_path / "nowhere")], "--target", "nowhere", "config.json")
     fails_with(
         capsys, ["top", "http://127.0.0.1:1"], "http://127.0.0.1:1/metrics", "Connection refused", "running vLLM"
@@ -202,7 +202,7 @@ def test_doctor_survives_a_missing_vllm_command(monkeypatch):
 
 @pytest.mark.parametrize(
     ("line", "some"),
-    [("specplug do", ["doctor"]), ("specplug calibrate ", ["cost", "medusa"]), ("specplug top --o", ["--once"])],
+    [("specplug do", ["doctor"]), ("specplug train ", ["hass", "medusa"]), ("specplug top --o", ["--once"])],
 )
 def test_a_shell_completes_commands_and_options(line, some, tmp_path):
     pytest.importorskip("argcomplete")
@@ -238,29 +238,6 @@ def test_doctor_shows_the_proofs(monkeypatch, tmp_path):
     assert proof_files.load(facts) is None and doctor._proofs().value.endswith(": the row at depth 2 differs")
     (tmp_path / "vllm-specplug" / "proofs" / "x.json").write_text("{")
     assert len(proof_files.kept()) == 1
-
-
-# Costs
-
-
-def test_calibrate_cost_refuses_in_one_line(capsys):
-    fails_with(capsys, ["calibrate", "cost", "--speculative-config", "{"], "not JSON")
-    fails_with(capsys, ["calibrate", "cost", "--speculative-config", '{"budget": "fixed"}'], "measured")
-    fails_with(capsys, ["calibrate", "cost", "--max-num-seqs", "0"], "--max-num-seqs")
-
-
-def test_costs_are_shown_and_drawn(tmp_path):
-    choice = {"batch": 1, "arm": "eagle2", "accepted": 1.5, "speedup": 1.25}
-    result = {
-        "costs": {"measured": {"verify": {"1": 0.01, "8": 0.02}, "level": {"1": 1e-4}}},
-        "choices": {"math": [choice, {**choice, "batch": 8, "arm": "plain", "accepted": 0, "speedup": 1.0}]},
-        "reliability": {"math": [[20.0, 0.1, 0.12], [5.0, 0.8, 0.7]]},
-    }
-    text = cost_command.render(result)
-    assert "choices: math" in text and "1.25x" in text and "20.00" in text
-    for reliability in (result["reliability"], {}):
-        cost_command.plot(result | {"reliability": reliability}, tmp_path / "costs.png")
-        assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Environment
@@ -588,7 +565,6 @@ def test_the_page_shows_the_file(monkeypatch, tmp_path):
     ("name", "part"),
     [
         ("avx2_spec_bench", "| method"),
-        ("avx2_bfloat16", "| method"),
         ("epyc_ablation", "| method"),
         ("epyc_spec_bench", "| method"),
         ("epyc_concurrency", "| concurrency"),

@@ -1,9 +1,8 @@
 """One engine of ``specplug bench``, as a worker process.
 
-The first message has the arguments of ``LLM``, ``"in_process"`` (see ``in_process.start_in_process``) and
-``"chat_template_kwargs"``, the switches of the chat template.  A request
-``{"texts", "max_tokens"}`` returns greedy answers (``max_tokens`` is one number, or one per text); ``"sampling"``
-(arguments of ``SamplingParams``) makes them sampled ones, ``"at_once"`` limits how many run at the same time.
+The first message has the arguments of ``LLM`` and ``"chat_template_kwargs"``, the switches of the chat template.  A
+request ``{"texts", "max_tokens"}`` returns greedy answers; ``"sampling"`` (arguments of ``SamplingParams``) makes them
+sampled ones, ``"at_once"`` limits how many run at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def prompts_of(
 def answer(
     llm: Any,
     texts: list[str],
-    max_tokens: int | list[int],
+    max_tokens: int,
     sampling: dict[str, Any] | None = None,
     at_once: int | None = None,
     switches: dict[str, Any] | None = None,
@@ -54,11 +53,9 @@ def answer(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    lengths = [max_tokens] * len(texts) if isinstance(max_tokens, int) else max_tokens
-    prompts = prompts_of(llm, texts, max(lengths), switches)
-    params = [SamplingParams(**{"temperature": 0, "max_tokens": length, **(sampling or {})}) for length in lengths]
-    for one in params:
-        one.output_kind = RequestOutputKind.FINAL_ONLY
+    prompts = prompts_of(llm, texts, max_tokens, switches)
+    settings = {"temperature": 0, "max_tokens": max_tokens, **(sampling or {})}
+    params = [SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY) for _ in prompts]
     drafts, by_depth = _read_counters(llm)
     start = time.perf_counter()
     outputs = _generate(llm.llm_engine, prompts, params, at_once or len(prompts))
@@ -102,14 +99,9 @@ def _generate(engine: Any, prompts: list[dict[str, Any]], params: list[Any], at_
 def start(arguments: Message) -> Engine:
     """Start the engine, for ``run_worker``."""
     switches = arguments.pop("chat_template_kwargs", None)
-    if arguments.pop("in_process", False):
-        from vllm_specplug.vllm.probes.in_process import start_in_process
+    from vllm import LLM
 
-        llm = start_in_process(arguments)
-    else:
-        from vllm import LLM
-
-        llm = LLM(**arguments)
+    llm = LLM(**arguments)
 
     def ask(request: Message) -> Message:
         return answer(llm, **{k: request[k] for k in _ARGUMENTS if k in request}, switches=switches)
