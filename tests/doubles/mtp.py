@@ -72,12 +72,28 @@ def _step(tensors: Tensors) -> Tensors:
     return _block(tensors, "model.layers.1.", f"{layer}.") | norms | projection | head
 
 
+def _experts(num_experts: int, size: int) -> Tensors:
+    """Make experts and a shared one, in the names of Step 3.5."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    sizes = {"gate_proj": (size, HIDDEN), "up_proj": (size, HIDDEN), "down_proj": (HIDDEN, size)}
+    routed = {f"moe.{name}": random(num_experts, *shape) for name, shape in sizes.items()}
+    shared = {f"share_expert.{name}": random(*shape) for name, shape in sizes.items()}
+    return {"moe.gate": random(num_experts, HIDDEN)} | routed | shared
+
+
 _STEP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
 def _write_step(path: Path) -> None:
-    """Write Step 3.5: norms from 0, a gate on each head, and a window in every second layer, that of MTP included."""
+    """Write Step 3.5: norms from 0, a gate on each head, experts in the first layer, windows in every second one."""
     tensors = load_file(tiny.write_target(path) / "model.safetensors")
+    tensors = {name: one for name, one in tensors.items() if "layers.0.mlp" not in name}
+    tensors |= {f"model.layers.0.{name}.weight": one for name, one in _experts(4, 2 * HIDDEN).items()}
+    tensors["model.layers.0.moe.router_bias"] = torch.zeros(4)
     tensors |= {name: torch.zeros_like(one) for name, one in tensors.items() if "norm" in name}
     for layer in range(LAYERS):
         attention = f"model.layers.{layer}.self_attn"
@@ -90,7 +106,11 @@ def _write_step(path: Path) -> None:
         "architectures": ["Step3p5ForCausalLM"],
         "model_type": "step3p5",
         "num_attention_groups": tiny.KV_HEADS,
-        "moe_layers_enum": "99",
+        "moe_layers_enum": "0",
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 2 * HIDDEN,
+        "share_expert_dim": 2 * HIDDEN,
         "use_head_wise_attn_gate": True,
         "sliding_window": 24,
     }

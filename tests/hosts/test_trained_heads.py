@@ -145,9 +145,8 @@ def test_a_parallel_head(engine, checkpoints, prompts, plain, heads, tmp_path, m
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, prompts, plain, heads):
     """The same EAGLE-3 head, and the same number of verified tokens."""
-    chain = {"method": "eagle3", "num_speculative_tokens": 4}
-    stock = engine("trained-eagle3", chain)
+    stock = engine("trained-eagle3", {"method": "eagle3", "num_speculative_tokens": 8})
     assert token_ids(stock.generate(prompts, GREEDY, use_tqdm=False)) == plain
-    llm = engine("trained-eagle3", {**TREE, "num_speculative_tokens": 4})
+    llm = engine("trained-eagle3", {**TREE, "num_speculative_tokens": 8, "draft_depth": 8})
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
-    assert acceptance_length(llm) >= acceptance_length(stock) > 2
+    assert acceptance_length(llm) > acceptance_length(stock) > 2
