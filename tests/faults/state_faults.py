@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 STATES, UNIT = "vllm_specplug/cpu/states.py", "tests/unit/hosts/test_states.py::"
+KERNELS, V2 = "vllm_specplug/gpu/kernels/", "tests/v2/test_state_kernels.py::"
 
 STATE_FAULTS = [
     Fault(
@@ -62,5 +63,45 @@ STATE_FAULTS = [
         "plain, again = self._decode_on() if self._has_states else self._decode_plainly()",
         "plain, again = self._decode_plainly()",
         "tests/hosts/test_hybrid.py::test_the_proof_passes",
+    ),
+    Fault(
+        "a row of a GPU's tree continues the row before it",
+        "states",
+        KERNELS + "tree_states.py",
+        "return (other < row) & (((word >> (other % 64)) & 1) != 0)",
+        "return (other < row) & (word != 0)",
+        V2 + "test_a_wrong_parent_shows[1]",
+    ),
+    Fault(
+        "a row of a GPU's tree leaves its parent's state of Mamba-2 behind",
+        "states",
+        KERNELS + "mamba2_tree.py",
+        "    if COMMITS:\n        tl.store(own, state.to(states_ptr.dtype.element_ty), mask=inside)\n    else:\n",
+        "    tl.store(own, state.to(states_ptr.dtype.element_ty), mask=inside)\n    if not COMMITS:\n",
+        V2 + "test_mamba2[dtype0-1]",
+    ),
+    Fault(
+        "a row of a GPU's tree leaves its parent's state of the gated delta rule behind",
+        "states",
+        KERNELS + "gated_delta_tree.py",
+        "    if COMMITS:\n        tl.store(own, state.to(states_ptr.dtype.element_ty), mask=inside)\n    else:\n",
+        "    tl.store(own, state.to(states_ptr.dtype.element_ty), mask=inside)\n    if not COMMITS:\n",
+        V2 + "test_gated_delta_rule[dtype0-1]",
+    ),
+    Fault(
+        "a convolution's window on a GPU is shifted by one input",
+        "states",
+        KERNELS + "conv_tree.py",
+        "place = emitted + tap  #",
+        "place = emitted + tap - 1  #",
+        V2 + "test_convolution[dtype0-1]",
+    ),
+    Fault(
+        "a state on a GPU is not committed",
+        "states",
+        "vllm_specplug/gpu/runner.py",
+        "        self.state_layers.commit(trees.plan.source_rows)\n",
+        "",
+        "tests/v2/test_hybrid.py::test_tokens",
     ),
 ]

@@ -32,11 +32,15 @@ from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu.kernels import tiles as triton_tiles
 from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
+from vllm_specplug.gpu.kernels.conv_tree import commit_windows, conv_tree
+from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, commit_gated_delta, gated_delta_tree
 from vllm_specplug.gpu.kernels.growth import KERNELS, likeliest, start_levels
 from vllm_specplug.gpu.kernels.lookup import LookupBuffers, continuations, keep_answer, match_keys
+from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, commit_mamba2, mamba2_tree
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.row_tokens import row_tokens
 from vllm_specplug.gpu.kernels.step import cache_pointers, move_rows, plan_step, stage_rows, store_trees, walk_rows
+from vllm_specplug.gpu.kernels.tree_states import StateTrees
 from vllm_specplug.proposers.union.device_proposer import Merging, merge_drafts
 from vllm_specplug.proposers.union.learning import start_weights
 from vllm_specplug.types import Walk
@@ -188,6 +192,28 @@ def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
         start_levels(given, slots, 5, 10, 4095)
 
 
+def state_kernels(num_reqs: int = 2, width: int = 61) -> None:
+    """Launch the kernels of recurrent states, with sizes of published models."""
+    ints, half = torch.zeros(num_reqs, dtype=torch.int32), torch.bfloat16
+    bits = torch.zeros(num_reqs, width, 1, dtype=torch.int64)
+    trees = StateTrees(ints, ints, ints, ints, bits, max_rows=width)
+    sources = torch.zeros(num_reqs, 8, dtype=torch.int64)
+    inputs, gates = torch.zeros(num_reqs * width, 8192, dtype=half), torch.zeros(num_reqs * width, 64, dtype=half)
+    for channels_first in (True, False):
+        windows = torch.zeros(4, 8192, 3, dtype=half) if channels_first else torch.zeros(4, 3, 8192, dtype=half).mT
+        conv_tree(trees, inputs, windows, torch.zeros(8192, 4, dtype=half), inputs[0], inputs, silu=True)
+        commit_windows(trees, sources, inputs, windows)
+    floats = torch.zeros(64)
+    for dtype in (torch.float32, half):
+        mamba2, delta = Mamba2Weights(floats, floats, floats, 8), GatedDeltaWeights(floats, floats, 16)
+        states = torch.zeros(4, 64, 64, 128, dtype=dtype)
+        mamba2_tree(trees, mamba2, inputs, gates, states, inputs)
+        commit_mamba2(trees, sources, mamba2, inputs, gates, states)
+        states = torch.zeros(4, 32, 128, 128, dtype=dtype)
+        gated_delta_tree(trees, delta, inputs, gates, gates, states, inputs)
+        commit_gated_delta(trees, sources, delta, inputs, gates, gates, states)
+
+
 def sampling_kernels(num_nodes: int = 20) -> None:
     """Launch what calls vLLM's own functions; they are compiled with it."""
     claim_backend()
@@ -246,6 +272,7 @@ def compile_all(gpus: Collection[int] = tuple(SHARED_MEMORY), largest_only: bool
     for capability in gpus:
         compiled.target(capability)
         small_kernels()
+        state_kernels()
         sampling_kernels()
         draft_kernels()
     return compiled.rows

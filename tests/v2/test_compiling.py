@@ -35,7 +35,8 @@ def test_every_launch_compiles_and_fits(tmp_path, gpus):
         "walk_rows_kernel", "move_rows_kernel", "match_keys_kernel", "plan_step_kernel", "best_of_chunk_kernel",
         "best_of_row_kernel", "grow_level_kernel", "rerank_kernel", "start_levels_kernel", "best_matches_kernel",
         "prefix_tree_kernel", "keep_answer_kernel", "merge_drafts_kernel", "row_tokens_kernel", "sampler_noise_kernel",
-        "coupled_children_kernel",
+        "coupled_children_kernel", "conv_tree_kernel", "commit_window_kernel", "mamba2_tree_kernel",
+        "gated_delta_tree_kernel",
     }  # fmt: skip
     attention = {(row["sm"], row["head"], row["case"]) for row in rows if row["kernel"] == "tree_attention_kernel"}
     assert attention >= {(90, head, case) for head in (64, 128, 256) for case in CASES}

@@ -27,7 +27,7 @@ from vllm_specplug.cpu.place_free import PlaceFree
 from vllm_specplug.cpu.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import attach_drafts
-from vllm_specplug.cpu.state_layers import StateLayers, specs_for_trees
+from vllm_specplug.cpu.state_layers import StateLayers
 from vllm_specplug.cpu.states import state_rows
 from vllm_specplug.cpu.step import Step, commit, plain_plan, stage, verify, walk
 from vllm_specplug.cpu.turns import DrawnStates
@@ -40,6 +40,7 @@ from vllm_specplug.vllm.kv_groups import alike_layers
 from vllm_specplug.vllm.plain_sampling import limits_of
 from vllm_specplug.vllm.proof.driver import attributes
 from vllm_specplug.vllm.ranks import leads
+from vllm_specplug.vllm.states import specs_for_trees
 from vllm_specplug.vllm.trace import TreeTrace
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from vllm_specplug.cpu.kernels.state_scan import Sequences
 from vllm_specplug.cpu.state_cores import hook
 from vllm_specplug.cpu.states import StateRows, StateStep, commit_states, rows_of_one_tree
 from vllm_specplug.vllm.patches import Patch, apply_all
+from vllm_specplug.vllm.states import state_bytes
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -109,26 +109,6 @@ class StateBuilder(AttentionMetadataBuilder[StateStep]):
         return table[requests, columns].long()
 
 
-def specs_for_trees(specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's KV cache specs with one state per request, and with prompts in chunks that end at cached states.
-
-    Mamba-2 asks for states from inside of a chunk, which vLLM's CPU code does not give (``IndexError`` in vLLM 0.32).
-    """
-    wanted = {"num_speculative_blocks": 0, "num_prefill_checkpoint_blocks": 0}
-    return {
-        name: replace(spec, **{one: value for one, value in wanted.items() if hasattr(spec, one)})
-        if isinstance(spec, MambaSpec)
-        else spec
-        for name, spec in specs.items()
-    }
-
-
-def _state_bytes(layer: MambaBase) -> int:
-    """Return the size of one state."""
-    shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-
-
 class StateLayers:
     """The layers of a target that have recurrent states.
 
@@ -170,7 +150,7 @@ class StateLayers:
 
     def build_by(self, attn_groups: Sequence[Sequence[Any]], rows_of_step: Callable[[], StateRows | None]) -> None:
         """Replace the builders of metadata of these layers' groups."""
-        sizes = [_state_bytes(layer) / 2**20 for layer in self._layers.values()]
+        sizes = [state_bytes(layer) / 2**20 for layer in self._layers.values()]
         logger.info(
             "vllm-specplug: recurrent states take %.1f MiB per request in %d layers, and up to %.2f MiB more per tree "
             "row while a layer runs",

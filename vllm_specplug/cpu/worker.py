@@ -13,7 +13,6 @@ import vllm.envs as envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specplug.config import ConfigError
@@ -25,6 +24,7 @@ from vllm_specplug.cpu.runner import TreeCPUModelRunner
 from vllm_specplug.cpu.state_layers import StateLayers
 from vllm_specplug.vllm.proof.driver import attributes
 from vllm_specplug.vllm.proof.worker import ProvesTrees
+from vllm_specplug.vllm.states import by_state
 
 
 class TreeCPUWorker(ProvesTrees, CPUWorker):
@@ -72,8 +72,8 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         with tree_backend_selected(), row_linear_layers(linear_rows):
             super().load_model(*args, **kwargs)
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        with_states = {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
-        check_layers({name: layer for name, layer in layers.items() if name not in with_states})
+        with_states, others = by_state(layers)
+        check_layers(others)
         if any(isinstance(layer, MLAAttention) for layer in layers.values()):
             from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
 

@@ -28,6 +28,7 @@ from vllm_specplug.gpu.sampler import TreeRejectionSampler
 from vllm_specplug.gpu.scheduler import answer_ends
 from vllm_specplug.gpu.settling import RejectionSettling, TypicalSettling
 from vllm_specplug.gpu.slot_params import SlotParams
+from vllm_specplug.gpu.states import StateLayers
 from vllm_specplug.gpu.tree_graphs import wrap_init_candidates
 from vllm_specplug.proposer import find_method
 from vllm_specplug.proposers.eagle2.layout import AUX_KEY
@@ -37,6 +38,7 @@ from vllm_specplug.utils.lazy import load
 from vllm_specplug.vllm.kv_groups import alike_layers
 from vllm_specplug.vllm.patches import Patch, apply_all
 from vllm_specplug.vllm.ranks import leads
+from vllm_specplug.vllm.states import by_state, specs_for_trees
 
 
 def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +83,13 @@ def install_v2() -> None:
 
 
 class TreeModelState:
-    """vLLM's model state; it adds the trees to the attention metadata of target layers."""
+    """vLLM's model state; it adds the trees to the attention metadata of target layers.
+
+    Layers with a recurrent state have theirs from ``StateBuilder``, which reads ``rows``.
+    """
+
+    #: The trees of the step, or of a recorded graph; None: it has none.
+    rows: DeviceTreeRows | None = None
 
     def __init__(self, inner: Any, runner: TreeRunner):
         self._inner, self._runner = inner, runner
@@ -93,8 +101,8 @@ class TreeModelState:
     def prepare_attn(
         self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, for_capture: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
+        rows = self.rows = self._stage(input_batch, cudagraph_mode, for_capture)
         metadata = self._inner.prepare_attn(input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs)
-        rows = self._stage(input_batch, cudagraph_mode, for_capture)
         if rows is None or (cudagraph_mode == CUDAGraphMode.FULL and not for_capture):
             return metadata  # a replayed graph reads the buffers that it was recorded with
         return step.verify(metadata, rows, self._draft_layers)
@@ -130,6 +138,8 @@ class TreeRunner:
     _num_logits: np.ndarray | None = None
     _slot_params: SlotParams
     trace: LateTrace
+    #: The target's layers with recurrent states; set when it is loaded.
+    state_layers: StateLayers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._check_config()
@@ -223,17 +233,42 @@ class TreeRunner:
         if logits is not None:  # one chunk, as the rejection sampler copies it
             logits[: get_max_chunk_logits(logits.shape[1])].to(torch.float32, copy=True)
 
+    def use_states(self, layers: dict[str, Any]) -> None:
+        """Serve these layers with recurrent states; called when the target is loaded.
+
+        Raises:
+            ConfigError: naming what is not served.
+        """
+        if (odd := next(iter(self.speculator.draft_attn_layer_names & layers.keys()), None)) is not None:
+            raise ConfigError(f"no trees are drafted by layers with a recurrent state ({odd}): use another drafter")
+        most = most_rows(self.speculative_config.specplug, self.max_num_tokens)
+        rows = min(most, self.max_num_reqs * self.speculator.trees.width)
+        self.state_layers = StateLayers(layers, self.vllm_config, rows)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return specs_for_trees(super().get_kv_cache_spec())
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        self.state_layers.make_room()
+        super().profile_run(*args, **kwargs)
+
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        _, layers = by_state(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
         check_caches(layers, self.speculative_config.specplug.tree_attention)
         compile_kernels(layers, self.speculator.trees.bits)
         target = {name: layer for name, layer in layers.items() if name not in self.speculator.draft_attn_layer_names}
         self._committed = committed_caches(alike_layers(self.kv_cache_config, target))
+        if self.state_layers:
+            self.state_layers.make_room()
+            self.state_layers.build_by(self.attn_groups, lambda: self.model_state.rows)
+            self.state_layers.compile_kernels(self.speculator.trees.stage_for_capture(1, 1, self.max_model_len))
 
     def commit(self, walk: Walk) -> None:
         """Commit the accepted rows; the step's trees were then walked."""
-        step.commit(self.speculator.trees, walk, self._committed, self.block_tables.slot_mappings)
+        trees = self.speculator.trees
+        step.commit(trees, walk, self._committed, self.block_tables.slot_mappings)
+        self.state_layers.commit(trees.plan.source_rows)
         self.speculator.timer.end_step()
 
 

@@ -13,6 +13,7 @@ from vllm_specplug.gpu.attention import check_layers, device_tree_backends, log_
 from vllm_specplug.gpu.runner import TreeGPUModelRunner, install_v2
 from vllm_specplug.gpu.step_times import measure_if_unknown
 from vllm_specplug.vllm.proof.worker import ProvesTrees
+from vllm_specplug.vllm.states import by_state
 
 
 class TreeWorkerV2(ProvesTrees):
@@ -39,8 +40,9 @@ class TreeWorkerV2(ProvesTrees):
         chosen = self.vllm_config.attention_config.backend
         with device_tree_backends(chosen):
             super().load_model(*args, **kwargs)
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        with_states, layers = by_state(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
         check_layers(layers)
+        self.model_runner.use_states(with_states)
         log_backends(layers, chosen)
         with set_current_vllm_config(self.vllm_config):  # names the version of FlashAttention
             use_tree_attention(layers, self.vllm_config.speculative_config.specplug.tree_attention)

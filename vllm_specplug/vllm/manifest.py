@@ -270,6 +270,8 @@ MANIFEST_V2 = (
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner._dummy_sampler_run", ("self", "hidden_states")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config")),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.load_model", ("self",)),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.get_kv_cache_spec", ("self",)),
+    VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.profile_run", ("self",)),
     VllmSymbol(f"{_V2}.model_runner:GPUModelRunner.prepare_attn", ("self", "input_batch")),
     VllmSymbol(f"{_LORA}._set_active_loras", ("self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests")),
     *_TARGET_HEAD,

@@ -1,0 +1,212 @@
+"""The gated delta rule over trees: a row continues its parent's state.
+
+``tests/doubles/tree_states.py`` has the reference in plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specplug.gpu.kernels.tree_states import StateTrees, is_above
+
+#: Elements of a state in the registers of a program.
+_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """Weights of a layer.
+
+    Attributes:
+        A_log, dt_bias: ``[num_heads]``.
+        num_key_heads: each serves as many heads.
+    """
+
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    num_key_heads: int
+
+
+@triton.jit
+def _normalised(row_ptr, places, inside):
+    values = tl.load(row_ptr + places, mask=inside, other=0).to(tl.float32)
+    return values * tl.rsqrt(tl.sum(values * values) + 1e-6)
+
+
+@triton.jit
+def _step(state, row_ptr, a_ptr, b_ptr, rate_of_decay, dt_bias, k_places, v_places, in_k, in_v):
+    """Return the state after a token, not rounded."""
+    key = _normalised(row_ptr, k_places, in_k)
+    value = tl.load(row_ptr + v_places, mask=in_v, other=0).to(tl.float32)
+    gate = tl.load(a_ptr).to(tl.float32) + dt_bias
+    gate = tl.where(gate <= 20.0, tl.log(1 + tl.exp(gate)), gate)
+    state = state * tl.exp(rate_of_decay * gate)
+    change = value - tl.sum(state * key[None, :], axis=1)
+    change *= 1 / (1 + tl.exp(-tl.load(b_ptr).to(tl.float32)))
+    return state + change[:, None] * key[None, :]
+
+
+@triton.jit(do_not_specialize=("block_stride", "max_rows"))
+def _gated_delta_tree_kernel(
+    blocks_ptr,
+    block_stride,
+    context_lens_ptr,
+    start_ptr,
+    lens_ptr,
+    bits_ptr,
+    bits_stride,
+    NUM_WORDS: tl.constexpr,
+    sources_ptr,
+    rows_ptr,
+    row_stride,
+    a_ptr,
+    a_stride,
+    b_ptr,
+    b_stride,
+    states_ptr,
+    state_stride,
+    A_log_ptr,
+    dt_bias_ptr,
+    output_ptr,
+    output_stride,
+    max_rows,
+    scale,
+    heads_per_key,
+    num_key_heads,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    COMMITS: tl.constexpr,
+):
+    request = tl.program_id(0) if COMMITS else tl.program_id(0) // max_rows
+    row = 0 if COMMITS else tl.program_id(0) % max_rows
+    if row >= tl.load(lens_ptr + request):
+        return
+    head = tl.program_id(1)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k = tl.arange(0, BLOCK_K)
+    in_v, in_k = v < VALUE_SIZE, k < KEY_SIZE
+    q_places = (head // heads_per_key) * KEY_SIZE + k
+    k_places = num_key_heads * KEY_SIZE + q_places
+    v_places = 2 * num_key_heads * KEY_SIZE + head * VALUE_SIZE + v
+    block = tl.load(blocks_ptr + request * block_stride).to(tl.int64)
+    own = states_ptr + block * state_stride + (head * VALUE_SIZE + v)[:, None] * KEY_SIZE + k[None, :]
+    inside = in_v[:, None] & in_k[None, :]
+    num_kept = tl.where(tl.load(context_lens_ptr + request) > 0, KEY_SIZE, 0)
+    state = tl.load(own, mask=inside & (k < num_kept)[None, :], other=0).to(tl.float32)
+    rate_of_decay = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    first = tl.load(start_ptr + request).to(tl.int64)
+    bits = bits_ptr + request * bits_stride + row * NUM_WORDS
+    steps = max_rows if COMMITS else row
+    for other in range(0, steps):
+        if COMMITS:
+            flat = tl.load(sources_ptr + request * max_rows + other)
+            goes_on = flat >= 0
+        else:
+            flat = first + other
+            goes_on = is_above(bits, row, other)
+        if goes_on:
+            a, b = a_ptr + flat * a_stride + head, b_ptr + flat * b_stride + head
+            values = rows_ptr + flat * row_stride
+            state = _step(state, values, a, b, rate_of_decay, dt_bias, k_places, v_places, in_k, in_v)
+            state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as plain decoding stores it
+    if COMMITS:
+        tl.store(own, state.to(states_ptr.dtype.element_ty), mask=inside)
+    else:
+        flat = first + row
+        a, b = a_ptr + flat * a_stride + head, b_ptr + flat * b_stride + head
+        values = rows_ptr + flat * row_stride
+        state = _step(state, values, a, b, rate_of_decay, dt_bias, k_places, v_places, in_k, in_v)
+        query = _normalised(values, q_places, in_k) * scale
+        result = tl.sum(state * query[None, :], axis=1)
+        output = output_ptr + flat * output_stride + head * VALUE_SIZE + v
+        tl.store(output, result.to(output_ptr.dtype.element_ty), mask=in_v)
+
+
+def _launch(
+    trees: StateTrees,
+    weights: GatedDeltaWeights,
+    rows: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    states: torch.Tensor,
+    output: torch.Tensor,
+    sources: torch.Tensor,
+    max_rows: int,
+    *,
+    programs: int,
+    commits: bool,
+) -> None:
+    _, num_heads, value_size, key_size = states.shape
+    block_k = triton.next_power_of_2(key_size)
+    block_v = min(triton.next_power_of_2(value_size), max(1, _ELEMENTS // block_k))
+    tensors: tuple[Any, ...] = (sources, rows, rows.stride(0), a, a.stride(0), b, b.stride(0), states, states.stride(0))
+    _gated_delta_tree_kernel[programs, num_heads, triton.cdiv(value_size, block_v)](
+        *trees.arguments(),
+        *tensors,
+        *(weights.A_log, weights.dt_bias),
+        *(output, output.stride(0)),
+        max_rows,
+        key_size**-0.5,
+        num_heads // weights.num_key_heads,
+        weights.num_key_heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        COMMITS=commits,
+        num_warps=4,
+    )
+
+
+def gated_delta_tree(
+    trees: StateTrees,
+    weights: GatedDeltaWeights,
+    rows: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    states: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Compute the rows of trees; states stay as they are.
+
+    Args:
+        trees: of the forward.
+        weights: of the layer.
+        rows: ``[num_tokens, 2 * num_key_heads * key_size + num_heads * value_size]``, rows contiguous; query, key and
+            value of each row, after the convolution; queries and keys are normalised here.
+        a, b: ``[num_tokens, num_heads]``, rows contiguous; before softplus and sigmoid.
+        states: ``[num_blocks, num_heads, value_size, key_size]``; each block contiguous.
+        output: ``[num_tokens, num_heads * value_size]``, rows contiguous; tree rows are written.
+    """
+    programs = len(trees.lens) * trees.max_rows
+    _launch(trees, weights, rows, a, b, states, output, trees.lens, trees.max_rows, programs=programs, commits=False)
+
+
+def commit_gated_delta(
+    trees: StateTrees,
+    source_rows: torch.Tensor,
+    weights: GatedDeltaWeights,
+    rows: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    states: torch.Tensor,
+) -> None:
+    """Bring the states of requests with trees to their accepted rows.
+
+    Args:
+        source_rows: int64 ``[num_reqs, max_emitted]``, contiguous; see ``StepPlan``; trees come first.
+        trees, weights, rows, a, b, states: as for ``gated_delta_tree``; states are written.
+    """
+    _launch(
+        *(trees, weights, rows, a, b, states, rows, source_rows, source_rows.shape[1]),
+        programs=len(trees.lens),
+        commits=True,
+    )
