@@ -110,7 +110,7 @@ LATENTS = {
 }
 #: With AMX, vLLM's own choice takes bfloat16 only.
 PLAIN_LATENTS = {"plain": {"attention_config": {"backend": "CPU_MLA"}}}
-#: vLLM's operator for rotary positions is wrong for MLA; it is used in eager mode, but for YaRN.
+#: vLLM's operator for rotary positions is wrong for MLA and LFM2; it is used in eager mode, but for YaRN.
 TORCH_POSITIONS = {"options": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}}
 DEEPSEEK_YARN = {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 TIED = {"gain": 2.0}
@@ -261,6 +261,22 @@ ARCHITECTURES = {
         },
         num_blocks=6,
         plain=NO_PREFIXES,
+    ),
+    "LFM2": Architecture(
+        "Lfm2Config",
+        "short convolutions between attention",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "block_dim": HIDDEN,
+            "block_ff_dim": INTERMEDIATE,
+            "conv_dim": HIDDEN,
+            "conv_bias": False,
+        },
+        num_blocks=12,
+        plain=NO_PREFIXES,
+        **TORCH_POSITIONS,
+        **TIED,
     ),
     "Llama 4": Architecture(
         "Llama4TextConfig",

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonMetadata, split_kv_b_proj
-from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backend import AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
@@ -217,34 +216,3 @@ class TreeMLABackend(MLACommonBackend):
     @staticmethod
     def get_builder_cls() -> type[TreeMLAMetadataBuilder]:
         return TreeMLAMetadataBuilder
-
-
-@torch.inference_mode()
-def check_rotary_positions(model: torch.nn.Module) -> None:
-    """Refuse a model of MLA whose rotary positions vLLM computes wrongly.
-
-    On a CPU, vLLM 0.32's operator takes ``[num_tokens, num_heads, size]`` for one head, and a key for contiguous.  So
-    its results depend on the number of rows.  Compiled models and those with YaRN positions use torch, which is right.
-
-    Raises:
-        ConfigError: naming the first module.
-    """
-    checked = set()
-    for name, module in model.named_modules():
-        rotary = getattr(module, "rotary_emb", None)
-        if isinstance(module, MultiHeadLatentAttentionWrapper) and rotary is not None and id(rotary) not in checked:
-            checked.add(id(rotary))
-            if not _rotates_rightly(rotary, module.qk_rope_head_dim):
-                raise ConfigError(
-                    f"vLLM's operator for rotary positions is wrong for multi-head latent attention ({name}), also "
-                    "without speculation: leave out --enforce-eager, or add --compilation-config "
-                    '\'{"custom_ops": ["-rotary_embedding"]}\''
-                )
-
-
-def _rotates_rightly(rotary: Any, size: int) -> bool:
-    generator, positions = torch.Generator().manual_seed(0), torch.tensor([3, 5, 9])
-    query, key = (torch.randn(3, heads, size + 16, generator=generator) for heads in (2, 1))
-    parts = [rows[..., 16:] for rows in (query, key)]
-    expected = rotary.forward_native(positions, *(part.clone() for part in parts))
-    return all(torch.allclose(*pair, atol=1e-2) for pair in zip(rotary(positions, *parts), expected, strict=True))

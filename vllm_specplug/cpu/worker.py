@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import vllm.envs as envs
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.config import CompilationMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -19,6 +18,7 @@ from vllm_specplug.config import ConfigError
 from vllm_specplug.cpu.attention import check_layers, tree_backend_selected
 from vllm_specplug.cpu.kernels.tree_attention import select_backend
 from vllm_specplug.cpu.processors import custom_processors_hidden
+from vllm_specplug.cpu.rotary import check_rotary_positions
 from vllm_specplug.cpu.row_linear import row_linear_layers
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
 from vllm_specplug.cpu.state_layers import StateLayers
@@ -74,9 +74,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
         with_states, others = by_state(layers)
         check_layers(others)
-        if any(isinstance(layer, MLAAttention) for layer in layers.values()):
-            from vllm_specplug.cpu.mla import check_rotary_positions  # older versions of vLLM have no MLA on a CPU
-
+        if self.vllm_config.compilation_config.mode == CompilationMode.NONE:
             check_rotary_positions(self.model_runner.get_model())
         self.model_runner.state_layers = StateLayers(with_states, self.vllm_config)
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
 import vllm_specplug
-from vllm_specplug.config import parts_of
+from vllm_specplug.config import ConfigError, parts_of
 from vllm_specplug.core.proof import WITHOUT_TREES, Evidence, ProofFailed
 from vllm_specplug.cpu.attention import TreeAttentionImpl
 from vllm_specplug.cpu.kernels.cpu_ops import operators
@@ -138,7 +138,7 @@ def _run(driver: Driver) -> Evidence | str | None:
                 evidence = proof.run()
             except ProofFailed as error:
                 return str(error)
-            except CannotProve:
+            except (ConfigError, CannotProve):
                 raise
             except Exception as error:  # of any part of the runner: trees do not run here
                 logger.exception("vllm-specplug: the proof at start broke off")
