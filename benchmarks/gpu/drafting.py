@@ -21,7 +21,8 @@ from tests.doubles.lookup_reference import match_keys as match_keys_reference
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.growth import TORCH_STATIC
-from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT, tree_attention_reference
+from vllm_specplug.core.tree_rows import CpuTreeRows, DeviceTreeRows, KvPages
+from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference
 from vllm_specplug.gpu.kernels import growth as triton_growth
 from vllm_specplug.gpu.kernels.lookup import match_keys
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
@@ -204,14 +205,19 @@ class DraftPhase:
             kept.view(self.batch, self.capacity, *kept.shape[1:])[:, columns] = rows.transpose(1, 2)
         query = query.transpose(1, 2).flatten(0, 1)
         output = torch.empty_like(query)
-        of_queries = self.requests * width, torch.full_like(self.lens, width)
-        of_tree = *self.scratch, self.requests * self.capacity, torch.full_like(self.lens, (level + 1) * width)
-        given, scale = (self.table, self.lens, *of_queries, *of_tree), self.config.head_dim**-0.5
+        rows = {
+            "context_lens": self.lens,
+            "query_start": self.requests * width,
+            "query_lens": torch.full_like(self.lens, width),
+            "tree_start": self.requests * self.capacity,
+            "tree_lens": torch.full_like(self.lens, (level + 1) * width),
+        }
+        pages, scale = KvPages(self.cache, self.table), self.config.head_dim**-0.5
         if self.reference:
-            tree_attention_reference(query, output, self.cache, TOKEN_LAYOUT, *given, mask, scale)
+            tree_attention_reference(query, output, pages, CpuTreeRows(**rows, mask=mask), *self.scratch, scale)
         else:
-            sizes = {"max_query_len": width, "max_context_len": self.context}
-            tree_attention(query, output, self.cache, *given, mask, scale, **sizes)
+            tree = DeviceTreeRows(**rows, bits=mask, max_query_len=width, max_context_len=self.context)
+            tree_attention(query, output, pages, tree, *self.scratch, scale)
         found = layer.finish(x, output.unflatten(0, (self.batch, width)).transpose(1, 2))
         return DraftFeatures(found, found)
 

@@ -67,8 +67,8 @@ def test_dry_run(tmp_path):
 def test_a_wrong_attention_is_found(monkeypatch):
     attend = attention.tree_attention
 
-    def blind(*args, bits, **kwargs):
-        return attend(*args, bits=bits & ~1, **kwargs)  # no node sees the root
+    def blind(*args, tree, **kwargs):
+        return attend(*args, tree=replace(tree, bits=tree.bits & ~1), **kwargs)  # no node sees the root
 
     monkeypatch.setattr(attention, "tree_attention", blind)
     (row,) = attention.measure({**SIZES, "name": "triton"})

@@ -143,6 +143,7 @@ def test_a_level_has_at_most_the_rows_that_the_drafter_is_compiled_for(monkeypat
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
             options=SimpleNamespace(draft_top_k=top_k),
+            level_width=top_k,
         )
         return TreeEagleSpeculator._most_at_once(speculator, vocab)
 

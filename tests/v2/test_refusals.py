@@ -184,7 +184,7 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     assert config.speculative_config.specplug.budget == "fixed"
 
 
-def test_replicas_that_share_experts(start_on_cuda, checkpoints, tmp_path):
+def test_replicas_that_share_experts(start_on_cuda, tmp_path):
     """They verify trees of one size; what would let them wait for each other while they draft is refused."""
     write_target(tmp_path, ARCHITECTURES["Qwen3-MoE"])
     start = partial(start_on_cuda, "1", model=str(tmp_path), data_parallel_size=2)
@@ -195,7 +195,8 @@ def test_replicas_that_share_experts(start_on_cuda, checkpoints, tmp_path):
         start("lookup", budget="measured")
     with pytest.raises(ValueError, match="'draft_tree': the drafter .* has experts.*use a drafter without experts"):
         start("draft_tree", drafter=str(tmp_path))
-    start("draft_tree", drafter=str(checkpoints["target"]))
+    write_target(tmp_path / "dense", ARCHITECTURES["Granite"])
+    start("draft_tree", drafter=str(tmp_path / "dense"))
 
 
 def test_requests():
