@@ -58,12 +58,6 @@ def _exaone(tensors: Tensors) -> Tensors:
     return _block(tensors, "model.layers.0.", "mtp.layers.0.") | norms | {"mtp.fc.weight": _projection(True)}
 
 
-def _hy(tensors: Tensors) -> Tensors:
-    layer = f"model.layers.{LAYERS}"
-    norms = _norms(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "final_layernorm")))
-    return _block(tensors, "model.layers.1.", f"{layer}.") | norms | {f"{layer}.eh_proj.weight": _projection(True)}
-
-
 def _step(tensors: Tensors) -> Tensors:
     layer = f"model.layers.{LAYERS}"
     norms = {name: 0 * one for name, one in _norms(*(f"{layer}.{part}" for part in _STEP_NORMS)).items()}
@@ -159,14 +153,12 @@ EXAONE = Architecture(
     "",
     {"head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_ONE_KIND, **EXPERTS},
 )
-HY = Architecture("HYV3Config", "", {"head_dim": 32, "mlp_layer_types": ["dense", "sparse"], **EXPERTS})
 #: By family: how its target is written, and the tensors of its MTP layer.
 FAMILIES: dict[str, tuple[Callable[[Path], object], Callable[[Tensors], Tensors]]] = {
     "MiMo": (lambda path: tiny.write_target(path, family="qwen2"), _mimo),
     "GLM-4 MoE": (lambda path: write_target(path, GLM), _glm),
     "ERNIE": (lambda path: write_target(path, ERNIE), _ernie),
     "EXAONE MoE": (lambda path: write_target(path, EXAONE), _exaone),
-    "HY 3": (lambda path: write_target(path, HY), _hy),
     "Step 3.5": (_write_step, _step),
     "Qwen3-Next": (lambda path: write_target(path, ARCHITECTURES["Qwen3-Next"]), _qwen("model")),
     "Qwen3.5": (lambda path: images.write_qwen35(path, {}), _qwen("model.language_model")),

@@ -238,6 +238,6 @@ def test_a_prompt_in_another_arithmetic_is_found(tmp_path, start, known, monkeyp
 
     write_checkpoints(tmp_path, "Qwen3-Next", with_head=False)
     monkeypatch.setattr(state_cores, "gated_delta", other)
-    asking = start_knowing(start, tmp_path, "Qwen3-Next", "bfloat16")
+    asking = start_knowing(start, tmp_path, "Qwen3-Next", "float32")
     with pytest.raises(AssertionError, match="drafts"):
         check(asking, known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 
@@ -16,7 +17,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from tests.doubles import tiny
 from tests.hosts.conftest import ENGINE, SWIFT, check_prefix_cache_hits, make_prompts, runner_of, token_ids
 from vllm_specplug.budget.planner import PLAIN
+from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
 from vllm_specplug.cpu import attention as hosts_attention
+from vllm_specplug.cpu import runner as hosts_runner
 from vllm_specplug.cpu.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference, unpack_pages
 from vllm_specplug.proposers.swift.layer_set import LayerSet
@@ -152,11 +155,10 @@ def rounded_attention(start, monkeypatch):
     }  # few pages to convert
     engines = [start(changes, **options) for changes in (None, {"linear_rows": 0})]
 
-    def compute(query, output, kv_cache, layout, table, context, start, lens, key, value, tree_start, tree_lens, *rest):
+    def compute(query, output, pages, tree, key, value, *rest):
         exact = torch.zeros(output.shape, dtype=torch.float64)
-        pages, query, key, value = (t.double().nan_to_num() for t in (kv_cache, query, key, value))
-        places = (table, context, start, lens, key, value, tree_start, tree_lens)
-        tree_attention_reference(query, exact, pages, layout, *places, *rest)
+        cache, query, key, value = (t.double().nan_to_num() for t in (pages.kv_cache, query, key, value))
+        tree_attention_reference(query, exact, pages._replace(kv_cache=cache), tree, key, value, *rest)
         output.copy_(exact)
 
     def forward(impl, layer, query, key, value, kv_cache, attn_metadata, output, *_, **__):
@@ -166,12 +168,19 @@ def rounded_attention(start, monkeypatch):
         lens = start.diff()
         width = int(lens.max())
         mask = torch.ones(len(lens), width, width, dtype=torch.bool).tril()
-        rows = (start[:-1], lens, key, value, start[:-1], lens, mask, impl.scale)
-        compute(
-            query, output, kv_cache, layer.isa, attn_metadata.block_table, attn_metadata.seq_lens - lens, *rows
-        )  # fmt: skip
+        tree = CpuTreeRows(
+            context_lens=attn_metadata.seq_lens - lens,
+            query_start=start[:-1],
+            query_lens=lens,
+            tree_start=start[:-1],
+            tree_lens=lens,
+            mask=mask,
+        )
+        pages = KvPages(kv_cache, attn_metadata.block_table, layer.isa)
+        compute(query, output, pages, tree, key, value, impl.scale)
         return output
 
+    monkeypatch.setattr(hosts_runner, "PlaceFree", nullcontext)
     monkeypatch.setattr(hosts_attention.TreeAttentionImpl, "computes_all_rows", False)
     monkeypatch.setattr(hosts_attention, "tree_attention", compute)
     monkeypatch.setattr(hosts_attention.CPUAttentionBackendImpl, "forward", forward)
