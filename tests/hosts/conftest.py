@@ -27,6 +27,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
@@ -272,6 +273,13 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
     with no_collections():
         start.kept.clear()
         started.clear()
+
+
+@pytest.fixture(autouse=True)
+def own_rotary_positions() -> Iterator[None]:
+    """vLLM keeps modules of rotary positions for the process, with the operators of the engine that made them."""
+    yield
+    rotary_embedding._ROPE_DICT.clear()
 
 
 @contextmanager
