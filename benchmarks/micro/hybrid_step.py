@@ -92,9 +92,6 @@ def _speculative_config(way: str) -> dict[str, Any]:
         proposer._registered = lambda: {**ours, "random": entry}
         proposer.find_method.cache_clear()
         return {"method": "random", "num_speculative_tokens": max(NODES), "budget": "fixed"}
-    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-
-    NgramProposer.propose = _random_chains
     return {"method": "ngram", "num_speculative_tokens": max(NODES), "prompt_lookup_max": 2}
 
 
@@ -113,6 +110,9 @@ def seconds_per_step(way: str, requests: int, repeats: int) -> dict[int, float]:
         llm = start_in_process(
             arguments | {"enable_prefix_caching": False, "speculative_config": _speculative_config(way)}
         )
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    NgramProposer.propose = _random_chains
     prompts = [{"prompt_token_ids": [random.randrange(3, VOCAB) for _ in range(PROMPT)]} for _ in range(requests)]
 
     def answer(num_tokens: int) -> float:
