@@ -27,15 +27,20 @@ def test_the_number_of_nodes_is_a_multiple_of_the_modules(modules, given, fittin
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
-    [({}, True), ({"num_nextn_predict_layers": 0}, False), ({"use_mla": True}, False)],
+    ("changes", "v2", "found"),
+    [
+        ({}, False, True),
+        ({"num_nextn_predict_layers": 0}, False, False),
+        ({"use_mla": True}, False, True),
+        ({"use_mla": True}, True, False),
+    ],
 )
-def test_which_targets_have_layers_that_draft_trees(changes, found):
+def test_which_targets_have_layers_that_draft_trees(changes, v2, found):
     """`auto` asks of every target."""
     entries = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, **changes}
     target = target_of(Qwen2Config, **entries)
     target.use_mla = entries.get("use_mla", False)
-    assert has_layers(target) == found
+    assert has_layers(target, v2) == found
 
 
 def test_a_target_that_vllm_cannot_ask(monkeypatch):

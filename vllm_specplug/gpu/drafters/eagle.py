@@ -76,8 +76,8 @@ class LevelSpeculator(TreeSpeculator):
         width = self.level_width
         if width > self.max_num_tokens:
             raise ConfigError(
-                f"draft_top_k={width} gives {width} rows of a draft level, which do not fit in "
-                f"max_num_batched_tokens={self.max_num_tokens}: use a lower draft_top_k"
+                f"a draft level has {width} rows, which do not fit in max_num_batched_tokens={self.max_num_tokens}: "
+                "use a larger one, or a lower draft_top_k"
             )
         rows = min(self.max_num_tokens, get_max_chunk_logits(draft_vocab))
         return max(1, min(self.max_num_reqs, rows // width))

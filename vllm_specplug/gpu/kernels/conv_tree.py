@@ -17,30 +17,11 @@ _CHANNELS = 256
 
 @triton.jit(do_not_specialize=("block_stride", "max_rows"))
 def _conv_tree_kernel(
-    blocks_ptr,
-    block_stride,
-    context_lens_ptr,
-    start_ptr,
-    lens_ptr,
-    bits_ptr,
-    bits_stride,
-    NUM_WORDS: tl.constexpr,
-    inputs_ptr,
-    input_stride,
-    window_ptr,
-    window_stride,
-    channel_stride,
-    token_stride,
-    weight_ptr,
-    bias_ptr,
-    output_ptr,
-    output_stride,
-    num_channels,
-    max_rows,
-    WIDTH: tl.constexpr,
-    SILU: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    blocks_ptr, block_stride, context_lens_ptr, start_ptr, lens_ptr, bits_ptr, bits_stride, NUM_WORDS: tl.constexpr,
+    inputs_ptr, input_stride, window_ptr, window_stride, channel_stride, token_stride,
+    weight_ptr, bias_ptr, output_ptr, output_stride, num_channels, max_rows,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0) // max_rows
     row = tl.program_id(0) % max_rows
     if row >= tl.load(lens_ptr + request):
@@ -121,26 +102,10 @@ def conv_tree(
 
 @triton.jit(do_not_specialize=("block_stride", "max_emitted"))
 def _commit_window_kernel(
-    blocks_ptr,
-    block_stride,
-    context_lens_ptr,
-    start_ptr,
-    lens_ptr,
-    bits_ptr,
-    bits_stride,
-    NUM_WORDS: tl.constexpr,
-    sources_ptr,
-    max_emitted,
-    inputs_ptr,
-    input_stride,
-    window_ptr,
-    window_stride,
-    channel_stride,
-    token_stride,
-    num_channels,
-    WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    blocks_ptr, block_stride, context_lens_ptr, start_ptr, lens_ptr, bits_ptr, bits_stride, NUM_WORDS: tl.constexpr,
+    sources_ptr, max_emitted, inputs_ptr, input_stride, window_ptr, window_stride, channel_stride, token_stride,
+    num_channels, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     if tl.load(lens_ptr + request) == 0:
         return

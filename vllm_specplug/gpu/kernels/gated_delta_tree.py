@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplug.gpu.kernels.tree_states import StateTrees, is_above
+from vllm_specplug.gpu.kernels.tree_states import StateTrees, row_of_path
 
 #: Elements of a state in the registers of a program.
 _ELEMENTS = 4096
@@ -53,37 +53,12 @@ def _step(state, row_ptr, a_ptr, b_ptr, rate_of_decay, dt_bias, k_places, v_plac
 
 @triton.jit(do_not_specialize=("block_stride", "max_rows"))
 def _gated_delta_tree_kernel(
-    blocks_ptr,
-    block_stride,
-    context_lens_ptr,
-    start_ptr,
-    lens_ptr,
-    bits_ptr,
-    bits_stride,
-    NUM_WORDS: tl.constexpr,
-    sources_ptr,
-    rows_ptr,
-    row_stride,
-    a_ptr,
-    a_stride,
-    b_ptr,
-    b_stride,
-    states_ptr,
-    state_stride,
-    A_log_ptr,
-    dt_bias_ptr,
-    output_ptr,
-    output_stride,
-    max_rows,
-    scale,
-    heads_per_key,
-    num_key_heads,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    blocks_ptr, block_stride, context_lens_ptr, start_ptr, lens_ptr, bits_ptr, bits_stride, NUM_WORDS: tl.constexpr,
+    sources_ptr, rows_ptr, row_stride, a_ptr, a_stride, b_ptr, b_stride, states_ptr, state_stride,
+    A_log_ptr, dt_bias_ptr, output_ptr, output_stride, max_rows, scale, heads_per_key, num_key_heads,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     COMMITS: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0) if COMMITS else tl.program_id(0) // max_rows
     row = 0 if COMMITS else tl.program_id(0) % max_rows
     if row >= tl.load(lens_ptr + request):
@@ -106,13 +81,8 @@ def _gated_delta_tree_kernel(
     bits = bits_ptr + request * bits_stride + row * NUM_WORDS
     steps = max_rows if COMMITS else row
     for other in range(0, steps):
-        if COMMITS:
-            flat = tl.load(sources_ptr + request * max_rows + other)
-            goes_on = flat >= 0
-        else:
-            flat = first + other
-            goes_on = is_above(bits, row, other)
-        if goes_on:
+        flat, is_on = row_of_path(sources_ptr + request * max_rows, bits, first, row, other, COMMITS)
+        if is_on:
             a, b = a_ptr + flat * a_stride + head, b_ptr + flat * b_stride + head
             values = rows_ptr + flat * row_stride
             state = _step(state, values, a, b, rate_of_decay, dt_bias, k_places, v_places, in_k, in_v)

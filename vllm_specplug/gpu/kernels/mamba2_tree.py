@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specplug.gpu.kernels.tree_states import StateTrees, is_above
+from vllm_specplug.gpu.kernels.tree_states import StateTrees, row_of_path
 
 #: Elements of a state in the registers of a program.
 _ELEMENTS = 2048
@@ -46,36 +46,12 @@ def _step(state, rows_ptr, dt_ptr, A, dt_bias, x_places, b_places, in_x, in_b):
 
 @triton.jit(do_not_specialize=("block_stride", "max_rows"))
 def _mamba2_tree_kernel(
-    blocks_ptr,
-    block_stride,
-    context_lens_ptr,
-    start_ptr,
-    lens_ptr,
-    bits_ptr,
-    bits_stride,
-    NUM_WORDS: tl.constexpr,
-    sources_ptr,
-    rows_ptr,
-    row_stride,
-    dt_ptr,
-    dt_stride,
-    states_ptr,
-    state_stride,
-    A_ptr,
-    D_ptr,
-    dt_bias_ptr,
-    output_ptr,
-    output_stride,
-    max_rows,
-    heads_per_group,
-    num_heads,
-    num_groups,
-    HEAD_SIZE: tl.constexpr,
-    STATE_SIZE: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    blocks_ptr, block_stride, context_lens_ptr, start_ptr, lens_ptr, bits_ptr, bits_stride, NUM_WORDS: tl.constexpr,
+    sources_ptr, rows_ptr, row_stride, dt_ptr, dt_stride, states_ptr, state_stride,
+    A_ptr, D_ptr, dt_bias_ptr, output_ptr, output_stride, max_rows, heads_per_group, num_heads, num_groups,
+    HEAD_SIZE: tl.constexpr, STATE_SIZE: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_B: tl.constexpr,
     COMMITS: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0) if COMMITS else tl.program_id(0) // max_rows
     row = 0 if COMMITS else tl.program_id(0) % max_rows
     if row >= tl.load(lens_ptr + request):
@@ -97,13 +73,8 @@ def _mamba2_tree_kernel(
     bits = bits_ptr + request * bits_stride + row * NUM_WORDS
     steps = max_rows if COMMITS else row
     for other in range(0, steps):
-        if COMMITS:
-            flat = tl.load(sources_ptr + request * max_rows + other)
-            goes_on = flat >= 0
-        else:
-            flat = first + other
-            goes_on = is_above(bits, row, other)
-        if goes_on:
+        flat, is_on = row_of_path(sources_ptr + request * max_rows, bits, first, row, other, COMMITS)
+        if is_on:
             values = rows_ptr + flat * row_stride
             dt = dt_ptr + flat * dt_stride + head
             state, _ = _step(state, values, dt, A, dt_bias, x_places, b_places, in_x, in_b)

@@ -50,3 +50,22 @@ def is_above(bits_ptr, row, other):
     """
     word = tl.load(bits_ptr + other // 64)
     return (other < row) & (((word >> (other % 64)) & 1) != 0)
+
+
+@triton.jit
+def row_of_path(sources_ptr, bits_ptr, first, row, other, COMMITS: tl.constexpr):
+    """Return a row of the flat batch, and whether the path has it.
+
+    Args:
+        sources_ptr: of the request's accepted rows, which are the path of a commit.
+        bits_ptr: of the row's words: else the path leads from the root to before ``row``.
+        first: the tree's first row in the flat batch.
+        row, other: in the tree.
+    """
+    if COMMITS:
+        flat = tl.load(sources_ptr + other)
+        is_on = flat >= 0
+    else:
+        flat = first + other
+        is_on = is_above(bits_ptr, row, other)
+    return flat, is_on

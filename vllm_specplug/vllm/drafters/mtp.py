@@ -53,8 +53,8 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
 def has_layers(target: Any, v2: bool = False) -> bool:
     """Return whether a target, vLLM's config of it, has MTP layers that draft trees on a runner."""
     try:
-        is_refused = _is_refused(_drafter_config(target).model_type, v2)
-        return not is_refused and not target.use_mla and _num_modules(target) > 0 and _has_weights(target)
+        is_refused = _is_refused(_drafter_config(target).model_type, v2) or (v2 and target.use_mla)
+        return not is_refused and _num_modules(target) > 0 and _has_weights(target)
     except (AttributeError, AssertionError, KeyError, TypeError, ValueError):  # vLLM expects a target that has some
         return False
 
