@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ PROMPTS = [
 #: They are preempted together; two others go beyond the kernel's first chunk of 128 keys.
 CROWD, LONG = list(range(8)), [8, 9]
 PROMPTS += [{"prompt_token_ids": [3 + 7 * i % 147 for i in range(length)]} for length in (120, 190)]
+#: Some prompts are read then, and some answers have begun.
+STEPS_BEFORE_ABORTS = 3
 KNOWING = {"method": "knowing", "budget": "fixed"}
 Scored = tuple[list[int], torch.Tensor]
 WIDE = {
@@ -99,6 +102,20 @@ class Asking:
         asked = [params(index, drafts) for index in indices]
         outputs = self.llm.generate(prompts, asked, use_tqdm=False, lora_request=adapters)
         return [self._scored(output.outputs[0]) for output in outputs]
+
+    def together_with_aborts(self, indices: list[int], aborted: tuple[int, ...]) -> dict[int, Scored]:
+        """Ask with drafts, and abort some requests after a few steps; return the others, by index."""
+        engine, found = self.llm.llm_engine, {}
+        for index in indices:
+            engine.add_request(str(index), PROMPTS[index], params(index, drafts=True))
+        for step in itertools.count():
+            if not engine.has_unfinished_requests():
+                return dict(sorted(found.items()))
+            if step == STEPS_BEFORE_ABORTS:
+                engine.abort_request([str(index) for index in aborted])
+            for output in engine.step():
+                if output.finished:
+                    found[int(output.request_id)] = self._scored(output.outputs[0])
 
     def alone(self, drafts: bool) -> list[Scored]:
         return [self.together([index], drafts)[0] for index in range(len(PROMPTS))]
@@ -200,6 +217,18 @@ def test_chunks(tmp_path, start, known, chunk):  # noqa: F811
     plain = check(start_knowing(start, tmp_path, "Granite", "bfloat16"), known)
     other = start_knowing(start, tmp_path, "Granite", "bfloat16", max_num_batched_tokens=chunk, max_num_seqs=1)
     assert num_differing(other.alone(drafts=True), plain) == 0
+
+
+@pytest.mark.parametrize("name", ["Cohere2", "Falcon-H1"])
+def test_aborts(tmp_path, start, known, name):  # noqa: F811
+    """Two requests end in the middle of their trees, and leave their blocks to those that wait."""
+    write_checkpoints(tmp_path, name, with_head=False)
+    asking = start_knowing(start, tmp_path, name, "bfloat16")
+    plain = check(asking, known)
+    asking.llm.reset_prefix_cache()
+    found = asking.together_with_aborts(CROWD, aborted=(0, 3))
+    assert found.keys() == {*CROWD} - {0, 3}
+    assert num_differing(list(found.values()), [plain[index] for index in found]) == 0
 
 
 def test_vllms_switch(tmp_path, start, known, monkeypatch):  # noqa: F811
