@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     head.mkdir(parents=True, exist_ok=True)
     with _only_learner(head), join(args.device) as team, terminate_like_interrupt():
         recipes = (_changed(FURTHER, args), _changed(FROM_NOTHING, args))
-        learner = Learner(args.target, args.data, head, _drafter(args.model), team.device, *recipes)
+        learner = Learner(
+            args.target, args.data, head, _drafter(args.model), team.device, *recipes, progress=sys.stderr.isatty()
+        )
         try:
             _learn(learner, 1 if args.once else args.rounds, args.min_tokens, waits=not args.once)
         except KeyboardInterrupt:

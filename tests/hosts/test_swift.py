@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 
@@ -19,7 +18,6 @@ from tests.hosts.conftest import ENGINE, SWIFT, check_prefix_cache_hits, make_pr
 from vllm_specplug.budget.planner import PLAIN
 from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
 from vllm_specplug.cpu import attention as hosts_attention
-from vllm_specplug.cpu import runner as hosts_runner
 from vllm_specplug.cpu.drafters.layer_skipping import LayerSkipping
 from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference, unpack_pages
 from vllm_specplug.proposers.swift.layer_set import LayerSet
@@ -180,7 +178,6 @@ def rounded_attention(start, monkeypatch):
         compute(query, output, pages, tree, key, value, impl.scale)
         return output
 
-    monkeypatch.setattr(hosts_runner, "PlaceFree", nullcontext)
     monkeypatch.setattr(hosts_attention.TreeAttentionImpl, "computes_all_rows", False)
     monkeypatch.setattr(hosts_attention, "tree_attention", compute)
     monkeypatch.setattr(hosts_attention.CPUAttentionBackendImpl, "forward", forward)

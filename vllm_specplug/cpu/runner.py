@@ -171,7 +171,8 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         return replace(step, states=state_rows(parents, step.tree.num_rows, step.row_start, scheduled, context_lens))
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        with PlaceFree() if self.model_config.enforce_eager else nullcontext():
+        is_rounded = self.model_config.enforce_eager and self.dtype != torch.float32
+        with PlaceFree() if is_rounded else nullcontext():
             return super()._model_forward(*args, **kwargs)
 
     def _move_positions(self, step: Step) -> None:
