@@ -34,6 +34,8 @@ from .team import Team, join
 from .trainer import LoopOptions, RunSettings, Task, train
 
 Options = TypeVar("Options", bound=LoopOptions)
+#: Folder of the hidden states of --dev-answers.
+DEV_FEATURES_NAME = "dev_features"
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def run(
 def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], device) -> Material:
     target_config = read_target_config(args.target)
     if args.data and is_recorded(args.data):
-        return _recorded_material(args, options, layers, target_config)
+        return _recorded_material(args, options, layers, target_config, device)
     out = Path(args.out)
     folder = Path(args.data) if args.data else out
     answers_file = Path(args.answers or folder / ANSWERS_NAME)
@@ -204,18 +206,22 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
 
     dev = None
     if args.dev_answers:
-        dev = features_of(read_answers(args.dev_answers), features.with_name("dev_features"))
+        dev = features_of(read_answers(args.dev_answers), features.with_name(DEV_FEATURES_NAME))
     return _material(args, answers, features_of(answers, features), dev, options, target_config)
 
 
-def _recorded_material(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], config) -> Material:
-    """Prepare what a server has recorded; the target does not run."""
+def _recorded_material(
+    args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], config, device
+) -> Material:
+    """Prepare what a server has recorded; the target runs only on --dev-answers."""
     if layers:
         raise ValueError(f"{args.data} was recorded by a server, without the three layers that EAGLE-3 reads")
+    dev = None
     if args.dev_answers:
-        raise ValueError(f"{args.data} was recorded by a server: leave --dev-answers out, or use `specplug data`")
+        folder = Path(args.out) / DEV_FEATURES_NAME
+        dev = load_features(extract(args.target, read_answers(args.dev_answers), folder, device=device))
     data = read_recorded(args.data, config["vocab_size"])
-    return _material(args, answers_of(data), data, None, options, config)
+    return _material(args, answers_of(data), data, dev, options, config)
 
 
 def _material(

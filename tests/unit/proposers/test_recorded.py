@@ -105,6 +105,16 @@ def test_trainers_take_a_recorded_folder_without_the_target_running(target, tmp_
     assert facts["prompts"] == len(make_answers())
 
 
+def test_a_head_from_recorded_answers_is_measured_on_others(target, tmp_path):
+    recorded_from(make_features(target, make_answers(), tmp_path / "features"), tmp_path / "ring")
+    dev = tmp_path / "dev.jsonl"
+    dev.write_text("".join(json.dumps({"source": "dev", **vars(row)}) + "\n" for row in make_answers()[:8]))
+    command = ["train", "eagle", "--target", target, "--data", str(tmp_path / "ring"), "--out", str(tmp_path / "out")]
+    assert cli.main([*command, "--dev-answers", str(dev), "--epochs", "1", "--traceback"]) == 0
+    facts = json.loads((tmp_path / "out" / "config.json").read_text())["specplug"]
+    assert facts["dev_chain_tau"] >= 1.0
+
+
 def test_the_oldest_shards_are_deleted_at_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "SHARD_ANSWERS", 1)
     limit = 6000
