@@ -25,6 +25,7 @@ NO_DEVICE = (
     "Cannot get CUDA generator without ATen_cuda library",
     "is not available on this build",
     "only 0 devices",
+    "out of bounds for 0 devices",
     "Invalid device argument",
     "CUDA driver initialization failed",
     "CUDA error",

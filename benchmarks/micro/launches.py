@@ -56,6 +56,7 @@ class Phases:
         self.logits = {rows: torch.randn(rows, VOCAB, device=DEVICE) for rows in (NUM_REQS, NUM_REQS * TOP_K)}
         inputs = make_match_inputs([150] * NUM_REQS, 200)
         self.known = {name: values.to(DEVICE) for name, values in inputs.items()}
+        self.namespaces = torch.zeros_like(self.known["slots"])
         path = torch.zeros(NUM_REQS, NUM_NODES + 1, dtype=torch.int64, device=DEVICE)
         self.walk = Walk(path, path, torch.ones(NUM_REQS, dtype=torch.int32, device=DEVICE))
         self.starts = torch.arange(NUM_REQS, dtype=torch.int32, device=DEVICE) * (NUM_NODES + 1)
@@ -104,8 +105,8 @@ class Phases:
         if not kernels:
             return draft_matches(**self.known, root_token_ids=self.roots, options=LOOKUP, find=match_keys)
         known = self.known
-        slots, namespaces = known["slots"], torch.zeros_like(known["slots"])
-        context = DeviceDraftContext(self.roots, slots, known["token_ids"], known["lens"], namespaces, lambda: None)
+        tokens = known["token_ids"], known["lens"]
+        context = DeviceDraftContext(self.roots, known["slots"], *tokens, self.namespaces, lambda: None)
         return self.on_device.propose(context)
 
     def union(self, kernels: bool) -> Draft:

@@ -55,4 +55,12 @@ CACHE_FAULTS = [
         "end = tl.load(lens_ptr + slot)",
         V2 + "test_lookup_kernels.py::test_traffic",
     ),
+    Fault(
+        "lookup reads one token past its traffic",
+        "bounds",
+        GPU + "kernels/lookup.py",
+        "there = exists & ~is_own & (ahead <= capacity)",
+        "there = exists & (ahead <= capacity)",
+        V2 + "test_lookup_kernels.py::test_a_request_without_a_slot_drafts_nothing",
+    ),
 ]

@@ -133,7 +133,11 @@ def test_tree_rows_are_read_like_cached_rows(form, monkeypatch):
 
 
 def test_16_bits_of_a_model_of_32(engine, prompts, plain):
-    llm = start(engine, "bfloat16")
+    try:
+        llm = start(engine, "bfloat16")
+    except ValueError as error:
+        assert "is incompatible with dtype" in str(error)
+        pytest.skip("from 0.33 on vLLM refuses a 16-bit cache of a model in float32")
     expected = anew(llm, prompts, PLAINLY)
     assert not same(expected, plain), "16 bits change nothing"
     assert same(anew(llm, prompts), expected)

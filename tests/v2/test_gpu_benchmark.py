@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import attention, dense_step, drafting, engines, gpu, processes, train_drafter
+from benchmarks.gpu.fake_device import end_of_dry_run
 from benchmarks.gpu.plan import TINY, Sizes, Step, make_plan
 from benchmarks.gpu.results import Results, choose, report
 from tests.v2.conftest import ENGINE, PLAIN
@@ -62,6 +63,19 @@ def test_dry_run(tmp_path):
     finally:
         worker.close()
     assert found["done"] == "failed" and found["reason"].startswith("KeyError")
+
+
+def test_where_a_dry_run_ends():
+    """What vLLM's worker says without a device, 0.33 too; other errors are failures."""
+    for message, is_end in (
+        ("DP adjusted local rank 0 is out of bounds for 0 devices.", True),
+        ("only 0 devices are visible", True),
+        ("DP adjusted local rank 1 is out of bounds for 1 devices.", False),
+    ):
+        try:
+            raise AssertionError(message)
+        except AssertionError as error:
+            assert (end_of_dry_run(error) is not None) == is_end
 
 
 def test_a_wrong_attention_is_found(monkeypatch):

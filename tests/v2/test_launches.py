@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from benchmarks.micro.launches import counts
+from tests.doubles.cuda_graphs import Graph
 from tests.doubles.device_work import DeviceWork
 from tests.hosts.conftest import runner_of
 from tests.v2.conftest import ENGINE, answers, same
@@ -21,6 +23,7 @@ from vllm_specplug.proposers.lookup.device_proposer import LookupOnDevice
 MOST = {"eagle2": 1 + 6 * 3 + 5 + 1, "sampled": 6 * 3, "lookup": 3, "union": 7, "plan": 1}
 
 
+@pytest.mark.interpreted
 def test_launches_of_a_draft_phase():
     found = counts()
     assert all(kernels <= MOST[name] for name, (_, kernels) in found.items()), found
@@ -48,6 +51,37 @@ def test_tokens_of_rows_take_one_launch():
     (before, expected), (after, found) = counted
     assert (before, after) == (10, 1)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and (found[0] == -1).any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches of the interpreter")
+def test_launches_outside_graphs(graph_engine, prompts, monkeypatch):
+    """Of a step that reads no prompt: positions and masks, verification, drafts.  vLLM's preparation of the step
+    and the target's forward are not counted."""
+    llm = graph_engine("eagle", TREE, async_scheduling=True, max_num_seqs=3, **ENGINE)
+    runner, steps = runner_of(llm), []
+
+    def counted(part, function):
+        def call(*args, **kwargs):
+            before = Graph.replays
+            with DeviceWork() as work:
+                result = function(*args, **kwargs)
+            if part == "stage":
+                steps.append({})
+            steps[-1][part] = sum(work.launches.values()), Graph.replays - before
+            return result
+
+        return call
+
+    monkeypatch.setattr(DeviceTrees, "stage", counted("stage", DeviceTrees.stage))
+    monkeypatch.setattr(runner, "rejection_sampler", counted("verify", runner.rejection_sampler))
+    monkeypatch.setattr(runner.speculator, "propose", counted("draft", runner.speculator.propose))
+    for temperature, verify in ((0, 11), (0.8, 13)):
+        steps.clear()
+        llm.generate(prompts[:2], SamplingParams(temperature=temperature, seed=1, max_tokens=7, ignore_eos=True))
+        with_trees = [step for step in steps if "verify" in step]
+        assert len(with_trees) > 1
+        for step in with_trees:
+            assert step == {"stage": (2, 0), "verify": (verify, 0), "draft": (17, 2)}
 
 
 # ---- looks at values

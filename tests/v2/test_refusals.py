@@ -177,22 +177,30 @@ def test_runner_and_scheduling_on_cuda(start_on_cuda, monkeypatch):
     with pytest.raises(ValueError, match="method 'echo' does not run on .*V2 model runner: use one of .*eagle2"):
         start_on_cuda(None, "echo")
     start_on_cuda("1", tensor_parallel_size=2)
-    config, _ = start_on_cuda("1", budget=None, data_parallel_size=2)  # each replica chooses by itself
-    assert config.speculative_config.specplug.budget == "measured"
+    for method in ("eagle2", "auto"):
+        config, _ = start_on_cuda("1", method, budget=None, data_parallel_size=2)  # each replica chooses by itself
+        assert config.speculative_config.specplug.budget == "measured"
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     config, _ = start_on_cuda("1", budget=None, kv_transfer_config=connector)  # the drafter must read every prompt
     assert config.speculative_config.specplug.budget == "fixed"
 
 
-def test_replicas_that_share_experts(start_on_cuda, tmp_path):
-    """They verify trees of one size; what would let them wait for each other while they draft is refused."""
+def test_replicas_that_share_experts(start_on_cuda, tmp_path, caplog):
+    """They verify small trees of one size; what would let them wait for each other while they draft is refused."""
     write_target(tmp_path, ARCHITECTURES["Qwen3-MoE"])
     start = partial(start_on_cuda, "1", model=str(tmp_path), data_parallel_size=2)
-    for method in ("lookup", "eagle2"):
-        config, _ = start(method, budget=None)
-        assert config.speculative_config.specplug.budget == "fixed"
-    with pytest.raises(ValueError, match="budget='measured' does not work with --data-parallel-size 2.*budget='fixed'"):
-        start("lookup", budget="measured")
+    fixed = "budget='fixed' with num_speculative_tokens=7 (replicas that share experts verify trees of one size)"
+    for method in ("lookup", "eagle2", "auto"):
+        for budget in (None, "auto") if method == "auto" else (None,):
+            caplog.clear()
+            with caplog.at_level("INFO", "vllm_specplug"):
+                options = start(method, budget=budget)[0].speculative_config.specplug
+            assert (options.budget, options.num_speculative_tokens) == ("fixed", 7)
+            assert sum(fixed in line for line in caplog.messages) == 1
+            assert not any("measured" in line for line in caplog.messages)
+    for method in ("lookup", "auto"):
+        with pytest.raises(ValueError, match="measured' does not work with --data-parallel-size 2.*budget='fixed'"):
+            start(method, budget="measured")
     with pytest.raises(ValueError, match="'draft_tree': the drafter .* has experts.*use a drafter without experts"):
         start("draft_tree", drafter=str(tmp_path))
     write_target(tmp_path / "dense", ARCHITECTURES["Granite"])

@@ -43,30 +43,38 @@ def most_default_nodes(max_num_seqs: int) -> int:
     return (1 << (rows.bit_length() - 1)) - 1
 
 
-def with_defaults(given: Mapping[str, Any], budget: str | None = "measured", max_num_seqs: int = 256) -> dict[str, Any]:
+def with_defaults(given: Mapping[str, Any], budget: str = "measured", max_num_seqs: int = 256) -> dict[str, Any]:
     """Return a configuration with the defaults of the V2 runner: a measured budget, and trees of up to 63 nodes.
 
     Verification by rejection needs a fixed budget, and gets fixed trees.
 
     Args:
         given: the user's, with a valid method.
-        budget: of the method; None: of a source, which has the union's.
+        budget: of a method without one; trees of a fixed one are small, since it drafts alike for all batches.
         max_num_seqs: most running requests; with more than 256 trees are smaller.
     """
-    if given.get("budget", budget) == "fixed" or given.get("verification") == "rejection":
+    if given.get("budget") == "fixed" or given.get("verification") == "rejection":
         return dict(given)
-    found = {**({"budget": budget} if budget else {}), **_sizes(given, max_num_seqs), **given}
+    is_fixed = given.get("budget", budget) == "fixed"
+    return {"budget": budget, **_with_sizes(given, LEAST_NODES if is_fixed else most_default_nodes(max_num_seqs))}
+
+
+def _with_sizes(given: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return a configuration with the sizes that are not given, of at most so many nodes; of its sources too."""
+    if given.get("budget") == "fixed":
+        return dict(given)
+    found = {**_sizes(given, most), **given}
     if sources := given.get("sources"):
-        found["sources"] = [with_defaults(source, None, max_num_seqs) for source in sources]
+        found["sources"] = [_with_sizes(source, most) for source in sources]
     return found
 
 
-def _sizes(given: Mapping[str, Any], max_num_seqs: int) -> dict[str, int]:
+def _sizes(given: Mapping[str, Any], most: int) -> dict[str, int]:
     """Return the sizes of a tree that are not given; the tree holds its nodes."""
     options = find_method(given["method"]).options
     sizes = {name: size for name, size in options.device_sizes.items() if name not in given}
     if "num_speculative_tokens" in sizes:
-        sizes["num_speculative_tokens"] = min(sizes["num_speculative_tokens"], most_default_nodes(max_num_seqs))
+        sizes["num_speculative_tokens"] = min(sizes["num_speculative_tokens"], most)
     if "draft_top_k" not in options.device_sizes:
         return sizes
     depth, top_k = ({**sizes, **given}.get(name, getattr(options, name)) for name in ("draft_depth", "draft_top_k"))

@@ -176,13 +176,21 @@ def build(
     """
     given = {key.replace("-", "_"): value for key, value in given.items()}
     _check_keys(given)
-    given, trainer = _chosen(given, target_model_config)
+    in_lockstep = Setting(target_model_config, target_parallel_config, engine_args).in_lockstep
+    given, trainer = _chosen(given, target_model_config, in_lockstep)
     options, on_cpu = parse_options(given), current_platform.is_cpu()
     v2 = uses_v2_runner(options)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     if v2:
-        budget = _budget(options, setting)
+        why_fixed = _why_fixed(options, setting)
+        budget = "measured" if why_fixed is None else "fixed"
         options = parse_options(with_defaults(given, budget, _max_num_seqs(engine_args, target_parallel_config)))
+        if why_fixed is not None and "budget" not in given:
+            logger.info(
+                "vllm-specplug: budget='fixed' with num_speculative_tokens=%d (%s); with many requests use fewer",
+                options.num_speculative_tokens,
+                why_fixed,
+            )
     _check_vllm(options, on_cpu, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
@@ -265,18 +273,26 @@ def _check_keys(given: dict[str, Any]) -> None:
         )
 
 
-def _chosen(given: dict[str, Any], target: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too."""
+def _chosen(given: dict[str, Any], target: Any, in_lockstep: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too.
+
+    A budget that is not given is that of the chosen method; replicas in lockstep have a fixed one.
+    """
     options = parse_options(given)
     if (choose := find_method(options.method).choose) is None:
         return given, ()
-    info = replace(target_info(target), has_mtp_layers=has_layers(target, uses_v2_runner(options)))
+    v2 = uses_v2_runner(options)
+    fixed_by_default = v2 and in_lockstep and given.get("budget", "auto") == "auto"
+    if fixed_by_default:
+        options = replace(options, budget="fixed")
+    info = replace(target_info(target), has_mtp_layers=has_layers(target, v2))
     choice = choose(options, info, target.model, current_platform.is_cpu())
     logger.info(
         "vllm-specplug: method %r uses %s; it stands for %s", options.method, choice.why, json.dumps(choice.config)
     )
+    config = {key: value for key, value in choice.config.items() if not (fixed_by_default and key == "budget")}
     sizes = {name: given[name] for name in ("num_speculative_tokens",) if name in given}
-    return {**choice.config, **sizes}, choice.trainer
+    return {**config, **sizes}, choice.trainer
 
 
 def _check_vllm(options: TreeOptions, on_cpu: bool, v2: bool) -> None:
@@ -351,10 +367,13 @@ def _stores_drafter(options: TreeOptions, kv_transfer_config: Any) -> bool:
     return kv_transfer_config is not None and drafter is not None and find_method(drafter.method).model.is_vllm_model
 
 
-def _budget(options: TreeOptions, setting: Setting) -> str:
-    """Return the default budget of the V2 runner; with plain steps a drafter would not read every prompt."""
-    stores = _stores_drafter(options, setting.engine_args.kv_transfer_config)
-    return "fixed" if stores or setting.in_lockstep else "measured"
+def _why_fixed(options: TreeOptions, setting: Setting) -> str | None:
+    """Return why the default budget of the V2 runner is a fixed one; None if it is measured."""
+    if setting.in_lockstep:
+        return "replicas that share experts verify trees of one size"
+    if _stores_drafter(options, setting.engine_args.kv_transfer_config):
+        return "a KV connector stores the drafter's rows, so the drafter must read every prompt"
+    return None
 
 
 def _check_connector(options: TreeOptions, kv_transfer_config: Any) -> None:

@@ -238,11 +238,15 @@ def test_control_with_a_raised_limit_the_memory_grows(builder):
 
 def together(monkeypatch, manager, *steps):
     """What vLLM runs on each replica for its step ``(num_reqs, num_tokens, width)``, as they agree on it."""
-    told = []
-    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
-    answers = [lambda tensor, group: told.append(tensor.clone()), lambda tensor, group: tensor.copy_(sum(told))]
-    for answer in answers:  # first each is heard, then each is told the sum
-        monkeypatch.setattr(dp_utils.dist, "all_reduce", answer)
+    told, group = [], SimpleNamespace(cpu_group=None)
+    monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
+    answers = [
+        lambda tensor, group=None: told.append(tensor.clone()),
+        lambda tensor, group=None: tensor.copy_(sum(told)),
+    ]
+    for group.cpu_all_reduce_ in answers:  # first each is heard, then each is told the sum
+        if hasattr(dp_utils, "dist"):  # before vLLM 0.33
+            monkeypatch.setattr(dp_utils.dist, "all_reduce", group.cpu_all_reduce_)
         found = [
             dp_utils.dispatch_cg_and_sync_dp(manager, num_reqs, num_tokens, width, len(steps), rank)[0]
             for rank, (num_reqs, num_tokens, width) in enumerate(steps)

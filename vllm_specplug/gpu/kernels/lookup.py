@@ -191,7 +191,8 @@ def _prefix_tree_kernel(
         ahead = tl.minimum(positions + 1 + depth % ages, max_len - 1)
         token = tl.load(tokens_ptr + slot * max_len + ahead, mask=exists & is_own, other=-1)
         ahead = positions + 1 + depth
-        token = tl.where(is_own, token, tl.load(traffic_ptr + ahead, mask=exists & (ahead <= capacity), other=-1))
+        there = exists & ~is_own & (ahead <= capacity)
+        token = tl.where(is_own, token, tl.load(traffic_ptr + ahead, mask=there, other=-1))
         exists = exists & (token >= 0)
         same = same & (token[:, None] == token[None, :]) & exists[:, None] & exists[None, :]
         leader = tl.min(tl.where(same, column[None, :], COUNT_PADDED), axis=1)
