@@ -7,6 +7,7 @@ this module makes ``device_tree_backends`` and the V2 runner select them on CPUs
 from __future__ import annotations
 
 import torch
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
@@ -17,6 +18,7 @@ from tests.doubles.oracle_kernels import scaled
 from vllm_specplug.core.tree_rows import CpuTreeRows, KvPages
 from vllm_specplug.cpu.kernels.tree_attention import tree_attention_reference
 from vllm_specplug.gpu.attention import BACKENDS, TreeImpl, TreeTritonBackend, rows_in_pages
+from vllm_specplug.gpu.mla import TreeTritonMLABackend, TreeTritonMLAImpl
 from vllm_specplug.gpu.runner import TreeRunner
 from vllm_specplug.gpu.worker import TreeWorkerV2
 from vllm_specplug.vllm.speculative_config import WORKERS
@@ -68,7 +70,22 @@ class InterpretedBackend(TreeTritonBackend):
         return InterpretedImpl
 
 
+class InterpretedMLAImpl(TreeTritonMLAImpl):
+    """vLLM's Triton kernel in the interpreter; prompts are vLLM's code for CPUs."""
+
+    do_kv_cache_update = kernel(CPUMLAImpl.do_kv_cache_update)
+
+
+class InterpretedMLABackend(TreeTritonMLABackend):
+    @staticmethod
+    def get_impl_cls() -> type[InterpretedMLAImpl]:
+        return InterpretedMLAImpl
+
+
 BACKENDS[AttentionBackendEnum.CPU_ATTN] = f"{__name__}.InterpretedBackend"
+#: vLLM chooses the second where it has AMX.
+BACKENDS[AttentionBackendEnum.CPU_MLA] = f"{__name__}.InterpretedMLABackend"
+BACKENDS[AttentionBackendEnum.AMX_MLA] = f"{__name__}.InterpretedMLABackend"
 
 
 class InterpretedModelRunnerV2(TreeRunner, CPUModelRunnerV2):

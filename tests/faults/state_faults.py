@@ -1,4 +1,4 @@
-"""Faults of recurrent states."""
+"""Faults of recurrent states, and of latents (MLA) on GPUs."""
 
 from __future__ import annotations
 
@@ -103,5 +103,21 @@ STATE_FAULTS = [
         "        self.state_layers.commit(trees.plan.source_rows)\n",
         "",
         "tests/v2/test_hybrid.py::test_tokens",
+    ),
+    Fault(
+        "rows of a GPU's tree see no positions of each other's latents",
+        "latents",
+        KERNELS + "latent_tree.py",
+        "        scores += tl.dot(q_rotary, tl.trans(k_rotary), input_precision=PRECISION)\n",
+        "",
+        "tests/v2/test_latents.py::test_kernel[contexts0-rows0-4-sizes0-1-dtype0]",
+    ),
+    Fault(
+        "a GPU's tree over latents forgets the context",
+        "latents",
+        KERNELS + "latent_tree.py",
+        '    seen = sums > float("-inf")',
+        '    seen = sums < float("-inf")',
+        "tests/v2/test_latents.py::test_kernel[contexts0-rows0-4-sizes0-1-dtype0]",
     ),
 ]

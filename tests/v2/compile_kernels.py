@@ -25,16 +25,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.doubles.attention_inputs import attend_on_device, make_inputs
+from tests.doubles.attention_inputs import ROWS, attend_on_device, make_inputs
 from tests.doubles.attention_reference import ReferenceContext
 from tests.doubles.interpreter import claim_backend
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
+from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu.kernels import tiles as triton_tiles
 from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
 from vllm_specplug.gpu.kernels.conv_tree import commit_windows, conv_tree
 from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, commit_gated_delta, gated_delta_tree
 from vllm_specplug.gpu.kernels.growth import KERNELS, likeliest, start_levels
+from vllm_specplug.gpu.kernels.latent_tree import continue_with_tree
 from vllm_specplug.gpu.kernels.lookup import LookupBuffers, continuations, keep_answer, match_keys
 from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, commit_mamba2, mamba2_tree
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
@@ -164,6 +166,17 @@ def attention_over_8_bits(rows: int = 61, head_size: int = 128) -> None:
         attend_on_device(triton_tree_attention.tree_attention, **inputs, num_splits=2, scales=scales)
 
 
+def attention_over_latents(dtype: torch.dtype, num_reqs: int = 2, width: int = 61) -> None:
+    """Launch the tree part over latents, with sizes of DeepSeek-V3 on eight ranks."""
+    ints = torch.zeros(num_reqs, dtype=torch.int32)
+    tree = DeviceTreeRows(
+        **dict.fromkeys(ROWS, ints), bits=torch.zeros(num_reqs, width, 1, dtype=torch.int64), max_query_len=width
+    )
+    query = torch.zeros(num_reqs * width, 16, 576, dtype=dtype)
+    context, sums = torch.zeros(num_reqs, width * 16, 512), torch.zeros(num_reqs, width * 16)
+    continue_with_tree(query, query[..., :512].contiguous(), context, sums, tree, query[:, 0].contiguous(), 1.0)
+
+
 def small_kernels(num_reqs: int = 2, width: int = 61) -> None:
     slots = torch.arange(num_reqs)
     parents, bits = torch.zeros(num_reqs, width, dtype=torch.int64), torch.zeros(num_reqs, width, 1, dtype=torch.int64)
@@ -271,6 +284,8 @@ def compile_all(gpus: Collection[int] = tuple(SHARED_MEMORY), largest_only: bool
     compiled.case = ""
     for capability in gpus:
         compiled.target(capability)
+        for dtype in (torch.bfloat16, torch.float32):
+            attention_over_latents(dtype)
         small_kernels()
         state_kernels()
         sampling_kernels()

@@ -105,6 +105,21 @@ def test_gated_delta_rule(engine, gated_delta):
         assert not same(answers(llm, PROMPTS, PARAMS), expected)
 
 
+@pytest.mark.wide
+def test_short_convolutions(engine, checkpoints, tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("short convolutions"), ARCHITECTURES["LFM2"]
+    write_head(folder / "head", write_target(folder / "target", known))
+    checkpoints |= {"short": folder / "target", "short head": folder / "head"}
+    options = {**ENGINE, **known.options}
+    expected = answers(engine(target="short", **options), PROMPTS, PARAMS)
+    llm = engine("short head", TREE, target="short", **options)
+    assert same(answers(llm, PROMPTS, PARAMS), expected)
+    assert acceptance_length(llm) > 1.1
+    with pytest.MonkeyPatch.context() as patch:
+        not_committed(patch)
+        assert not same(answers(llm, PROMPTS, PARAMS), expected)
+
+
 def test_a_request_has_one_state(served):
     specs = [group.kv_cache_spec for group in runner_of(served).kv_cache_config.kv_cache_groups]
     assert {spec.num_speculative_blocks for spec in specs if isinstance(spec, MambaSpec)} == {0}

@@ -92,6 +92,16 @@ def stand_in(module: str, name: str, method: str, **attributes: Any) -> Any:
     return layer
 
 
+class Projection:
+    """Stands for a linear layer of vLLM: ``[size, other size]``."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.input_size = weight, len(weight)
+
+    def __call__(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rows @ self.weight, None
+
+
 class Case(SimpleNamespace):
     """A layer, its inputs by name (the output last), the inputs of its convolution, and its steps in plain torch."""
 
@@ -210,6 +220,53 @@ def test_a_step(served, kind):
     kept = [one.clone() for one in layer.kv_cache]
     layers.compile_kernels(rows_of())
     assert all(torch.equal(one, before) for one, before in zip(layer.kv_cache, kept, strict=True))
+
+
+def test_short_convolution(served):
+    """Its window is all of its state; the gates lie in the layer."""
+    generator, size = torch.Generator().manual_seed(3), 6
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    into, out = draw(size, 3 * size), draw(size, size)
+    layer = stand_in(
+        "short_conv",
+        "ShortConv",
+        "forward_native",
+        conv=SimpleNamespace(weight=draw(size, 1, 3), bias=draw(size)),
+        in_proj=Projection(into),
+        out_proj=Projection(out),
+        kv_cache=(draw(NUM_BLOCKS, 2, size),),
+    )
+    layer.get_state_dtype = lambda: (torch.float32,)
+    hidden_states, output = draw(NUM_ROWS, size), torch.zeros(NUM_ROWS, size)
+    layers, _ = served(layer, rows_of())
+    before, after, values = (hidden_states @ into).chunk(3, dim=1)
+    windows, convolved = layer.kv_cache[0].mT.clone(), torch.zeros(NUM_ROWS, size).double()
+    convolve = conv_step(before * values, layer.conv.weight[:, 0], layer.conv.bias, with_silu=False)
+    run_paths(FOREST, windows, convolve, convolved)
+    kept = layer.kv_cache[0].clone()
+
+    layer.forward_native(hidden_states=hidden_states, output=output)
+    expected = (after * convolved.float()) @ out
+    torch.testing.assert_close(output[:NUM_TREE_ROWS], expected[:NUM_TREE_ROWS], atol=1e-4, rtol=0)
+    assert (output[NUM_TREE_ROWS:] == 7).all() and torch.equal(layer.kv_cache[0], kept)
+    run_accepted(FOREST, windows, convolve, ACCEPTED)
+    layers.commit(SOURCES)
+    assert torch.equal(layer.kv_cache[0].mT, windows)
+    layers.compile_kernels(rows_of())
+    assert torch.equal(layer.kv_cache[0].mT, windows)
+
+
+def test_the_start_says_what_states_cost(served, caplog):
+    """A request has one state, so nodes need no cap."""
+    caplog.set_level("INFO")
+    case = mamba2(lambda *shape: torch.randn(*shape))
+    case.layer.get_state_shape = lambda: ((1 << 18,), (1 << 18,))
+    served(case.layer, None)
+    said = "states take 2.0 MiB per request in 1 layers, whatever the number of nodes; the inputs of up to 20 tree rows"
+    assert said in caplog.text
 
 
 def test_steps_of_other_kinds(served):

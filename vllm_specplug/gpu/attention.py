@@ -7,7 +7,7 @@ vLLM's backend ``TRITON_ATTN`` is extended here, ``FLASH_ATTN`` in ``flash.py``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import (
@@ -215,11 +216,18 @@ class TreeTritonBackend(TritonAttentionBackend):
 BACKENDS = {
     AttentionBackendEnum.TRITON_ATTN: f"{__name__}.TreeTritonBackend",
     AttentionBackendEnum.FLASH_ATTN: "vllm_specplug.gpu.flash.TreeFlashBackend",
+    AttentionBackendEnum.TRITON_MLA: "vllm_specplug.gpu.mla.TreeTritonMLABackend",
+    AttentionBackendEnum.FLASH_ATTN_MLA: "vllm_specplug.gpu.flash_mla.TreeFlashMLABackend",
 }
 
 
-#: vLLM's first choice on Blackwell, without tree attention: a module that does not exist, so that vLLM takes the next.
-HIDDEN = {AttentionBackendEnum.FLASHINFER: f"{__name__}.no_tree_attention.Backend"}
+#: Without tree attention, and before the others in vLLM's lists: a module that does not exist, so that vLLM takes the
+#: next.  (A version of vLLM may not know all names.)
+HIDDEN = {
+    known: f"{__name__}.no_tree_attention.Backend"
+    for name in ("FLASHINFER", "FLASHINFER_MLA", "TOKENSPEED_MLA", "CUTLASS_MLA", "FLASHMLA")
+    if (known := AttentionBackendEnum.__members__.get(name)) is not None
+}
 
 
 def device_tree_backends(chosen: AttentionBackendEnum | None = None) -> AbstractContextManager[None]:
@@ -241,6 +249,12 @@ def log_backends(layers: dict[str, Any], chosen: AttentionBackendEnum | None) ->
         )
 
 
+def by_latents(layers: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split layers into those that keep latents (MLA) and others."""
+    latents = {name: layer for name, layer in layers.items() if isinstance(layer, MLAAttention)}
+    return latents, {name: layer for name, layer in layers.items() if name not in latents}
+
+
 def use_tree_attention(layers: dict[str, Any], name: str) -> None:
     """Select one of ``config.TREE_ATTENTIONS`` for the layers' tree rows.
 
@@ -251,6 +265,9 @@ def use_tree_attention(layers: dict[str, Any], name: str) -> None:
     """
     if name == "triton":
         return
+    latents, layers = by_latents(layers)
+    if latents:
+        raise ConfigError(f"tree_attention={name!r} reads no latents (MLA): use tree_attention='triton'")
     if name == "flash":
         from vllm_specplug.gpu.flash_context import FlashContext as Context
     else:
@@ -281,7 +298,7 @@ def check_caches(layers: dict[str, Any], name: str) -> None:
     Raises:
         ConfigError: naming the fix.
     """
-    for layer in layers.values():
+    for layer in by_latents(layers)[1].values():
         if layer.impl.context is not None:
             with _refused_as(name):
                 layer.impl.context.check_cache(layer.kv_cache)
@@ -292,12 +309,26 @@ def committed_caches(alike: list[AlikeLayers]) -> list[tuple[int, torch.Tensor, 
     return [(layers.group, layers.caches[0], cache_pointers(layers.caches)) for layers in alike]
 
 
-def compile_kernels(layers: dict[str, Any], bits: torch.Tensor) -> None:
+def tell_builders(attn_groups: Sequence[Sequence[Any]], rows_of_step: Callable[[], DeviceTreeRows | None]) -> None:
+    """Let the builders of metadata that read the step's trees (of MLA) know them."""
+    for part in (part for parts in attn_groups for part in parts):
+        for builder in part.metadata_builders:
+            if hasattr(builder, "rows_of_step"):
+                builder.rows_of_step = rows_of_step
+
+
+def compile_kernels(layers: dict[str, Any], bits: torch.Tensor, longest: int) -> None:
     """Compile the kernels of the layers' tree rows, so that no step waits for them.
 
     Args:
         bits: int64 ``[>= 1, max_query_len, num_words]``, as wide as those of any step; not read.
+        longest: tokens of a context, at most.
     """
+    latents, layers = by_latents(layers)
+    if latents:
+        from vllm_specplug.gpu import mla
+
+        mla.compile_kernels(latents, bits, longest)
     for layer in layers.values():
         impl, kind = layer.impl, layer.dtype
         attends = [partial(tree_attention, num_splits=splits) for splits in (1, 2)]
@@ -320,4 +351,10 @@ def _refused_as(name: str) -> Iterator[None]:
 
 def check_layers(layers: dict[str, Any]) -> None:
     """Refuse layers whose attention tree attention cannot serve, see ``check_attention``."""
-    check_attention(layers, TreeImpl, "use --attention-backend FLASH_ATTN or TRITON_ATTN")
+    latents, others = by_latents(layers)
+    check_attention(others, TreeImpl, "use --attention-backend FLASH_ATTN or TRITON_ATTN")
+    if latents:
+        from vllm_specplug.gpu.mla import TreeMLAImpl
+
+        fix = "use --attention-backend TRITON_MLA or FLASH_ATTN_MLA"
+        check_attention(latents, TreeMLAImpl, fix, also=(MLAAttention,))

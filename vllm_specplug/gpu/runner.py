@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 from vllm_specplug.config import ConfigError, model_drafter
 from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu import step
-from vllm_specplug.gpu.attention import check_caches, committed_caches, compile_kernels
+from vllm_specplug.gpu.attention import check_caches, committed_caches, compile_kernels, tell_builders
 from vllm_specplug.gpu.draft_sampling import most_children
 from vllm_specplug.gpu.draft_tokens import TreeDraftTokensHandler
 from vllm_specplug.gpu.drafters.base import TreeSpeculator
@@ -256,9 +256,10 @@ class TreeRunner:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         _, layers = by_state(get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase))
         check_caches(layers, self.speculative_config.specplug.tree_attention)
-        compile_kernels(layers, self.speculator.trees.bits)
+        compile_kernels(layers, self.speculator.trees.bits, self.max_model_len)
         target = {name: layer for name, layer in layers.items() if name not in self.speculator.draft_attn_layer_names}
         self._committed = committed_caches(alike_layers(self.kv_cache_config, target))
+        tell_builders(self.attn_groups, lambda: self.model_state.rows)
         if self.state_layers:
             self.state_layers.make_room()
             self.state_layers.build_by(self.attn_groups, lambda: self.model_state.rows)

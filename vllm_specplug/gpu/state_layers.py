@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.gpu.kernels.conv_tree import commit_windows, conv_tree
@@ -153,9 +154,39 @@ class GatedDeltaTreeLayer(TreeLayer):
         return inputs.contiguous(), b, a, self._kept.new_zeros(1, a.shape[1], self._layer.head_v_dim)
 
 
+class ShortConvTreeLayer(TreeLayer):
+    """``ShortConv``: a convolution between two gates, with a window and no other state."""
+
+    method = "forward_native" if current_platform.is_cpu() else "forward_cuda"
+    _num_gates = 0
+
+    def __init__(self, name: str, layer: Any):
+        self.name, self._layer, self._num_channels = name, layer, len(layer.conv.weight)
+
+    def make_room(self, max_rows: int) -> int:
+        self._kept = self._layer.conv.weight.new_empty(max_rows, self._num_channels)
+        return self._kept.nbytes
+
+    def compute(self, trees: StateTrees, num_rows: int | None, *tensors: torch.Tensor) -> None:
+        hidden_states, output = (one[:num_rows] for one in tensors)
+        before, after, values = self._layer.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        inputs = torch.mul(before, values, out=self._kept[: len(values)])
+        weight, convolved = self._layer.conv.weight.flatten(1), torch.zeros_like(inputs)
+        conv_tree(trees, inputs, self._windows, weight, self._layer.conv.bias, convolved, silu=False)
+        output.copy_(self._layer.out_proj(after * convolved)[0])
+
+    def commit(self, trees: StateTrees, source_rows: torch.Tensor) -> None:
+        commit_windows(trees, source_rows, self._kept_of(trees), self._windows)
+
+    def empty_inputs(self) -> tuple[torch.Tensor, ...]:
+        hidden_states = self._kept.new_zeros(1, self._layer.in_proj.input_size)
+        return hidden_states, torch.zeros_like(hidden_states)
+
+
 _MAMBA = "vllm.model_executor.layers.mamba"
 #: By class of vLLM.
 LAYERS: dict[str, type[TreeLayer]] = {
     f"{_MAMBA}.mamba_mixer2.MambaMixer2": Mamba2TreeLayer,
     f"{_MAMBA}.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention": GatedDeltaTreeLayer,
+    f"{_MAMBA}.short_conv.ShortConv": ShortConvTreeLayer,
 }

@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -36,8 +36,10 @@ class StateStep:
         trees: they come first in the batch.
         num_tree_rows: their rows; None: all of the forward.
         others: vLLM's metadata of the requests after them; None: there are none.
+        has_trees: so ``step.verify`` adds none.
     """
 
+    has_trees: ClassVar[bool] = True
     trees: StateTrees
     num_tree_rows: int | None
     others: Any = None
@@ -60,7 +62,7 @@ class StateBuilder:
             raise RuntimeError("vLLM has scheduled prompt rows before a tree, which recurrent states do not support")
         count, others = len(rows.context_lens), None
         if not rows.all_rows:
-            others = super().build(0, _requests_after(common_attn_metadata, count, rows.num_tree_rows))
+            others = super().build(0, requests_after(common_attn_metadata, count, rows.num_tree_rows))
         blocks = common_attn_metadata.block_table_tensor[:count, 0]
         trees = StateTrees(
             blocks, rows.context_lens, rows.tree_start, rows.tree_lens, rows.bits, max_rows=rows.max_query_len
@@ -74,7 +76,7 @@ class StateBuilder:
         return self.build(0, common_attn_metadata)
 
 
-def _requests_after(common: Any, num_trees: int, num_rows: int) -> Any:
+def requests_after(common: Any, num_trees: int, num_rows: int) -> Any:
     """Return vLLM's metadata of the requests after the trees."""
     starts = common.query_start_loc_cpu[num_trees:] - num_rows
     return common.replace(

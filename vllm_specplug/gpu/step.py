@@ -23,7 +23,6 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.attention import with_trees
 from vllm_specplug.gpu.kernels.step import move_rows, plan_step, walk_rows
-from vllm_specplug.gpu.states import StateStep
 from vllm_specplug.gpu.trees import DeviceTrees
 from vllm_specplug.types import Walk
 
@@ -44,9 +43,9 @@ def stage(trees: DeviceTrees, input_batch: Any) -> DeviceTreeRows | None:
 def verify(metadata: dict[str, Any], rows: DeviceTreeRows, draft_layers: set[str]) -> dict[str, Any]:
     """Return the attention metadata of a forward, by layer, with trees for the target's layers.
 
-    Layers that share metadata share the copy.  Layers with a recurrent state have their trees already.
+    Layers that share metadata share the copy.  Layers with a recurrent state or MLA have their trees already.
     """
-    draft_layers = draft_layers.union(name for name, layer in metadata.items() if isinstance(layer, StateStep))
+    draft_layers = draft_layers.union(name for name, layer in metadata.items() if getattr(layer, "has_trees", False))
     target = {id(layer): layer for name, layer in metadata.items() if name not in draft_layers}
     copies = {key: with_trees(layer, rows) for key, layer in target.items()}  # once where layers share their metadata
     return {name: layer if name in draft_layers else copies[id(layer)] for name, layer in metadata.items()}

@@ -115,24 +115,24 @@ def test_prompts_are_read_as_for_one_module():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "v2", "refused"),
+    ("model_type", "v2", "use_mla", "refused"),
     [
-        ("gemma4_mtp", False, False),
-        ("gemma4_mtp", True, True),
-        ("step3p5_mtp", False, False),
-        ("step3p5_mtp", True, True),
-        ("mimo_mtp", True, False),
+        ("gemma4_mtp", False, False, None),
+        ("gemma4_mtp", True, False, "vLLM runs them in a way of their own: vLLM's own"),
+        ("step3p5_mtp", False, False, None),
+        ("step3p5_mtp", True, False, "vLLM runs them in a way of their own: vLLM's own"),
+        ("mimo_mtp", True, False, None),
+        ("deepseek_mtp", False, True, None),
+        ("deepseek_mtp", True, True, r"they keep latents \(MLA\): use the method eagle2, lookup or union"),
     ],
 )
-def test_layers_that_vllm_runs_in_another_way_are_refused(model_type, v2, refused):
+def test_layers_that_draft_no_trees_are_refused(model_type, v2, use_mla, refused):
     config = SimpleNamespace(
-        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)),
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type), use_mla=use_mla),
         target_model_config=SimpleNamespace(model="org/Target"),
         v2_runner=v2,
     )
-    if not refused:
+    if refused is None:
         return check_class(config)
-    with pytest.raises(
-        ConfigError, match="'org/Target' on this model runner, because vLLM runs them in a way of their own: vLLM's own"
-    ):
+    with pytest.raises(ConfigError, match=f"'org/Target' on .* model runner, because {refused}"):
         check_class(config)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_specplug.cpu.kernels.state_scan import Sequences
+from vllm_specplug.cpu.state_layers import StateLayers
 from vllm_specplug.cpu.states import StateStep, commit_states, compute, state_rows
 
 #: Rows of each request in the forward: a tree, a prompt, a tree, a root, a prompt with drafts that do not count.
@@ -118,3 +119,13 @@ def test_commit_follows_the_accepted_path(layer, rows, block_size):
             state = update(state, values[flat])
             expected[table[request, (context + depth) // block_size]] = state
     assert torch.equal(layer.kv_cache[0], expected)
+
+
+def test_the_start_says_what_states_cost(caplog):
+    """A request has one state, so nodes need no cap."""
+    caplog.set_level("INFO")
+    one = SimpleNamespace(get_state_shape=lambda: ((1 << 18,),), get_state_dtype=lambda: (torch.float32,))
+    layers = object.__new__(StateLayers)
+    layers._layers = {"first": one, "second": one}
+    layers.build_by([], lambda: None)
+    assert "states take 2.0 MiB per request in 2 layers, and up to 2.00 MiB more per tree row" in caplog.text

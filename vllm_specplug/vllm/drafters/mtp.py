@@ -100,3 +100,8 @@ def check_class(config: Any) -> None:
             f"no trees are drafted from the MTP layers of {config.target_model_config.model!r} on this model runner, "
             "because vLLM runs them in a way of their own: vLLM's own method 'mtp' drafts chains from them"
         )
+    if config.v2_runner and config.draft_model_config.use_mla:
+        raise ConfigError(
+            f"no trees are drafted from the MTP layers of {config.target_model_config.model!r} on the V2 model runner, "
+            "because they keep latents (MLA): use the method eagle2, lookup or union, or vLLM's own method 'mtp'"
+        )
