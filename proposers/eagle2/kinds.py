@@ -23,7 +23,7 @@ _KEYS = {
     "peagle": PARALLEL_KEYS[:2],
 }
 #: By kind: a part of the names of its architectures, in small letters.
-_ARCHITECTURES = {"dspark": "dspark", "dflash": "dflash", "peagle": "peagle", "mtp": "mtp", "xpress": "xpress"}
+_ARCHITECTURES = {"xpress": "xpress", "dspark": "dspark", "dflash": "dflash", "peagle": "peagle", "mtp": "mtp"}
 #: Kinds of the speculators format that have another name here.
 _SAME_KINDS = {"dflash2": "dflash", "eagle": "eagle of the speculators format"}
 
@@ -94,7 +94,10 @@ def _parallel_kind(config: Mapping, shapes: Mapping) -> str | None:
         return "peagle"
     names = architectures(config)
     for kind, part in _ARCHITECTURES.items():
-        if part in " ".join(names).lower() or any(key in config for key in _KEYS.get(kind, ())):
+        if part in " ".join(names).lower():
+            return kind
+    for kind, keys in _KEYS.items():
+        if any(key in config for key in keys):
             return kind
     if "hidden_norm.weight" in shapes:
         return "dflash"

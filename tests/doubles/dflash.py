@@ -34,6 +34,7 @@ class Form:
         has_bias: DSpark.
         at_root: whether the root's row predicts the first position.
         speculators: whether the config is in the speculators format.
+        first_id: the first target id of a draft vocabulary; 0: the target's own.
     """
 
     window: int = 0
@@ -43,6 +44,7 @@ class Form:
     has_bias: bool = False
     at_root: bool = False
     speculators: bool = False
+    first_id: int = 0
 
 
 PLAIN = Form()
@@ -53,6 +55,8 @@ FORMS = {
     "DFlash 2": Form(convolves=True),
     "DSpark": Form(has_bias=True, at_root=True),
     "DSpark, speculators": Form(has_bias=True, speculators=True),
+    "DFlash, speculators": Form(speculators=True, first_id=10),
+    "DFlash 2, speculators": Form(convolves=True, speculators=True),
 }
 
 
@@ -249,13 +253,24 @@ def write_head(
         optimiser.zero_grad()
         torch.stack(losses).mean().backward()
         optimiser.step()
-    return write(path, head, positions)
+    return write(path, head, positions, lm_head)
 
 
-def write(path: Path, head: Head | None = None, positions: int = 4, form: Form = PLAIN, **changes: Any) -> Path:
-    """Write a head, untrained if none is given, with ``changes`` of its config."""
+def write(
+    path: Path,
+    head: Head | None = None,
+    positions: int = 4,
+    lm_head: torch.Tensor | None = None,
+    form: Form = PLAIN,
+    **changes: Any,
+) -> Path:
+    """Write a head, untrained if none is given, with ``changes`` of its config; ``lm_head``: the target's."""
     head = head or Head(form)
     state = {name: one.detach() for name, one in head.state_dict().items()}
+    if first := head.form.first_id:
+        rows = torch.randn(VOCAB, HIDDEN) if lm_head is None else lm_head
+        state |= {"lm_head.weight": rows[first:].clone(), "d2t": torch.full((VOCAB - first,), first)}
+        state["t2d"] = torch.arange(VOCAB) >= first
     return _write(path, config(positions, head.form) | changes, state)
 
 
@@ -267,21 +282,24 @@ def config(positions: int, form: Form = PLAIN) -> dict:
         base |= {"use_sliding_window": True, "sliding_window": form.window, "max_window_layers": 0}
         base |= {"layer_types": ["sliding_attention" if form.causal else "full_attention"] * LAYERS}
     bias = {"markov_rank": RANK, "markov_head_type": "vanilla"}
+    convolutions = {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
+    convolutions |= {"selector_rank": RANK, "selector_top_k": CANDIDATES}
     if form.speculators:
         ids = [one + 1 for one in TARGET_LAYERS]
+        kind = "dspark" if form.has_bias else "dflash2" if form.convolves else "dflash"
         return {
-            "architectures": ["DSparkDraftModel"],
-            "speculators_model_type": "dspark",
+            "architectures": [{"dspark": "DSpark", "dflash2": "DFlash2", "dflash": "DFlash"}[kind] + "DraftModel"],
+            "speculators_model_type": kind,
             "speculators_config": {
-                "algorithm": "dspark",
+                "algorithm": kind,
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": positions}],
                 "verifier": {"name_or_path": "org/Target", "architectures": ["LlamaForCausalLM"]},
             },
             "transformer_layer_config": base,
             "aux_hidden_state_layer_ids": ids,
-            "draft_vocab_size": VOCAB,
+            "draft_vocab_size": VOCAB - form.first_id,
             **sizes,
-            **bias,
+            **(bias if form.has_bias else convolutions if form.convolves else {}),
         }
     if form.has_bias:
         named = {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": list(TARGET_LAYERS)}
@@ -292,7 +310,6 @@ def config(positions: int, form: Form = PLAIN) -> dict:
     if form.window and not form.causal:
         given |= {"use_swa": True, "swa_window_size": form.window}
     if form.convolves:
-        given |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": RANK}
-        given |= {"selector_top_k": CANDIDATES}
+        given |= convolutions
     name = "DFlash2DraftModel" if form.convolves else "DFlashDraftModel"
     return base | {"architectures": [name], "block_size": sizes["block_size"], "dflash_config": given}

@@ -10,10 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.doubles import images, tiny
-from tests.doubles.architectures import ARCHITECTURES, EXPERTS, HIDDEN, LAYERS, Architecture, write_target
+from tests.doubles import architectures, images, tiny
+from tests.doubles.architectures import (
+    ARCHITECTURES,
+    COMMON,
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    LAYERS,
+    Architecture,
+    write_target,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,12 +33,15 @@ def _projection(is_embedding_first: bool) -> torch.Tensor:
     return torch.cat(parts if is_embedding_first else parts[::-1], dim=1)
 
 
+#: What a part of a layer ends with.
+_LAST_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
+_LAST = ("o_proj.weight", "down_proj.weight", *_LAST_NORMS)
+
+
 def _block(tensors: Tensors, source: str, name: str) -> Tensors:
     """Copy the target's layer ``source`` to ``name``; what it adds is scaled down."""
     block = {key.replace(source, name): tensor.clone() for key, tensor in tensors.items() if key.startswith(source)}
-    return {
-        key: 0.1 * one if key.endswith(("o_proj.weight", "down_proj.weight")) else one for key, one in block.items()
-    }
+    return {key: 0.1 * one if key.endswith(_LAST) else one for key, one in block.items()}
 
 
 def _norms(*names: str) -> Tensors:
@@ -41,10 +54,19 @@ def _mimo(tensors: Tensors) -> Tensors:
     return _block(tensors, "model.layers.1.", f"{layer}.") | norms | {f"{layer}.input_proj.weight": _projection(False)}
 
 
-def _glm(tensors: Tensors) -> Tensors:
-    layer = f"model.layers.{LAYERS}"
-    norms = _norms(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "shared_head.norm")))
-    return _block(tensors, "model.layers.1.", f"{layer}.") | norms | {f"{layer}.eh_proj.weight": _projection(True)}
+def _after_the_last(norm: str, source: str = "model") -> Callable[[Tensors], Tensors]:
+    """Name the layer as one more of the target's; ``norm`` is its last norm."""
+    layer = f"{source}.layers.{LAYERS}"
+
+    def tensors_of(tensors: Tensors) -> Tensors:
+        norms = _norms(*(f"{layer}.{name}" for name in ("enorm", "hnorm", norm)))
+        block = _block(tensors, f"{source}.layers.1.", f"{layer}.")
+        return block | norms | {f"{layer}.eh_proj.weight": _projection(True)}
+
+    return tensors_of
+
+
+_glm = _after_the_last("shared_head.norm")
 
 
 def _ernie(tensors: Tensors) -> Tensors:
@@ -53,9 +75,18 @@ def _ernie(tensors: Tensors) -> Tensors:
     return block | norms | {"model.mtp_linear_proj.0.weight": _projection(True)}
 
 
-def _exaone(tensors: Tensors) -> Tensors:
-    norms = _norms("mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
-    return _block(tensors, "model.layers.0.", "mtp.layers.0.") | norms | {"mtp.fc.weight": _projection(True)}
+def _exaone(source: str) -> Callable[[Tensors], Tensors]:
+    def tensors_of(tensors: Tensors) -> Tensors:
+        norms = _norms("mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding")
+        return _block(tensors, f"{source}.layers.0.", "mtp.layers.0.") | norms | {"mtp.fc.weight": _projection(True)}
+
+    return tensors_of
+
+
+def _nemotron(tensors: Tensors) -> Tensors:
+    layer = "mtp.layers.0"
+    norms = _norms(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "final_layernorm")))
+    return _block(tensors, "backbone.layers.1.", f"{layer}.") | norms | {f"{layer}.eh_proj.weight": _projection(True)}
 
 
 def _step(tensors: Tensors) -> Tensors:
@@ -153,31 +184,84 @@ EXAONE = Architecture(
     "",
     {"head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_ONE_KIND, **EXPERTS},
 )
+HY = Architecture(
+    "HYV3Config",
+    "",
+    {"head_dim": 32, "first_k_dense_replace": 1, "expert_hidden_dim": INTERMEDIATE, "route_norm": True, **EXPERTS},
+)
+_OF_ATTENTION = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention"]}
+NEMOTRON = Architecture("NemotronHConfig", "", ARCHITECTURES["Nemotron-H"].settings | _OF_ATTENTION)
+_VISION = images.VISION_35 | {"num_key_value_heads": 1, "out_hidden_size": HIDDEN}
+
+
+def _write_images(name: str, module: str, text: dict, **entries: int) -> Callable[[Path], object]:
+    """Write a model that reads images; its vision part is not served."""
+
+    def write(path: Path) -> None:
+        images.vllm_module(module, (f"{name}ForConditionalGeneration",))
+        config = getattr(transformers, f"{name}Config")(
+            text_config={**COMMON, "head_dim": 32, **text},
+            vision_config=_VISION,
+            image_token_id=images.IMAGE,
+            video_token_id=images.VIDEO,
+            tie_word_embeddings=False,
+            **entries,
+        )
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32)
+        architectures.scatter(model, Architecture("", ""), torch.Generator().manual_seed(0))
+        for part, weight in model.named_parameters():
+            if part.endswith(_LAST_NORMS):  # or the next token hardly depends on the last one
+                weight.data *= 0.4
+        model.eval().save_pretrained(path)
+
+    return write
+
+
+_OCR_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "partial_rotary_factor": 1.0}
+_write_ocr = _write_images("GlmOcr", "glm_ocr", {"rope_parameters": _OCR_ROPE, "num_nextn_predict_layers": 1})
+_write_exaone45 = _write_images(
+    "Exaone4_5_",
+    "exaone4_5",
+    {"layer_types": ["full_attention"] * LAYERS, "sliding_window": None},
+    vocab_size=tiny.VOCAB,
+)
 #: By family: how its target is written, and the tensors of its MTP layer.
 FAMILIES: dict[str, tuple[Callable[[Path], object], Callable[[Tensors], Tensors]]] = {
     "MiMo": (lambda path: tiny.write_target(path, family="qwen2"), _mimo),
     "GLM-4 MoE": (lambda path: write_target(path, GLM), _glm),
     "ERNIE": (lambda path: write_target(path, ERNIE), _ernie),
-    "EXAONE MoE": (lambda path: write_target(path, EXAONE), _exaone),
+    "EXAONE MoE": (lambda path: write_target(path, EXAONE), _exaone("model")),
+    "EXAONE 4.5": (_write_exaone45, _exaone("model.language_model")),
     "Step 3.5": (_write_step, _step),
     "Qwen3-Next": (lambda path: write_target(path, ARCHITECTURES["Qwen3-Next"]), _qwen("model")),
     "Qwen3.5": (lambda path: images.write_qwen35(path, {}), _qwen("model.language_model")),
+    "Qwen3.5 MoE": (
+        lambda path: images.write_qwen35(path, ARCHITECTURES["Qwen3.5 MoE"].settings),
+        _qwen("model.language_model"),
+    ),
     "DeepSeek-V3": (lambda path: write_target(path, ARCHITECTURES["DeepSeek-V3"]), _glm),
+    "GLM-4.7-Flash": (lambda path: write_target(path, ARCHITECTURES["GLM-4.7-Flash"]), _glm),
+    "GLM-OCR": (_write_ocr, _after_the_last("shared_head.norm", "model.language_model")),
+    "HY 3": (lambda path: write_target(path, HY), _after_the_last("final_layernorm")),
+    "Nemotron-H": (lambda path: write_target(path, NEMOTRON), _nemotron),
 }
 
 
-def write_with_mtp(path: Path, family: str) -> Path:
-    """Write a target with one MTP layer."""
+def write_with_mtp(path: Path, family: str, count: int = 1) -> Path:
+    """Write a target with an MTP layer, or with ``count`` equal ones whose numbers follow the target's layers."""
     write, layer = FAMILIES[family]
     write(path)
-    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": count}
     if "text_config" in config:
         config["text_config"]["mtp_num_hidden_layers"] = 1
     if family == "MiMo":
         config["architectures"] = ["MiMoForCausalLM"]
     (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(path / "model.safetensors")
-    tensors |= {name: tensor.contiguous() for name, tensor in layer(tensors).items()}
+    for number in range(LAYERS, LAYERS + count):
+        own = layer(tensors).items()
+        tensors |= {name.replace(f"layers.{LAYERS}.", f"layers.{number}."): one.contiguous() for name, one in own}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

@@ -142,6 +142,19 @@ def write_sibling(path: Path, target: Path, scale: float = 0.5, **changes) -> Pa
     return _write(path, config, kept)
 
 
+def renumber(folder: Path, lost: tuple[str, ...] = ()) -> Path:
+    """Give the tokens of a model and its tokenizer other ids; ``lost`` tokens get other names."""
+    order = [0, 1, 2, *range(VOCAB - 1, 2, -1)]  # the old ids
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensors[name][order].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"].items()
+    tokenizer["model"]["vocab"] = {f"{name}?" if name in lost else name: order.index(old) for name, old in vocabulary}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 def write_target_with_windows(path: Path, window: int) -> Path:
     """A target with a sliding window in every second of its four layers: vLLM puts those in a KV cache group."""
     write_target(path, num_layers=4)

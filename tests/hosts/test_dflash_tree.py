@@ -12,11 +12,9 @@ from tests.hosts.test_draft_tree import LONG, SETTINGS, check_as_plain
 from tests.hosts.test_mtp import seen_at_once  # noqa: F401
 
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
-#: Others are like one of these.
-FORMS = [
-    pytest.param(form, marks=[pytest.mark.wide] if form in ("windows of blocks", "DSpark, speculators") else [])
-    for form in dflash.FORMS
-]
+#: Like one of the others.
+RARE = ("windows of blocks", "DSpark, speculators", "DFlash 2, speculators")
+FORMS = [pytest.param(form, marks=[pytest.mark.wide] * (form in RARE)) for form in dflash.FORMS]
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,21 @@ def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path, monkeypat
     assert answers == token_ids(plain.generate(PROMPTS, LONG, use_tqdm=False)) and share == 1
 
 
+def test_a_drafter_with_other_token_ids(engine, checkpoints, tmp_path, caplog):
+    """The tokens are matched by their text; two are missing."""
+    checkpoints["named"] = tiny.write_target(tmp_path / "named")
+    checkpoints["renumbered"] = tiny.write_sibling(tmp_path / "renumbered", checkpoints["named"])
+    for folder in (checkpoints["named"], checkpoints["renumbered"]):
+        tiny.write_tokenizer(folder)
+    tiny.renumber(checkpoints["renumbered"], lost=("e", "true"))
+    expected = token_ids(engine(**SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    llm = engine("renumbered", TREE, target="named", num_gpu_blocks_override=12, max_num_batched_tokens=64, **SETTINGS)
+    assert "drafts the 158 tokens that have the same text in both" in caplog.text
+    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert counters(llm)["preemptions"] > 0
+    assert acceptance_length(llm) > 1.5
+
+
 def test_a_drafter_with_windows_in_some_layers(engine, checkpoints, tmp_path):
     checkpoints["windows"] = tiny.write_target_with_windows(tmp_path / "windows", 16)
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):

@@ -131,7 +131,7 @@ def test_a_parallel_head(engine, checkpoints, prompts, plain, heads, tmp_path, m
     assert token_ids(stock.generate(prompts, GREEDY, use_tqdm=False)) == plain
     tree = {"method": "dflash_tree", "draft_depth": 4, "num_speculative_tokens": 4, "min_node_value": 0.0}
     llm = engine(path.name, tree)
-    monkeypatch.setattr(best_first, "CANDIDATES", 1)
+    monkeypatch.setattr(best_first, "WIDTH", 1)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
     chain = acceptance_length(stock)
     assert acceptance_length(llm) == pytest.approx(chain, rel=0.01) and chain > 1.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +28,10 @@ _OTHERS = {
     "dspark": "hidden states of the layers that its config names",
     "peagle": "hidden states of the layers that its config names",
     "model": "tokens only",
+    "mtp": "the target's last hidden state",
 }
+#: Names of a tensor of the first layer of a whole model.
+_FIRST_LAYER = re.compile(r"^((model|language_model|backbone)\.)*layers\.0\.")
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ def inspect(path: str) -> Inspection:
         draft_vocab_size = shapes["d2t"][0] if shapes.get("d2t") else config.get("draft_vocab_size") or vocab_size
     source = config["specplug"] if isinstance(config.get("specplug"), dict) else {}
     width = config.get("target_hidden_size") or target_width(geometry, shapes)
-    reads, problem = _other(folder, kind, config) if kind in _OTHERS else _check(folder, width, vocab_size)
+    is_other = kind in _OTHERS and (kind != "mtp" or any(map(_FIRST_LAYER.match, shapes)))
+    reads, problem = _other(folder, kind, config) if is_other else _check(folder, width, vocab_size)
     return Inspection(
         path=str(folder),
         layout=layout,
@@ -139,6 +144,8 @@ def _kind(path: Path, config: dict, shapes: dict) -> tuple[str, str]:
 
 def command_of(found: Inspection) -> dict[str, str]:
     """Return the speculative config that serves a drafter."""
+    if found.kind == "mtp":  # in a whole model, which is the target
+        return {"method": "mtp_tree"}
     return {"method": METHOD_OF.get(found.kind, "eagle2"), "model": found.path}
 
 
@@ -169,6 +176,8 @@ def _check_target(found: Inspection, hidden_size: int, vocab_size: int, num_laye
     """Raise ``CheckpointError`` unless a drafter fits a target of these sizes."""
     if found.kind == "medusa":
         validate_medusa(found.path, hidden_size, vocab_size)
+    elif found.kind == "mtp" and found.problem is None:
+        raise CheckpointError(f"the MTP layers in {found.path} draft for that model only: serve it, without --target")
     elif found.kind in _OTHERS:
         target = TargetInfo(hidden_size, vocab_size, num_layers, torch.float32)
         method = find_method(METHOD_OF[found.kind])

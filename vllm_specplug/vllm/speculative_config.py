@@ -211,7 +211,7 @@ def build(
         resolved = _resolve_int8(drafter.options, supports_int8, by_default)
         options = with_drafter(options, resolved)
         if drafter.vllm_method == "mtp" and drafter.model is None:
-            options = fit_modules(options, target_model_config)
+            options = fit_modules(options, target_model_config, v2)
     vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
     _check_class(options.method, vllm_method, v2)
     revisions = {}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Config
+from vllm import ModelRegistry
 from vllm.config import SpeculativeConfig
 
 from vllm_specplug.config import ConfigError, parse_options
@@ -15,7 +16,7 @@ from vllm_specplug.vllm.speculative_config import TreeSpeculativeConfig
 
 
 def target_of(config_class, **entries):
-    return SimpleNamespace(hf_config=config_class(**entries), model="org/Target")
+    return SimpleNamespace(hf_config=config_class(**entries), model="org/Target", use_mla=False)
 
 
 @pytest.mark.parametrize(("modules", "given", "fitting"), [(1, 8, 8), (3, 8, 6), (3, 2, 2), (2, 8, 8)])
@@ -118,12 +119,12 @@ def test_prompts_are_read_as_for_one_module():
     ("model_type", "v2", "use_mla", "refused"),
     [
         ("gemma4_mtp", False, False, None),
-        ("gemma4_mtp", True, False, "vLLM runs them in a way of their own: vLLM's own"),
+        ("gemma4_mtp", True, False, "vLLM runs them in a way of their own"),
         ("step3p5_mtp", False, False, None),
-        ("step3p5_mtp", True, False, "vLLM runs them in a way of their own: vLLM's own"),
+        ("step3p5_mtp", True, False, "vLLM runs them in a way of their own"),
         ("mimo_mtp", True, False, None),
         ("deepseek_mtp", False, True, None),
-        ("deepseek_mtp", True, True, r"they keep latents \(MLA\): use the method eagle2, lookup or union"),
+        ("deepseek_mtp", True, True, "layers with MLA draft no trees"),
     ],
 )
 def test_layers_that_draft_no_trees_are_refused(model_type, v2, use_mla, refused):
@@ -134,5 +135,29 @@ def test_layers_that_draft_no_trees_are_refused(model_type, v2, use_mla, refused
     )
     if refused is None:
         return check_class(config)
-    with pytest.raises(ConfigError, match=f"'org/Target' on .* model runner, because {refused}"):
+    with pytest.raises(ConfigError, match=f"'org/Target': on this model runner {refused}; vLLM's own"):
         check_class(config)
+
+
+#: vLLM's models for single kinds of devices: sparse attention, states of other kinds, several residual streams.
+OF_DEVICES = sorted(
+    name
+    for name, model in ModelRegistry.models.items()
+    if "MTP" in name and getattr(model, "module_name", "").startswith("vllm.models.")
+)
+
+
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_classes_with_kernels_of_their_own_are_refused(monkeypatch, name):
+    """Before anything is loaded, by the class; `auto` does without them."""
+
+    def overridden(config):
+        config.update({"model_type": "other_mtp", "n_predict": 1, "architectures": [name]})
+        return config
+
+    monkeypatch.setattr(SpeculativeConfig, "hf_config_override", staticmethod(overridden))
+    target = target_of(Qwen2Config, architectures=["OtherForCausalLM"])
+    assert not has_layers(target)
+    words = f"from the MTP layers of 'org/Target': {name} attends with kernels of its own .vllm.models.*'mtp' drafts"
+    with pytest.raises(ConfigError, match=words):
+        fit_modules(parse_options({"method": "mtp_tree"}), target)

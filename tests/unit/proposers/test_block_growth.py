@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.unit.core.test_marginals import paths_of
-from vllm_specplug.core.draft_sampling import Children, likeliest
+from tests.unit.proposers.test_best_paths import paths_of
+from vllm_specplug.core.draft_sampling import likeliest
 from vllm_specplug.core.growth import TORCH, TORCH_STATIC
-from vllm_specplug.core.marginals import best_first_tree
 from vllm_specplug.proposers.dflash.drafting import grow_block
 from vllm_specplug.vllm.drafters.block_head import BlockHead
 
@@ -42,23 +41,6 @@ def test_the_best_paths_of_pairs():
             found = paths_of(draft, request)
             assert set(found) == set(best)
             assert all(abs(found[path] - values[path]) < 1e-5 for path in best)
-
-
-def test_as_best_first_without_pairs():
-    torch.manual_seed(1)
-    logits, roots = torch.randn(2, POSITIONS, VOCAB), torch.tensor([1, 4])
-
-    def children(position, token_ids, top_k):
-        found = likeliest(logits[:, position], top_k)
-        width = token_ids.shape[1]
-        return Children(*(one.repeat_interleave(width, 0) for one in (found.token_ids, found.log_probs)))
-
-    draft = grow_block(roots, children, num_positions=POSITIONS, num_nodes=9, width=VOCAB)
-    found = likeliest(logits.flatten(0, 1), VOCAB)
-    shape = (2, POSITIONS)
-    expected = best_first_tree(roots, found.token_ids.unflatten(0, shape), found.log_probs.unflatten(0, shape), 9)
-    for request in range(2):
-        assert paths_of(draft, request).keys() == paths_of(expected, request).keys()
 
 
 class _Biased:

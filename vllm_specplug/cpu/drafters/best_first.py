@@ -7,16 +7,13 @@ from typing import Any
 import torch
 
 from vllm_specplug.core.draft_sampling import Children
-from vllm_specplug.core.marginals import best_first_tree
 from vllm_specplug.cpu.drafters.levels import LevelDrafter
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.cpu.kernels.tree_ops import OPERATORS
-from vllm_specplug.proposers.dflash.drafting import WIDTH, grow_block
+from vllm_specplug.proposers.dflash.drafting import WIDTH, ChildrenOf, grow_block, same_after_all
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 
-#: Likeliest tokens of a position that can be nodes.
-CANDIDATES = 16
 #: By method under which vLLM loads a head: the adapter.
 _ADAPTERS = {
     "dflash": "vllm_specplug.cpu.drafters.dflash:TreeDFlashProposer",
@@ -36,15 +33,12 @@ class BestFirstDrafter(LevelDrafter):
             root_token_ids: int ``[num_reqs]``; the last emitted tokens.
             hidden: ``[num_reqs, num_positions, hidden_size]``; inputs of the LM head.
         """
-        children, shape = self._children(hidden), hidden.shape[:2]
-        draft = best_first_tree(
-            root_token_ids.long(),
-            children.token_ids.unflatten(0, shape),
-            children.log_probs.unflatten(0, shape),
-            self.options.num_speculative_tokens,
-            self.options.node_floor,
-        )
-        return self._without_unread(draft)
+        found = self._of_positions(hidden, min(self.options.num_speculative_tokens, WIDTH))
+
+        def of_position(position: int, top_k: int) -> Children:
+            return Children(found.token_ids[:, position, :top_k], found.log_probs[:, position, :top_k])
+
+        return self._grow_block(root_token_ids, hidden.shape[1], same_after_all(of_position))
 
     def _by_pairs(self, root_token_ids: torch.Tensor, num_positions: int, logits_after: Any) -> Draft:
         """Draft a tree for each request, by a head whose logits depend on the token before.
@@ -62,6 +56,9 @@ class BestFirstDrafter(LevelDrafter):
                 return likeliest(logits, top_k, draft_ids)
             return sampling.children(logits, position, top_k, draft_ids)
 
+        return self._grow_block(root_token_ids, num_positions, children)
+
+    def _grow_block(self, root_token_ids: torch.Tensor, num_positions: int, children: ChildrenOf) -> Draft:
         draft = grow_block(
             root_token_ids.long(),
             children,
@@ -73,18 +70,18 @@ class BestFirstDrafter(LevelDrafter):
         )
         return self._without_unread(draft)
 
-    def _children(self, hidden: torch.Tensor) -> Children:
-        """Choose the tokens of each position: ``[num_reqs * num_positions, num_candidates]``."""
-        num_positions = hidden.shape[1]
+    def _of_positions(self, hidden: torch.Tensor, top_k: int) -> Children:
+        """Choose the tokens of each position: ``[num_reqs, num_positions, top_k]``."""
+        shape = hidden.shape[:2]
         logits, draft_ids = self._logits(hidden.flatten(0, 1))
-        top_k = min(self.options.num_speculative_tokens, CANDIDATES, logits.shape[1])
-        sampling = self.runner.draft_noise.sampling(num_positions, 1)
+        sampling = self.runner.draft_noise.sampling(shape[1], 1)
         if sampling is None:
-            return likeliest(logits, top_k, draft_ids)
-        levels = logits.unflatten(0, hidden.shape[:2]).unbind(1)
+            found = likeliest(logits, top_k, draft_ids)
+            return Children(found.token_ids.unflatten(0, shape), found.log_probs.unflatten(0, shape))
+        levels = logits.unflatten(0, shape).unbind(1)
         sampled = [sampling.children(one, level, top_k, draft_ids) for level, one in enumerate(levels)]
         token_ids, log_probs = zip(*((one.token_ids, one.log_probs) for one in sampled), strict=True)
-        return Children(torch.stack(token_ids, 1).flatten(0, 1), torch.stack(log_probs, 1).flatten(0, 1))
+        return Children(torch.stack(token_ids, 1), torch.stack(log_probs, 1))
 
 
 def make_drafter(vllm_config: Any, device: torch.device, runner: Any) -> BestFirstDrafter:

@@ -42,7 +42,8 @@ class TreeDraftModelProposer(LevelDrafter, DraftModelProposer):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(torch.nn.Module())  # nothing is shared with the target
-        self._scorer = DraftModelScorer(self.model, self.vllm_config)
+        mapping = getattr(self, "vocab_mapping", None)  # older versions of vLLM have none
+        self._scorer = DraftModelScorer(self.model, self.vllm_config, mapping)
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
         """Refuse a drafter whose layers have several block tables.
@@ -57,11 +58,11 @@ class TreeDraftModelProposer(LevelDrafter, DraftModelProposer):
                 "use another drafter"
             )
 
-    def _forward(self, hidden_states: torch.Tensor | None = None, **inputs: Any) -> Any:
-        return self.model(**inputs)
+    def _forward(self, input_ids: torch.Tensor, hidden_states: torch.Tensor | None = None, **inputs: Any) -> Any:
+        return self.model(input_ids=self._scorer.known(input_ids), **inputs)
 
-    def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._scorer.logits(hidden), None
+    def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._scorer.logits(hidden), self._scorer.draft_ids
 
     def skip_draft(self, hidden_states: torch.Tensor, *args: Any) -> None:
         super().skip_draft(hidden_states[:, :0], *args)  # it reads none

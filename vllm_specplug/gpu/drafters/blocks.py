@@ -13,7 +13,7 @@ from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.attention import LevelMetadata
 from vllm_specplug.gpu.kernels.growth import KERNELS, likeliest
 from vllm_specplug.proposers.dflash import DFlashOptions
-from vllm_specplug.proposers.dflash.drafting import WIDTH, grow_block
+from vllm_specplug.proposers.dflash.drafting import grow_block, same_after_all
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
 from vllm_specplug.vllm.drafters.eagle_levels import LevelScratch
@@ -55,19 +55,19 @@ class BestPaths:
             draft_ids: int64 ``[draft_vocab]``; the target's token id of each logit; None: the same.
         """
 
-        def children(position: int, token_ids: torch.Tensor, top_k: int) -> Children:
-            if not isinstance(logits, torch.Tensor):
-                return self._choose(logits(position, token_ids), position, top_k, draft_ids)
-            found = self._choose(logits[:, position].contiguous(), position, top_k, draft_ids)
-            width = token_ids.shape[1]  # the same after every token
-            return Children(*(one.repeat_interleave(width, dim=0) for one in (found.token_ids, found.log_probs)))
+        def after(position: int, token_ids: torch.Tensor, top_k: int) -> Children:
+            assert not isinstance(logits, torch.Tensor)
+            return self._choose(logits(position, token_ids), position, top_k, draft_ids)
+
+        def of_position(position: int, top_k: int) -> Children:
+            assert isinstance(logits, torch.Tensor)
+            return self._choose(logits[:, position].contiguous(), position, top_k, draft_ids)
 
         return grow_block(
             root_token_ids,
-            children,
+            same_after_all(of_position) if isinstance(logits, torch.Tensor) else after,
             num_positions=min(self.draft_depth, num_positions),
             num_nodes=min(self.options.num_speculative_tokens, self.draft_nodes),
-            width=WIDTH,
             ops=KERNELS,
         )
 

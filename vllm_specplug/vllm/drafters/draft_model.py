@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.tokenizers.registry import get_tokenizer
 
 from vllm_specplug.config import ConfigError, model_drafter
@@ -14,6 +15,8 @@ logger = logging.getLogger("vllm_specplug")
 
 #: Differing tokens that a message names.
 NAMED_TOKENS = 3
+#: Fewest tokens that a drafter of another vocabulary must share: vLLM warns below.
+LEAST_SHARED = 100
 
 
 class DraftModelScorer:
@@ -22,33 +25,38 @@ class DraftModelScorer:
     Args:
         model: vLLM's draft model.
         vllm_config: of the engine.
+        mapping: vLLM's, between the ids of tokens that have the same text; None: they have the same ids.
 
     Attributes:
         max_position: the last position that the drafter knows.
         has_all: whether it has all of the target's token ids.
-        draft_ids: None: a token has the same id in both.
+        draft_ids: int64 ``[shared_vocab]``; the target's token id of each logit; None: the same.
     """
 
-    draft_ids = None
-
-    def __init__(self, model: torch.nn.Module, vllm_config: Any):
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, mapping: Any = None):
         target, drafter = vllm_config.model_config, vllm_config.speculative_config.draft_model_config
         self._model, self._draft_vocab = model, drafter.get_vocab_size()
         self._size = min(self._draft_vocab, target.get_vocab_size())
         self.has_all = self._draft_vocab >= target.get_vocab_size()
         self.max_position = min(drafter.max_model_len, target.max_model_len) - 1
+        self._mapping, self._shared, self.draft_ids = mapping, slice(self._size), None
+        if mapping is not None:
+            self._shared = mapping.intersection_mask_draft.nonzero().squeeze(1)
+            self.draft_ids = mapping.draft_to_target_ids[self._shared]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` -> ``[num_rows, shared_vocab]``."""
-        return self._model.compute_logits(hidden)[:, : self._size]
+        return self._model.compute_logits(hidden)[:, self._shared]
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return token ids that the drafter's embedding has; ids of the target's padding become its last one."""
+        """Return the drafter's ids of the target's tokens; those that it lacks become its last or its unknown one."""
+        if self._mapping is not None:
+            return self._mapping.map_target_to_draft_ids(token_ids)
         return token_ids if self.has_all else token_ids.clamp(max=self._draft_vocab - 1)
 
 
 def check_draft_model(speculative_config: Any) -> None:
-    """Refuse models that do not draft trees, and vocabularies that differ.
+    """Refuse models that do not draft trees, and vocabularies that share few tokens; say if ids differ.
 
     Raises:
         ConfigError: naming what was found and the fix.
@@ -66,7 +74,17 @@ def check_draft_model(speculative_config: Any) -> None:
             "the drafter %s reads texts of up to %d tokens; longer ones (up to %d) get drafts that are rarely right",
             *(drafter.model, drafter.max_model_len, target.max_model_len),
         )
-    _check_vocabulary(method, drafter, target)
+    if (problem := _difference(drafter, target)) is None:
+        return
+    found = f"method {method!r}: the drafter {drafter.model!r} (vocabulary of {drafter.get_vocab_size()}) does not have"
+    found += f" the token ids of the model {target.model!r} ({target.get_vocab_size()}): {problem}"
+    has_maps = hasattr(SpeculativeConfig, "use_heterogeneous_vocab") and not speculative_config.v2_runner
+    num_shared = _num_shared(drafter, target) if has_maps else 0
+    if num_shared < LEAST_SHARED:
+        few = f"; only {num_shared} tokens have the same text in both" if has_maps else ""
+        raise ConfigError(f"{found}{few}: use a model of the same family and version, or the method eagle2 or lookup")
+    logger.warning("%s; it drafts the %d tokens that have the same text in both, and no others", found, num_shared)
+    speculative_config.use_heterogeneous_vocab = True
 
 
 _UNSERVED = (
@@ -78,37 +96,52 @@ _UNSERVED = (
 )
 
 
-def _check_vocabulary(method: str, drafter: Any, target: Any) -> None:
-    sizes = drafter.get_vocab_size(), target.get_vocab_size()
-    found = f"method {method!r}: the drafter {drafter.model!r} (vocabulary of {sizes[0]}) does not fit the model "
-    found += f"{target.model!r} ({sizes[1]})"
-    fix = "use a model of the same family and version, or the method eagle2 or lookup"
-    tokens = _tokens_of(drafter.model, drafter), _tokens_of(target.tokenizer or target.model, target)
+def _difference(drafter: Any, target: Any) -> str | None:
+    """Return how the token ids of two models differ, or None.
+
+    Raises:
+        ConfigError: it cannot be known.
+    """
+    size = drafter.get_vocab_size()
+    tokens = [None if one is None else one.get_vocab() for one in _tokenizers(drafter, target)]
     if None in tokens:
-        if sizes[0] != sizes[1]:
-            raise ConfigError(f"{found}: the sizes differ, and there are no tokenizers to compare; {fix}")
+        if size != target.get_vocab_size():
+            raise ConfigError(
+                f"the drafter {drafter.model!r} (vocabulary of {size}) does not fit the model {target.model!r} "
+                f"({target.get_vocab_size()}): the sizes differ, and there are no tokenizers to compare; add the files "
+                "of the tokenizers, or use the method eagle2 or lookup"
+            )
         logger.warning("the tokenizers of %s and its drafter %s are not compared", target.model, drafter.model)
-        return
+        return None
     own = sorted(tokens[1].items(), key=lambda item: item[1])
-    if missing := [token for token, number in own if number >= sizes[0]]:
-        raise ConfigError(f"{found}: it lacks {len(missing)} of its tokens ({_some(missing)}); {fix}")
+    if missing := [token for token, number in own if number >= size]:
+        return f"it lacks {len(missing)} of its tokens ({_some(missing)})"
     by_id = {number: token for token, number in tokens[0].items()}
-    differing = [token for token, number in own if by_id.get(number, token) != token]
-    if differing:
-        raise ConfigError(f"{found}: {len(differing)} token ids mean other tokens ({_some(differing)}); {fix}")
+    if differing := [token for token, number in own if by_id.get(number, token) != token]:
+        return f"{len(differing)} token ids mean other tokens ({_some(differing)})"
+    return None
+
+
+def _num_shared(drafter: Any, target: Any) -> int:
+    from vllm.v1.spec_decode.vocab_mapping import VocabMapping
+
+    own, theirs = _tokenizers(drafter, target)
+    return VocabMapping(theirs, own, target.get_vocab_size(), drafter.get_vocab_size(), "cpu").intersection_size
+
+
+def _tokenizers(drafter: Any, target: Any) -> tuple[Any, Any]:
+    """Return both tokenizers.  vLLM names the target's in the drafter's config too."""
+    return _tokenizer_of(drafter.model, drafter), _tokenizer_of(target.tokenizer or target.model, target)
 
 
 def _some(tokens: list[str]) -> str:
     return ", ".join(map(repr, tokens[:NAMED_TOKENS])) + (", ..." if len(tokens) > NAMED_TOKENS else "")
 
 
-def _tokens_of(name: str, config: Any) -> dict[str, int] | None:
-    """Return the ids of a tokenizer's tokens, by token; None: there is no tokenizer that can be read."""
+def _tokenizer_of(name: str, config: Any) -> Any:
+    """Return a tokenizer; None: there is none that can be read."""
     try:
-        tokenizer = get_tokenizer(
-            name, trust_remote_code=config.trust_remote_code, tokenizer_mode=config.tokenizer_mode
-        )
-        return tokenizer.get_vocab()
+        return get_tokenizer(name, trust_remote_code=config.trust_remote_code, tokenizer_mode=config.tokenizer_mode)
     except Exception as error:  # whatever the tokenizers' own code raises
         logger.info("there is no tokenizer in %s (%s)", name, error)
         return None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm import ModelRegistry
 from vllm.config import SpeculativeConfig
 
 from vllm_specplug.config import ConfigError, TreeOptions
@@ -19,17 +20,20 @@ logger = logging.getLogger("vllm_specplug")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 #: Types of config whose layers vLLM runs in a way of their own; the V1 runner has adapters for them.
 _OWN_TYPES = ("step3p5_mtp", "gemma4_mtp")
+#: Package of vLLM's models with kernels of their own for each kind of device.
+_DEVICE_MODELS = "vllm.models."
 
 
-def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
+def fit_modules(options: TreeOptions, target: Any, v2: bool = False) -> TreeOptions:
     """Check that the target has MTP layers, and lower the number of nodes to a multiple of them, as vLLM asks for.
 
     Args:
         options: of the method.
         target: vLLM's config of the target.
+        v2: whether the V2 runner serves it.
 
     Raises:
-        ConfigError: it has none that vLLM serves.
+        ConfigError: it has none that vLLM serves, or none that draft trees.
     """
     num_modules = _num_modules(target)
     if num_modules < 1:
@@ -38,6 +42,7 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
             f"{target.hf_config.architectures}): use a model that has some, give their own checkpoint as 'model' "
             "(Gemma 4), or use the method eagle2, medusa or lookup"
         )
+    _check(_drafter_config(target), target.model, v2, target.use_mla)
     if not _has_weights(target):
         raise ConfigError(
             f"method {options.method!r}: the config of {target.model!r} names MTP layers, but the checkpoint has no "
@@ -53,7 +58,7 @@ def fit_modules(options: TreeOptions, target: Any) -> TreeOptions:
 def has_layers(target: Any, v2: bool = False) -> bool:
     """Return whether a target, vLLM's config of it, has MTP layers that draft trees on a runner."""
     try:
-        is_refused = _is_refused(_drafter_config(target).model_type, v2) or (v2 and target.use_mla)
+        is_refused = _problem(_drafter_config(target), v2, target.use_mla) is not None
         return not is_refused and _num_modules(target) > 0 and _has_weights(target)
     except (AttributeError, AssertionError, KeyError, TypeError, ValueError):  # vLLM expects a target that has some
         return False
@@ -82,8 +87,17 @@ def _has_weights(target: Any) -> bool:
     return any("mtp" in name for name in names) or any(layer >= num_layers for layer in layers)
 
 
-def _is_refused(config_type: str | None, v2: bool) -> bool:
-    return v2 and config_type in _OWN_TYPES
+def _problem(drafter: Any, v2: bool, use_mla: bool) -> str | None:
+    """Return why no trees are drafted by the MTP layers of a drafter's config, or None."""
+    if v2 and getattr(drafter, "model_type", None) in _OWN_TYPES:
+        return "on this model runner vLLM runs them in a way of their own"
+    if v2 and use_mla:
+        return "on this model runner layers with MLA draft no trees"
+    name = (getattr(drafter, "architectures", None) or [""])[0]
+    module = getattr(ModelRegistry.models.get(name), "module_name", "")
+    if module.startswith(_DEVICE_MODELS):
+        return f"{name} attends with kernels of its own ({module}), which read no trees"
+    return None
 
 
 def check_class(config: Any) -> None:
@@ -95,13 +109,13 @@ def check_class(config: Any) -> None:
     Raises:
         ConfigError: naming vLLM's method.
     """
-    if _is_refused(getattr(config.draft_model_config.hf_config, "model_type", None), config.v2_runner):
+    drafter = config.draft_model_config
+    _check(drafter.hf_config, config.target_model_config.model, config.v2_runner, drafter.use_mla)
+
+
+def _check(drafter: Any, name: str, v2: bool, use_mla: bool) -> None:
+    if (problem := _problem(drafter, v2, use_mla)) is not None:
         raise ConfigError(
-            f"no trees are drafted from the MTP layers of {config.target_model_config.model!r} on this model runner, "
-            "because vLLM runs them in a way of their own: vLLM's own method 'mtp' drafts chains from them"
-        )
-    if config.v2_runner and config.draft_model_config.use_mla:
-        raise ConfigError(
-            f"no trees are drafted from the MTP layers of {config.target_model_config.model!r} on the V2 model runner, "
-            "because they keep latents (MLA): use the method eagle2, lookup or union, or vLLM's own method 'mtp'"
+            f"no trees are drafted from the MTP layers of {name!r}: {problem}; vLLM's own method 'mtp' drafts chains "
+            "from them"
         )
