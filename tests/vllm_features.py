@@ -42,12 +42,12 @@ WORKS = (
     ),
     Support(
         "chunked prefill",
-        "tests/hosts/test_identity.py::test_block_size_32_and_chunked_prefill",
+        "tests/hosts/test_identity.py::test_forced_preemption_and_chunked_prefill",
         v2="tests/v2/test_identity.py::test_forced_preemption_and_chunked_prefill",
     ),
     Support(
         "preemption",
-        "tests/hosts/test_identity.py::test_forced_preemption",
+        "tests/hosts/test_identity.py::test_forced_preemption_and_chunked_prefill",
         v2="tests/v2/test_identity.py::test_forced_preemption_and_chunked_prefill",
     ),
     Support("priority scheduling", "tests/hosts/test_features.py::test_priority_scheduling"),

@@ -99,7 +99,7 @@ class TreeOptions:
             vLLM computes all; None: ``ALL_ROWS`` on a CPU with AVX2 or more, else 0.  With a number up to 2 GiB of
             weights are kept in memory twice, unless vLLM packs none.
         trace_trees: file that receives the first trees as JSON lines.
-        on_failure: what happens if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it
+        on_failure: if the proof at start fails: ``refuse``: the engine does not start; ``plain``: it
             decodes plainly.
         reload: take new versions of the drafter while serving; ``model`` is a folder in which they are published.
     """

@@ -194,7 +194,7 @@ class DeviceRemembering(Protocol):
     """A device proposer that keeps tokens of ended requests."""
 
     def finish(self, ended: EndedRequest) -> None:
-        """Keep what it needs of a request that has ended, on the device and without waiting."""
+        """Keep the tokens that it needs of a request that has ended, on the device and without waiting."""
         ...
 
 
@@ -223,7 +223,7 @@ class DrafterConfig:
     """The result of ``ModelDrafter.configure``.
 
     Attributes:
-        options: the method's options, completed by what the checkpoint says.
+        options: the method's options, completed from the checkpoint.
         vllm_method: the method under which vLLM loads and schedules the drafter; ``custom_class`` if it loads none.
         model: directory of the draft model that vLLM loads; None if it loads none.
         supports_int8: whether the adapters implement the option ``draft_int8``.
@@ -295,7 +295,7 @@ class ModelDrafter:
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of a method that only chooses.
+    """Configuration that ``auto``, or another method without a drafter of its own, has chosen.
 
     Attributes:
         config: a configuration of another method.

@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.smollm2 import start_smollm2
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
-from vllm_specplug.vllm.probes.in_process import start_smollm2
 
 EAGLE = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 METHODS = {

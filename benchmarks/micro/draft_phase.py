@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.smollm2 import start_smollm2
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.utils.environment import multiplies_bytes, provenance
 from vllm_specplug.utils.tables import format_table
 from vllm_specplug.vllm.drafters.eagle_levels import EagleLevels
 from vllm_specplug.vllm.probes.bench_worker import prompts_of
-from vllm_specplug.vllm.probes.in_process import runner_of, start_smollm2
+from vllm_specplug.vllm.probes.in_process import runner_of
 
 
 @dataclass

@@ -16,11 +16,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.smollm2 import start_smollm2
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
 from vllm_specplug.vllm.probes.bench_worker import prompts_of
-from vllm_specplug.vllm.probes.in_process import runner_of, start_smollm2
+from vllm_specplug.vllm.probes.in_process import runner_of
 
 #: Rows of which there are fewer calls are left out.
 LEAST_CALLS = 20

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.smollm2 import start_smollm2
 from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.cpu import attention as cpu
 from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
-from vllm_specplug.vllm.probes.in_process import start_smollm2
 
 LENGTHS = (32, 128, 256, 512, 1024)
 BATCHES = (1, 8, 32)

@@ -91,7 +91,7 @@ def _check_learning(learn: str, method: str, name: str, on_cpu: bool) -> None:
 
 
 def _begin(head: Path, target: str, drafter: str | None) -> str:
-    """Publish the first version: a copy of the drafter, or a new one; describe what is there already.
+    """Publish the first version: a copy of the drafter, or a new one; describe a version that is there already.
 
     Raises:
         ConfigError: no new drafter can be made.

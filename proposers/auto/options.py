@@ -11,16 +11,16 @@ from vllm_specplug.config import BUDGETS, ConfigError, TreeOptions, require_stri
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(TreeOptions):
-    """Options of the automatic choice; all others are those of what it chooses.
+    """Options of the automatic choice; all others are those of the chosen method.
 
     Attributes:
         budget: ``auto``: ``measured``.
         reload: None: on, if the drafter lies in a folder in which versions are published and can be taken.
         model: a drafter to use: a directory, a Hugging Face repository or the short name of a shipped one; None: a
             shipped one that was trained for the model, if there is one.
-        learn: folder in which a drafter learns from what is served: answers are recorded there, a trainer runs beside
+        learn: folder in which a drafter learns from the traffic: answers are recorded there, a trainer runs beside
             the server, and its versions are taken; None: nothing is recorded.
-        record_mib: beside ``learn``: limit of what is recorded; None: the default of the other methods.
+        record_mib: beside ``learn``: limit of the recorded answers; None: the default of the other methods.
         traffic_tokens: of ``lookup``; None: its default.
     """
 

@@ -213,7 +213,7 @@ def _combining_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that make an EAGLE-3 head's input of the target's hidden states."""
     hidden, norm = config["hidden_size"], f"{layer}.hidden_norm.weight"
-    if reads_last_state(config):  # vLLM norms without weights if the head has none
+    if reads_last_state(config):  # without this tensor, vLLM's norm has no weights
         return {norm: (hidden,)} if norm in found else {}
     fused_width = found["fc.weight"][-1] if found.get("fc.weight") else DEFAULT_AUX_LAYERS * target_hidden_size
     shapes: dict[str, tuple[int, ...]] = {norm: (hidden,), "fc.weight": (hidden, fused_width)}

@@ -1,4 +1,4 @@
-"""HASS: EAGLE-2's drafter and trees, with a training on the drafter's own features and likeliest tokens (HASS)."""
+"""HASS: EAGLE-2's drafter and trees, with a training on the drafter's own features and likeliest tokens."""
 
 from vllm_specplug.config import HassOptions
 from vllm_specplug.proposer import Method

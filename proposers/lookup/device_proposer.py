@@ -52,7 +52,7 @@ class LookupOnDevice:
 
     @property
     def _min_traffic_match(self) -> int:
-        """Shortest match in traffic: one of few tokens is everywhere there."""
+        """Return the shortest match in other requests' answers: shorter ones occur everywhere."""
         return max(self._options.min_match, LONG_ANCHOR)
 
     def finish(self, ended: EndedRequest) -> None:

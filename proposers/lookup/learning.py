@@ -1,4 +1,4 @@
-"""Learns which matches are reliable, from the tokens that the target chose behind drafts."""
+"""Learns which matches are reliable, from the tokens that the target chose after drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_specplug.proposers.lookup.prefix_tree import SCOPES, START_WEIGHTS, Pr
 
 @dataclass(frozen=True)
 class ValuedMatches:
-    """The matches of some requests with what was estimated of them.
+    """The matches of some requests, with their estimates.
 
     Attributes:
         tree: of these requests.

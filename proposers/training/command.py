@@ -54,7 +54,7 @@ def add_data_arguments(
     """Add the arguments for a run's data, its results and its device.
 
     training: false for a command that only measures. attention: whether the training uses multi-pass attention.
-    method: serves what is trained.
+    method: serves the trained head.
     """
     parser.add_argument("--target", metavar="DIR", required=True, help="Hugging Face folder of the target")
     parser.add_argument("--data", metavar="DIR", help="folder that `specplug data` wrote, or a server recorded")
@@ -213,7 +213,7 @@ def _prepare(args: argparse.Namespace, options: LoopOptions, layers: tuple[int, 
 def _recorded_material(
     args: argparse.Namespace, options: LoopOptions, layers: tuple[int, ...], config, device
 ) -> Material:
-    """Prepare what a server has recorded; the target runs only on --dev-answers."""
+    """Prepare a server's recorded answers; the target runs only on --dev-answers."""
     if layers:
         raise ValueError(f"{args.data} was recorded by a server, without the three layers that EAGLE-3 reads")
     dev = None

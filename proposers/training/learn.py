@@ -115,7 +115,7 @@ def _learn(learner: Learner, rounds: int | None, min_tokens: int, waits: bool) -
 
 
 def describe(outcome: Outcome) -> str:
-    """Say in one line what a round found."""
+    """Describe the result of a round in one line."""
     facts = outcome.facts
     if "skipped" in facts:
         return f"Round {outcome.plan.number}: skipped, {facts['skipped']}"

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Material:
-    """The answers of one round: to train on, to be measured, and replayed ones to be measured."""
+    """The answers of one round: for training, held out for measuring, and older ones for measuring."""
 
     train: FeatureSet
     held_out: FeatureSet
@@ -101,7 +101,7 @@ class State:
 
 @dataclass
 class Learner:
-    """Trains a head in rounds on what a server records.
+    """Trains a head in rounds on a server's recorded answers.
 
     Args:
         target: Hugging Face folder of the target.
@@ -298,13 +298,13 @@ class Learner:
         return Outcome(plan, facts, publish(self.head, lambda folder: self._write_version(folder, facts), facts))
 
     def _write_version(self, folder: Path, facts: dict) -> None:
-        """Write the candidate with what was measured."""
+        """Write the candidate with its measurements."""
         copy_checkpoint(self.work, folder)
         config = json.loads((folder / CONFIG_NAME).read_text())
         config["specplug"] |= facts | {"dev_chain_tau": facts["chain_tau"]}
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
 
-    # ---- what is kept between rounds
+    # ---- state between rounds
 
     def _read_state(self) -> State:
         file = self.head / STATE_NAME

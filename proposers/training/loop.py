@@ -137,10 +137,10 @@ def save_state(path: str | os.PathLike, state: dict) -> None:
         torch.save(state, temporary)
 
 
-def load_state(path: str | os.PathLike, plan_id: dict, defaults: dict | None = None) -> dict | None:
+def load_state(path: str | os.PathLike, plan_id: dict) -> dict | None:
     """Load the saved state; None if there is none.
 
-    plan_id: the data and settings that the state must have. defaults: values of settings that the state lacks.
+    plan_id: the data and settings that the state must have.
 
     Raises:
         ValueError: the state has other data or settings.
@@ -148,8 +148,7 @@ def load_state(path: str | os.PathLike, plan_id: dict, defaults: dict | None = N
     if not Path(path).exists():
         return None
     state = torch.load(path, map_location="cpu", weights_only=True)
-    saved = (defaults or {}) | state["plan"]
-    changed = sorted(key for key in plan_id if saved.get(key) != plan_id[key])
+    changed = sorted(key for key in plan_id if state["plan"].get(key) != plan_id[key])
     if changed:
         raise ValueError(
             f"{path} belongs to a run with other {', '.join(changed)}; give the same settings to resume it, "

@@ -196,7 +196,7 @@ def shard_files(folder: str | os.PathLike) -> list[Path]:
 
 
 def read_shard(file: Path, vocab_size: int) -> FeatureSet | None:
-    """Read a shard; None if it is gone (the ring deletes) or damaged, which is logged."""
+    """Read a shard; None if the ring has deleted it, or if it is damaged, which is logged."""
     try:
         data = load_features([file])
     except FileNotFoundError:
@@ -233,7 +233,7 @@ def read_recorded(folder: str | os.PathLike, vocab_size: int) -> FeatureSet:
 
 
 def read_facts(folder: str | os.PathLike) -> Facts:
-    """Read what the shards of a recorded folder have in common.
+    """Read the facts that the shards of a recorded folder share.
 
     Raises:
         ValueError: nothing was recorded there, or the file is damaged.

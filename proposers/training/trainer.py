@@ -114,7 +114,7 @@ class Task(ABC):
 
     @abstractmethod
     def prepare(self, data: FeatureSet, fresh: bool) -> None:
-        """Set what is derived from the data and, if `fresh`, the initial weights."""
+        """Set the values that are derived from the data and, if `fresh`, the initial weights."""
 
     @abstractmethod
     def losses(self, batch: Batch, step: int, steps: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ def train(task: Task, data: FeatureSet, out_dir: str, settings: RunSettings | No
 
 
 class _Run:
-    """One training run: its batches, its optimizer, and what it logs and saves."""
+    """One training run: its batches, its optimizer, its log and its saved state."""
 
     def __init__(self, task: Task, data: FeatureSet, out_dir: str, settings: RunSettings):
         options, team = task.options, settings.team
@@ -157,8 +157,7 @@ class _Run:
         self.plan_id = _plan_id(options, data, task.draft_ids, self.micro_batches)
         self.state_file = Path(out_dir) / STATE_NAME
         self.state_file.parent.mkdir(parents=True, exist_ok=True)
-        defaults = asdict(type(options)()) | {"micro_batches": 1}
-        state = load_state(self.state_file, self.plan_id, defaults) or {"step": 0, "seconds": 0.0}
+        state = load_state(self.state_file, self.plan_id) or {"step": 0, "seconds": 0.0}
         task.prepare(data, fresh="head" not in state)
         if "head" in state:
             task.head.load_state_dict(state["head"])

@@ -16,7 +16,7 @@ from vllm_specplug.types import PADDING
 
 @dataclass(frozen=True)
 class ValuedMerge:
-    """Merged nodes with what was estimated of them.
+    """Merged nodes, with their estimates.
 
     Attributes:
         merged: the nodes of all sources.

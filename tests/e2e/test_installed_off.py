@@ -1,4 +1,4 @@
-"""The plugin is installed and none of its methods is configured: the host does what it does without it, bit by bit."""
+"""The plugin is installed and none of its methods is configured: vLLM computes the same bits as without the plugin."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_byte_equal(found, kind):
 
 
 def test_only_the_two_patches_touch_the_host(found):
-    """Every function of the host is the host's own, but for the two that hand on what is not ours."""
+    """Every function of the host is the host's own, except two, which pass calls for other methods on."""
     ours, clean = found[True]["origins"], found[False]["origins"]
     assert len(clean) > 5000
     changed = {name for name in clean if ours.get(name) != clean[name]}

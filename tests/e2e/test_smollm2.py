@@ -14,40 +14,20 @@ from vllm_specplug.proposers.medusa.ranks import load_for_ranking, rank_answers
 from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.features import extract, load_features, target_head
 
-#: On all conversations, or on as many of the first ones.
+#: On the first conversations.  Every parameter is tested on the tiny model; here are those that act on real texts.
 SAMPLING = {
-    "greedy": {"temperature": 0.0, "max_tokens": 32},
+    "greedy": {"temperature": 0.0, "max_tokens": 32, "conversations": 24},
     "temperature 0.7": {"temperature": 0.7, "max_tokens": 24, "conversations": 8},
-    "temperature 1.0, top_p, top_k": {
-        "temperature": 1.0, "top_p": 0.9, "top_k": 50, "max_tokens": 24, "conversations": 8
-    },
-}  # fmt: skip
-#: On the first conversations only, greedy or with a seed; what each does is told from the tests on the tiny model.
-#: Medusa and SWIFT answer half of them.
-FEW = 6
-PARAMETERS = {
-    "nothing else": {},
-    "nothing else, seeded": {"temperature": 0.8},
-    "min_p": {"temperature": 0.8, "min_p": 0.1},
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    "penalties, seeded": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.8},
-    "logit_bias": {"logit_bias": {28: 2.0, 30: -3.0}},
-    "bad_words": {"bad_words": [" the", " a", "."]},
     "stop": {"temperature": 0.8, "stop": [".", "\n"]},
-    "min_tokens": {"temperature": 0.8, "stop": [","], "min_tokens": 8},
-    "regex": {"structured_outputs": {"regex": "(Yes|No|Maybe), because [a-z ]{5,60}\\."}},
+    "regex": {"temperature": 0.0, "structured_outputs": {"regex": "(Yes|No|Maybe), because [a-z ]{5,60}\\."}},
     "all together": {
         "temperature": 0.8, "top_p": 0.95, "top_k": 60, "min_p": 0.02, "repetition_penalty": 1.1,
         "logit_bias": {28: 1.0}, "bad_words": [" is"], "min_tokens": 8,
     },
 }  # fmt: skip
-EVERYTHING = SAMPLING | {
-    name: {"temperature": 0.0, "max_tokens": 16, "conversations": FEW} | params for name, params in PARAMETERS.items()
-}
-HALF_OF_FEW = {name: {**EVERYTHING[name], "conversations": FEW // 2} for name in PARAMETERS}
+SAMPLING = {name: {"max_tokens": 16, "conversations": 6} | params for name, params in SAMPLING.items()}
 EAGLE2 = {"method": "eagle2", "model": "smollm2-135m-instruct"}
 MEDUSA = {"method": "medusa", "model": "smollm2-135m-instruct"}
-SWIFT = {"method": "swift", "num_speculative_tokens": 4}
 
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
@@ -109,48 +89,23 @@ def answer(smollm2, conversations, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(answer):
-    return answer(EVERYTHING, max_num_seqs=8)["answers"]
+    return answer(SAMPLING, max_num_seqs=8)["answers"]
 
 
 def check_same(found: dict, plain: dict, name: str, places: slice = slice(None)) -> None:
     """Compare with plain vLLM's answers to the conversations at ``places``."""
-    stops, expected = "stop" in EVERYTHING[name], plain[name][places]
+    stops, expected = "stop" in SAMPLING[name], plain[name][places]
     answers = zip(found["answers"][name], expected, strict=True)
     assert [comparable(one, other, stops) for one, other in answers] == expected, name
-
-
-def check_parameters(found: dict, plain: dict, places: slice) -> None:
-    for name in PARAMETERS:
-        check_same(found, plain, name, places)
-        assert found["tau"][name]
 
 
 def test_batch_of_8(answer, plain):
     # A fixed budget: whether drafting pays at this batch size depends on the machine.  Small trees: 72 rows a step.
     fixed = {**EAGLE2, "budget": "fixed", "num_speculative_tokens": 8, "draft_depth": 4}
-    found = answer(EVERYTHING, max_num_seqs=8, speculative_config=fixed)
-    for name in EVERYTHING:
+    found = answer(SAMPLING, max_num_seqs=8, speculative_config=fixed)
+    for name in SAMPLING:
         check_same(found, plain, name)
     assert found["tau"]["greedy"] > 1.6 and min(found["tau"].values()) > 1.2, found["tau"]
-
-
-def test_parameters_do_something(plain):
-    without = {0.0: plain["nothing else"], 0.8: plain["nothing else, seeded"]}
-    for name, params in PARAMETERS.items():
-        changed = plain[name] != without[params.get("temperature", 0.0)]
-        assert changed == (not name.startswith("nothing")), name
-
-
-def test_swift(answer, plain):
-    found = answer(HALF_OF_FEW, max_num_seqs=8, speculative_config={**SWIFT, "budget": "fixed"})
-    check_parameters(found, plain, slice(FEW // 2))
-
-
-def test_batch_of_1(answer, plain):
-    greedy = {"greedy": SAMPLING["greedy"]}
-    places = slice(None, None, 3)
-    found = answer(greedy, places, max_num_seqs=1, speculative_config=EAGLE2)
-    check_same(found, plain, "greedy", places)
 
 
 def test_medusa(smollm2, conversations, answer, plain, tmp_path):
@@ -158,15 +113,13 @@ def test_medusa(smollm2, conversations, answer, plain, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in conversations]
-    answers = [Answer("test", p, a) for p, a in zip(prompts, plain["greedy"], strict=True)]
+    answers = [Answer("test", p, a) for p, a in zip(prompts, plain["greedy"], strict=False)]
     data = load_features(extract(smollm2, answers[::2], tmp_path, progress=False))
     heads, lm_head, ids = load_for_ranking(resolve_drafter(MEDUSA["model"], "medusa"), target_head(smollm2)[2])
     result = calibrate(rank_answers(heads, data, lm_head, ids), budget=16, prior=30.0)
     tree = {"tree": result["medusa_choices"], "num_speculative_tokens": 16, "budget": "fixed"}
-    sampling = HALF_OF_FEW | {"greedy": SAMPLING["greedy"]}
-    places = slice(1, None, 2)
-    found = answer(sampling, places, max_num_seqs=8, speculative_config=MEDUSA | tree)
-    check_parameters(found, plain, places)
+    places = slice(1, 24, 2)
+    found = answer({"greedy": SAMPLING["greedy"]}, places, max_num_seqs=8, speculative_config=MEDUSA | tree)
     check_same(found, plain, "greedy", places)
     assert found["tau"]["greedy"] == pytest.approx(result["expected_tau"][-1], rel=0.15)
     assert found["tau"]["greedy"] > 1.2

@@ -329,12 +329,12 @@ TREE_FAULTS = [
         V2 + "test_growth.py::test_growth",
     ),
     Fault(
-        "a truncated draft has children without parents",
+        "a pruned draft has children without parents",
         "prefix",
         CORE + "tree.py",
         "parents=parents.masked_fill(padding, PADDING)",
         "parents=parents",
-        UNIT + "test_tree.py::test_chain_tree",
+        "tests/unit/budget/test_budget.py::test_prune",
     ),
     Fault(
         "rejected tokens are not taken out of the target's distribution",

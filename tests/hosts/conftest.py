@@ -80,7 +80,7 @@ def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
 
 
 def counters(llm: Any) -> Counter[str]:
-    """What the host has counted of this engine.  (``llm.get_metrics`` reads what the newest engine has counted.)"""
+    """Counts of this engine by vLLM.  (``llm.get_metrics`` reads those of the newest engine.)"""
     (prometheus,) = (one for one in llm.llm_engine.logger_manager.stat_loggers if isinstance(one, PrometheusStatLogger))
     drafts = prometheus.spec_decoding_prom
     found = {
@@ -113,22 +113,6 @@ def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[i
     outputs = llm.generate(grown, again, use_tqdm=False)
     assert sum(output.num_cached_tokens for output in outputs) >= len(prompts) * 32
     assert token_ids(outputs) == expected
-
-
-def broken_plan(monkeypatch: pytest.MonkeyPatch, caller: Any = None) -> None:
-    """A runner takes the first rows of each tree for the accepted ones from now on; ``caller`` uses ``plan_step``."""
-    from vllm_specplug.core.step import StepPlan
-    from vllm_specplug.cpu import step
-
-    caller = caller or step
-    honest = caller.plan_step
-
-    def flat(walk, row_start, num_flat_rows):
-        plan = honest(walk, row_start, num_flat_rows)
-        rows, last = plan.target_rows, plan.target_rows.amax(dim=1)
-        return StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), last)
-
-    monkeypatch.setattr(caller, "plan_step", flat)
 
 
 def record_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:

@@ -84,8 +84,7 @@ def embeddings(checkpoints, prompts):
     return [{"prompt_embeds": table[torch.tensor(prompt["prompt_token_ids"])]} for prompt in prompts]
 
 
-@pytest.mark.parametrize("speculative", ["eagle2", "union"])
-def test_prompt_embeddings(engine, checkpoints, speculative):
+def test_prompt_embeddings(engine, checkpoints):
     """Requests with embeddings beside others with tokens; the drafter reads the embeddings' positions as token 0."""
     prompts = make_prompts(8)
     mixed = [*embeddings(checkpoints, prompts[:4]), *prompts[4:]]
@@ -93,10 +92,7 @@ def test_prompt_embeddings(engine, checkpoints, speculative):
     plain = engine(enable_prompt_embeds=True)
     assert token_ids(plain.generate(mixed, GREEDY, use_tqdm=False)) == expected
     eagle = {**TREE, "model": str(checkpoints["eagle"])}
-    source = {key: value for key, value in eagle.items() if key != "budget"}
-    union = {"method": "union", "num_speculative_tokens": 16, "sources": [source, {"method": "lookup"}]}
-    chosen = eagle if speculative == "eagle2" else union
-    llm = LLM(str(checkpoints["target"]), **ENGINE, enable_prompt_embeds=True, speculative_config=chosen)
+    llm = LLM(str(checkpoints["target"]), **ENGINE, enable_prompt_embeds=True, speculative_config=eagle)
     engine.kept.append(llm)
     assert token_ids(llm.generate(mixed, GREEDY, use_tqdm=False)) == expected
     assert acceptance_length(llm) > 1.1
@@ -116,12 +112,11 @@ def connector(tmp_path):
     ensure_kv_transfer_shutdown()
 
 
-@pytest.mark.parametrize("method", ["lookup", "eagle2"])
-def test_kv_connector(engine, checkpoints, connector, method):
+def test_kv_connector(engine, checkpoints, connector):
     """Prompts are stored by one engine and loaded by the next one, the drafter's keys and values too."""
     prompts = make_prompts(6, longest=200)
     expected = token_ids(engine(block_size=32).generate(prompts, GREEDY, use_tqdm=False))
-    speculative = {"method": "lookup"} if method == "lookup" else {**TREE, "model": str(checkpoints["eagle"])}
+    speculative = {**TREE, "model": str(checkpoints["eagle"])}
     loaded = []
     for _ in range(2):
         llm = LLM(

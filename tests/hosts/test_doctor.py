@@ -27,7 +27,7 @@ def test_the_plugin_is_active_here():
 
 
 def test_vllm_is_asked_without_importing_it():
-    """Importing vLLM takes most of ten seconds; what was imported of it stays importable (asked of one runner)."""
+    """Importing vLLM takes most of ten seconds; it can still be imported after the examination."""
     code = """
 import sys
 from vllm_specplug.cli import doctor

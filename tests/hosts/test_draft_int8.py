@@ -1,4 +1,4 @@
-"""Drafts computed in 8 bits: what is rounded, and what never changes."""
+"""Drafts computed in 8 bits: the drafter is quantised, and the tokens never change."""
 
 from __future__ import annotations
 

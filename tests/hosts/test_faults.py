@@ -34,14 +34,6 @@ def garbage_ids(draft: Draft) -> Draft:
     return with_tree(draft, token_ids=token_ids)
 
 
-def negative_ids(draft: Draft) -> Draft:
-    return with_tree(draft, token_ids=draft.tree.token_ids - 1000)
-
-
-def cyclic_parents(draft: Draft) -> Draft:
-    return with_tree(draft, parents=draft.tree.parents + 3)
-
-
 def too_few_requests(draft: Draft) -> Draft:
     tree = draft.tree
     return Draft(
@@ -49,15 +41,11 @@ def too_few_requests(draft: Draft) -> Draft:
     )
 
 
-def too_flat(draft: Draft) -> Draft:
-    return with_tree(draft, token_ids=draft.tree.token_ids[:, 0])
-
-
 def nan_values(draft: Draft) -> Draft:
     return replace(draft, log_values=torch.full_like(draft.log_values, float("nan")))
 
 
-FAULTS = (raising, garbage_ids, negative_ids, cyclic_parents, too_few_requests, too_flat, nan_values)
+FAULTS = (raising, garbage_ids, too_few_requests, nan_values)
 
 
 def generate(llm):
@@ -93,7 +81,7 @@ def test_faulty_drafts(engines, expected, monkeypatch, method, fault):
     monkeypatch.setattr(module, name, sometimes)
     before = Guard.total_failures
     assert generate(engines[method]) == expected
-    # Fewer requests than one cannot be: the last one alone is no fault then.
+    # ``too_few_requests`` leaves a draft of one request as it is, which is no fault.
     assert 1 <= Guard.total_failures - before <= (len(calls) + 1) // 2
 
 

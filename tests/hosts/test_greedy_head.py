@@ -89,7 +89,7 @@ def test_grammar(start, few, prompts):
 
 
 def test_logprobs_of_a_prompt(start, few, prompts):
-    """They are of the same step, behind its greedy logits."""
+    """They are of the same step, after its greedy logits."""
     llm = start(max_num_seqs=4)
     few(llm)
     params = SamplingParams(**{**GREEDY, "max_tokens": 1}, prompt_logprobs=5)

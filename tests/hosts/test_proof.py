@@ -119,13 +119,13 @@ def test_it_is_kept(proven, kept_nothing, monkeypatch):
     monkeypatch.setattr(worker.logger, "info_once", lambda text, *args: said.append(text % args))
     prove_again(proven)
     mask_off_by_one_level(monkeypatch)
-    prove_again(proven)  # what has passed is not tried again
+    prove_again(proven)  # a proof that has passed is not made again
     made, kept = said
     assert re.search(r"passed in .* s: \d+ rows of trees have the bits of plain decoding", made)
     assert re.search(r"passed on \d{4}-", kept)
     (path,) = kept_paths(proof_files.FOLDER)
     path.unlink()
-    for _ in range(2):  # what has failed is
+    for _ in range(2):  # one that has failed is
         with pytest.raises(ProofFailed):
             prove_again(proven)
 

@@ -41,10 +41,8 @@ WRITERS = {
 }
 #: Kind of drafter, and its configuration.
 CASES = {
-    "reduced": ("reduced", {**TREE, "linear_rows": 0}),
-    "few rows": ("reduced", {**TREE, "linear_rows": 16}),
-    "all rows": ("reduced", {**TREE, "linear_rows": "all"}),
-    "eagle3": ("eagle3", TREE),
+    "by vLLM": ("reduced", {**TREE, "linear_rows": 0}),
+    "by our operator": ("eagle3", {**TREE, "linear_rows": "all"}),
     "medusa": ("medusa", MEDUSA),
     "int8": ("reduced", {**TREE, "draft_int8": True}),
 }

@@ -41,10 +41,10 @@ def kept_weights(layer):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(("speculative", "max_num_seqs"), [(ROWS, 1), (ROWS, 8), (ALL, 1), (ALL, 8)])
-def test_same_as_plain(engine, prompts, params, speculative, max_num_seqs):
+@pytest.mark.parametrize("speculative", [ROWS, ALL], ids=["few", "all"])
+def test_same_as_plain(engine, prompts, params, speculative):
     expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
-    llm = engine("eagle", speculative, max_num_seqs=max_num_seqs)
+    llm = engine("eagle", speculative)
     assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
     assert acceptance_length(llm) > 1.2
     layers = layers_of(llm)
@@ -53,10 +53,9 @@ def test_same_as_plain(engine, prompts, params, speculative, max_num_seqs):
     assert all((layer.packed_weight is None) == (speculative is ALL) for layer in layers)
 
 
-@pytest.mark.parametrize("speculative", [ROWS, ALL], ids=["few", "all"])
-def test_torch_compile(engine, prompts, speculative):
+def test_torch_compile(engine, prompts):
     expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
-    llm = engine("eagle", speculative, enforce_eager=False)
+    llm = engine("eagle", ALL, enforce_eager=False)
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
 
 
@@ -66,20 +65,6 @@ def test_bfloat16(engine, prompts):
     expected = token_ids(engine(**options).generate(prompts, GREEDY, use_tqdm=False))
     found = token_ids(engine("eagle", ALL, **options).generate(prompts, GREEDY, use_tqdm=False))
     assert sum(one[0][0] == other[0][0] for one, other in zip(found, expected, strict=True)) > len(prompts) // 2
-
-
-def test_control_with_other_weights(engine, prompts):
-    llm = engine("eagle", ROWS, max_num_seqs=1)
-    expected = token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False))
-    weights = kept_weights(layers_of(llm)[1]).view(torch.uint8)
-    with torch.inference_mode():
-        weights.bitwise_xor_(0x80)  # of signs, and more
-    try:
-        assert token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) != expected
-    finally:
-        with torch.inference_mode():
-            weights.bitwise_xor_(0x80)
-        llm.reset_prefix_cache()
 
 
 def test_the_type_in_which_weights_are_kept():

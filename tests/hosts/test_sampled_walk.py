@@ -42,11 +42,11 @@ def builtin(params):
 
 
 class Custom(MinPLogitsProcessor):
-    """Says that it does not matter for the largest logit; who knows what else it does."""
+    """It says that it keeps the largest logit; a subclass may do more."""
 
 
 class CustomBias(LogitBiasLogitsProcessor):
-    """No request has a bias, but who knows what it does with the logits."""
+    """A logits processor that no request uses may still change the logits."""
 
 
 def test_a_batch_of_which_the_largest_logits_are_taken():

@@ -147,18 +147,16 @@ def check_same_logprobs(found, wanted, loose_ranks, rounding):
             assert one[token_id].logprob == pytest.approx(other[token_id].logprob, abs=rounding)
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_same_as_plain(start, plain_outputs, name, temperature, method):
+def test_same_as_plain(start, plain_outputs, name, temperature):
+    """With one method: all share the walk, and ``test_mixed_batch`` asks each for every parameter."""
     if name == "n" and temperature == 0:
         pytest.skip("the host refuses n > 1 at temperature 0")
     prompts = make_prompts(5, seed=3)
     params = [parameters(PARAMETERS[name], i, temperature) for i in range(len(prompts))]
-    expected = plain_outputs(prompts, params, method)
-    outputs = start(method).generate(prompts, params, use_tqdm=False)
-    # SWIFT's target has four times the layers to round in.
-    check_same(outputs, expected, name == "logprobs -1", 3e-4 if method in TARGETS else 1e-4)
+    outputs = start("eagle2").generate(prompts, params, use_tqdm=False)
+    check_same(outputs, plain_outputs(prompts, params), name == "logprobs -1")
 
 
 @pytest.fixture
@@ -176,7 +174,9 @@ def test_mixed_batch(start, plain_outputs, tokens_per_tree, method):
     params = [parameters(changes, i, 0.8 if i % 3 else 0.0) if "n" not in changes else parameters(changes, i)
               for i, changes in enumerate(kinds)]  # fmt: skip
     llm = start(method)
-    check_same(llm.generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params, method))
+    # SWIFT's target has four times the layers to round in.
+    rounding = 3e-4 if method in TARGETS else 1e-4
+    check_same(llm.generate(prompts, params, use_tqdm=False), plain_outputs(prompts, params, method), rounding=rounding)
     assert tokens_per_tree() > 1.05  # else trees would not have been exercised
 
 

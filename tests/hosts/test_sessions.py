@@ -8,7 +8,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.doubles import tiny
 from tests.doubles.sessions import run_sessions
-from tests.hosts.conftest import MEDUSA, SWIFT, make_prompts
+from tests.hosts.conftest import MEDUSA, make_prompts
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 
@@ -33,24 +33,20 @@ def start(engine, checkpoints, tmp_path_factory):
     sources = [{"method": "eagle2", "model": str(checkpoints["eagle"])}, {"method": "lookup"}]
     engines = {
         "eagle": ("eagle",),
-        "eagle3": ("eagle3",),
         "medusa": ("new medusa", MEDUSA),
-        "lookup": {"method": "lookup", "budget": "fixed"},
         "union": {"method": "union", "sources": sources, "budget": "fixed"},
-        "swift": SWIFT,
     }
 
     def make(method):
-        target = {"target": "deep"} if method == "swift" else {}
-        plain, found = engine(**target), engines[method]
-        return plain, engine(*found) if isinstance(found, tuple) else engine(speculative_config=found, **target)
+        found = engines[method]
+        return engine(), engine(*found) if isinstance(found, tuple) else engine(speculative_config=found)
 
     return make
 
 
-ALL = ["eagle", "eagle3", "medusa", "lookup", "union", "swift"]
+ALL = ["eagle", "medusa", "union"]
 CASES = [(method, params, True) for method in ALL for params in PARAMS]
-CASES += [(method, params, False) for method in ("eagle", "lookup") for params in PARAMS]
+CASES += [(method, params, False) for method in ("eagle", "union") for params in PARAMS]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ _SEEDS = itertools.count(100)
 
 
 class Client:
-    """Asks for texts that plain decoding goes on with, and measures what is accepted."""
+    """Asks for texts that plain decoding goes on with, and counts the accepted tokens."""
 
     def __init__(self, llm, plain):
         self.llm, self.plain = llm, plain
@@ -52,7 +52,7 @@ def client(request, engine, checkpoints):
 
 
 def test_answers_are_shared_and_inputs_are_not(client):
-    """The inputs are a prompt, prompts that grow by what was answered, as beams do, and the second input of a session,
+    """The inputs are a prompt, prompts that grow by their answers, as beams do, and the second input of a session,
     which waits for its turn or comes after it."""
     assert client.accepted(client.texts()[0]) < MOST_UNKNOWN
     beginnings, _ = client.texts()

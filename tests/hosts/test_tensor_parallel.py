@@ -108,7 +108,7 @@ def run(
     new_version: tuple[str, ...] = (),
     **options,
 ) -> dict:
-    """Answer in two ranks; ``new_version``: a published folder, and a checkpoint to publish behind the first run."""
+    """Answer in two ranks; ``new_version``: a published folder, and a checkpoint to publish after the first run."""
     options = {"tensor_parallel_size": 2, "speculative_config": speculative, **options}
     worker = "vllm_specplug.cpu.worker"
     return answer_in_new_process(program, worker, folder, str(model), options, runs, new_version)

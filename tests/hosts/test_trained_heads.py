@@ -1,4 +1,4 @@
-"""Heads from our trainers in the real engine: they accept there what they accept offline, and change no token."""
+"""Heads from our trainers in the real engine: as many drafts are accepted as offline, and no token changes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_served_tau_is_the_offline_tau(engine, prompts, plain, heads, kind, meth
     ],
 )
 def test_heads_as_others_publish_them(engine, checkpoints, prompts, plain, heads, tmp_path, kind, change, share):
-    """`share`: of what the trained head has accepted beside the bonus token."""
+    """`share`: of the tokens that the trained head has accepted, without the bonus token."""
     path = published.rewrite(checkpoints[f"trained-{kind}"], tmp_path / change.__name__, change, checkpoints["target"])
     checkpoints[path.name] = path
     llm = engine(path.name, CHAIN)

@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.hosts.conftest import WHOLE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import WHOLE, acceptance_length, counters, make_prompts, token_ids
 from tests.unit.core.test_typical import expected_path
 
 TYPICAL = {"method": "eagle2", "num_speculative_tokens": 16, "verification": "typical", **WHOLE}
@@ -34,11 +34,11 @@ def test_temperature_0_is_greedy(engine, prompts):
 
 
 def test_lower_limits_accept_more(engine, prompts):
-    taus = []
+    llm, taus = engine("eagle", TYPICAL), []
     for limits in (NEVER, {"typical_epsilon": 0.08}, {"typical_epsilon": 0.0}):
-        llm = engine("eagle", {**TYPICAL, **limits})
-        outputs = token_ids(llm.generate(prompts, sampled(16), use_tqdm=False))
-        taus.append(acceptance_length(llm))
+        before = counters(llm)
+        outputs = token_ids(llm.generate(prompts, sampled(16, extra_args=limits), use_tqdm=False))
+        taus.append(acceptance_length(llm, before))
         if limits is NEVER:  # all tokens are then drawn by the sampler, with the requests' seeds
             assert outputs == token_ids(engine().generate(prompts, sampled(16), use_tqdm=False))
     assert 1.0 < taus[0] < taus[1] < taus[2]
@@ -109,7 +109,7 @@ def test_accepted_paths_follow_the_formula(engine, checkpoints, prompts, tmp_pat
                 histories.append([*histories[parents[row]], tokens[row]])
             probs = [distribution(history) for history in histories]
             path = expected_path(tokens, parents, probs, 0.09, 0.3)
-            assert step["accepted_rows"][: len(path)] == path  # behind it, the exact walk may have gone on
+            assert step["accepted_rows"][: len(path)] == path  # after it, the exact walk may have gone on
             checked, accepted = checked + 1, accepted + len(path) - 1
             end = len(context) - len(output.prompt_token_ids) + len(step["accepted_rows"])
             context = [*output.prompt_token_ids, *output.outputs[0].token_ids[:end]]

@@ -16,7 +16,7 @@ from vllm_specplug.config import ConfigError, TreeOptions, parse_options
 from vllm_specplug.proposers.eagle2.checkpoint import CheckpointError, validate_checkpoint
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
-FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 METHODS = ("dflash_tree", "draft_tree", "eagle2", "hass", "lookup", "medusa", "mtp_tree", "swift", "union")
 KEYS = (
     "model", "num_speculative_tokens", "draft_depth", "draft_top_k", "min_node_value", "min_level_value",
@@ -60,11 +60,6 @@ def check_configuration(config):
 
 # ---- checkpoints
 
-CONFIG_KEYS = (
-    "hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "head_dim", "num_hidden_layers",
-    "architectures", "model_type", "torch_dtype", "bias", "hidden_act", "target_hidden_size", "eagle_config",
-    "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "speculators_model_type", "quantization_config",
-)  # fmt: skip
 TENSORS = ("fc.weight", "../../x", "layers.0.mlp.up_proj.weight", "d2t", "__metadata__",
            "layers.0.hidden_norm.weight", "layers.1.mlp.up_proj.weight", "midlayer.self_attn.q_proj.weight",
            "9999.0.linear.weight", "1.0.linear.weight", "0.0.linear.weight")  # fmt: skip
@@ -106,13 +101,6 @@ def test_truncated_and_flipped_files(drafter, data):
 
 
 @FUZZ
-@given(st.dictionaries(st.sampled_from(CONFIG_KEYS), VALUES, min_size=1))
-def test_odd_config_files(drafter, changes):
-    config = json.loads((drafter / "config.json").read_text()) | changes
-    check_checkpoint(damaged(drafter, "config.json", json.dumps(config).encode()))
-
-
-@FUZZ
 @given(
     st.dictionaries(
         st.text(max_size=12) | st.sampled_from(TENSORS), st.lists(st.integers(-2, 1 << 70), max_size=4), max_size=6
@@ -124,45 +112,9 @@ def test_hostile_names_and_shapes(drafter, shapes):
     check_checkpoint(damaged(drafter, "model.safetensors", struct.pack("<Q", len(text)) + text + b"\0" * 4))
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        [],
-        7,
-        {"fc.weight": []},
-        {"fc.weight": {}},
-        {"fc.weight": {"shape": [2], "data_offsets": ["a", "b"]}},
-        {"fc.weight": {"shape": ["2"], "data_offsets": [0, 4]}},
-        {"9999.0.linear.weight": {"shape": [4], "data_offsets": [0, 4]}},
-    ],
-)
-def test_headers_that_are_json_and_no_header(drafter, header):
-    text = json.dumps(header).encode()
-    path = damaged(drafter, "model.safetensors", struct.pack("<Q", len(text)) + text + b"\0" * 4)
-    for validate in (validate_checkpoint, validate_medusa):
-        with pytest.raises(CheckpointError, match="truncated or not a safetensors|lacks|from 0|a Medusa|Medusa heads"):
-            validate(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
-
-
 @pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"head_dim": "x"}, {"num_key_value_heads": {}}])
 def test_config_fields_of_another_kind(drafter, change):
     config = json.loads((drafter / "config.json").read_text()) | change
     path = damaged(drafter, "config.json", json.dumps(config).encode())
     with pytest.raises(CheckpointError, match=f"lacks {next(iter(change))}"):
-        validate_checkpoint(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)
-
-
-def test_the_honest_one_passes(drafter):
-    """Control: what is damaged above is taken as it was."""
-    assert validate_checkpoint(drafter, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB).kind == "eagle"
-
-
-def test_swapped_shapes_are_named(drafter):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(drafter / "model.safetensors")
-    tensors["layers.0.mlp.up_proj.weight"] = tensors["layers.0.mlp.up_proj.weight"].T.contiguous()
-    path = damaged(drafter, "config.json", (drafter / "config.json").read_bytes())
-    save_file(tensors, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="wrong shape.*up_proj"):
         validate_checkpoint(path, target_hidden_size=tiny.HIDDEN, target_vocab_size=tiny.VOCAB)

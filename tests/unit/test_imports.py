@@ -155,20 +155,6 @@ def test_the_check_sees_an_import(source):
     assert imports_vllm(source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import vllm_specplug",
-        "from vllm_specplug.vllm import x",
-        "x = 'import vllm'",
-        "if TYPE_CHECKING:\n    import vllm",
-        "from . import vllm",
-    ],
-)
-def test_the_check_sees_no_import_where_none_is(source):
-    assert not imports_vllm(source, "vllm_specplug.core")
-
-
 def test_the_check_sees_relative_imports_and_named_modules():
     found = imported_names("from ..types import Walk\nfrom . import tree", "vllm_specplug.core")
     assert found == {"vllm_specplug.types.Walk", "vllm_specplug.core.tree"}
@@ -199,13 +185,6 @@ def test_lazy_entry_points_are_the_ones_listed():
     named = {one: named_modules(file.read_text()) for one, file in MODULES.items() if not is_in_room(one)}
     assert {one for one, names in named.items() if names} == LAZY_ENTRY_POINTS.keys()
     assert set().union(*named.values()) <= MODULES.keys()
-
-
-def test_the_check_finds_a_circle():
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}
-    assert sorted(set(circle_in(graph))) == ["b", "c"]
-    graph["c"].remove("b")
-    assert circle_in(graph) is None
 
 
 def test_there_is_no_import_circle():

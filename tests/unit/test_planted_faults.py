@@ -8,7 +8,6 @@ import pytest
 
 from tests.faults.__main__ import ROOT, planted
 from tests.faults.catalogue import FAULTS
-from tests.faults.fault import Fault
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -17,12 +16,6 @@ def test_the_text_occurs_once_and_the_test_exists(fault):
     path, _, name = fault.test.partition("::")
     tree = ast.parse((ROOT / path).read_text())
     assert name.partition("[")[0] in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
-def test_a_text_that_does_not_occur_once_is_named():
-    missing = Fault("no such text", "walk", "vllm_specplug/core/walk.py", "not in the file", "", "")
-    with pytest.raises(ValueError, match=r"no such text: vllm_specplug/core/walk.py contains .* 0 times"):
-        planted(missing)
 
 
 def test_names_are_unique():

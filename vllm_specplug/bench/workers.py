@@ -249,7 +249,7 @@ def measure(
 ) -> tuple[dict[str, list[Measurement]], dict[str, int | None]]:
     """Warm all engines up, then give each batch to one engine after the other.
 
-    An interrupt (Ctrl-C) ends the run, and what was measured is kept.
+    An interrupt (Ctrl-C) ends the run, and its measurements are kept.
 
     Returns:
         Measurements (in the same order for all engines) and peak memory in MiB, both by method label.

@@ -110,7 +110,7 @@ class NodeAcceptance:
         features, weights = last.features[has_outcome], self._calibration.weights[last.arm]
         logits = features @ weights
         self._calibration.learn(np.full(len(features), last.arm), features, accepted[has_outcome])
-        # A record is relative to what was expected without it.
+        # A record is relative to the expectation without it.
         expected = np.zeros(has_outcome.shape)
         expected[has_outcome] = sigmoid(logits - features[:, 3] * weights[3])
         outcomes = zip(last.request_ids, accepted.sum(axis=1).tolist(), expected.sum(axis=1).tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Learns the probability that the target accepts a node from what a drafter estimates; online, with decay."""
+"""Learns the probability that the target accepts a node, from a drafter's estimates; online, with decay."""
 
 from __future__ import annotations
 

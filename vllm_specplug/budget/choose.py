@@ -98,7 +98,7 @@ class StepRecord:
 
 
 class Budget:
-    """Decides in each step of a runner whose trees may have any size, and learns what came of it.
+    """Decides in each step of a runner whose trees may have any size, and learns from the outcome.
 
     Args:
         cost: seconds of steps; updated here.
@@ -133,12 +133,12 @@ class Budget:
         self.worth: dict[tuple[int, str], Worth] = {}
         self._yields = LevelYields(max(max_levels - 1, 1))
         self._allowed_levels = 1
-        #: Of a union's model drafter for one request: its time, and what it added by class.
+        #: Of a union's model drafter for one request: its time, and the tokens that it added by class.
         self._by_model = Worth(np.zeros(1), 0.0)
         self._gains, self._class = np.tile(CLASS_START, (len(CLASS_EDGES) + 1, 1)), -1
         self._steps, self._last_step = 0, {True: 0, False: 0}
 
-    # ---- what is expected
+    # ---- expectations
 
     def worth_of(self, arm: Arm, num_reqs: int) -> Worth:
         """Return the record of an arm; in batches of a new size, an estimate from the next smaller ones."""
@@ -257,7 +257,7 @@ class Budget:
         record: StepRecord,
         by_model_only: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Choose the nodes to verify, over the whole batch, and learn what the draft is worth.
+        """Choose the nodes to verify, over the whole batch, and learn the draft's worth.
 
         Args:
             draft: of all requests.
@@ -287,7 +287,7 @@ class Budget:
         return keep
 
     def _learn_worth(self, scored: ScoredDraft, keep: np.ndarray, record: StepRecord, verifying: float) -> None:
-        """Learn what a draft gives and takes, and charge its time; ``verifying``: seconds for its nodes."""
+        """Learn a draft's gain and cost, and charge its time; ``verifying``: seconds for its nodes."""
         num_reqs, plain = max(self._num_reqs, 1), self.cost.plain(max(self._num_reqs, 1))
         worth, in_levels = self.worth_of(self.running, num_reqs), 0.0
         gains, reach = scored.values[keep].sum(keepdims=True), np.ones(1)
@@ -379,7 +379,7 @@ class ShapeBudget:
         return self._arms.get(self.planner.choose(num_reqs, outlooks), 0)
 
     def learn(self, nodes: int, num_accepted: float, num_reqs: int) -> None:
-        """Add what the target accepted in a step: nodes of all ``num_reqs`` requests that had ``nodes`` each."""
+        """Add the nodes that the target accepted in a step, of all ``num_reqs`` requests that had ``nodes`` each."""
         if nodes:
             self.acceptance.learn(nodes, num_accepted, num_reqs, self._step - self._last_draft)
             self._last_draft = self._step

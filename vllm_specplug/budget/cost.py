@@ -163,7 +163,7 @@ class RoundCost:
         ValueError: plain rounds are missing.
     """
 
-    #: Uncertainty of what was measured: of all shapes with drafts together, of each by itself, and of the seconds
+    #: Uncertainty of the measurements: of all shapes with drafts together, of each by itself, and of the seconds
     #: beyond.
     COMMON, OWN, BEYOND = 0.15, 0.05, 0.15
 

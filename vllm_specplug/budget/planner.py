@@ -15,7 +15,7 @@ from math import exp
 TRIAL_SHARE, EARLY_SHARE, EARLY_STEPS = 0.003, 0.004, 150.0
 #: Most credit for trials, in steps: a long good time must not pay for many trials at once.
 MOST_CREDIT = 16.0
-#: One in so many steps is plain where the others draft: only a plain step shows what it takes now.  It loses at most 1%
+#: One in so many steps is plain where the others draft: only a plain step shows its present time.  It loses at most 1%
 #: of what drafts gain.
 PLAIN_EVERY = 100
 #: The 8th and 32nd step of a batch size are plain in any case: the machine may be slower than at the measurement.

@@ -1,4 +1,4 @@
-"""``specplug doctor``: show what is installed, and whether the plugin is active."""
+"""``specplug doctor``: show the installed versions, and whether the plugin is active."""
 
 from __future__ import annotations
 

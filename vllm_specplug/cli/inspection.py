@@ -21,7 +21,7 @@ from vllm_specplug.proposers.eagle2.plain_layout import verifier_of
 from vllm_specplug.proposers.medusa.checkpoint import validate_medusa
 
 _EAGLE = ("eagle", "eagle3")
-#: By kind that is no EAGLE head: what it reads of the target.
+#: By kind that is no EAGLE head: its inputs from the target.
 _OTHERS = {
     "medusa": "the target's last hidden state",
     "dflash": "hidden states of the layers that its config names",
@@ -41,7 +41,7 @@ class Inspection:
     Attributes:
         layout: the format of the files.
         kind: see ``kind_of``.
-        reads: what the drafter reads of the target.
+        reads: the drafter's inputs from the target.
         problem: why it cannot be served as it is, whatever the target; None: it can.
         trained_as: the training method.
         draft_vocab_size: number of target ids that the head can propose.
@@ -150,7 +150,7 @@ def command_of(found: Inspection) -> dict[str, str]:
 
 
 def _other(path: Path, kind: str, config: dict) -> tuple[str, str | None]:
-    """Return what a drafter that is no EAGLE head reads, and why no target could be served with it, or None."""
+    """Return the inputs of a drafter that is no EAGLE head, and why no target could be served with it, or None."""
     try:
         if kind in ("dflash", "dspark"):
             check_kind(path, config)
@@ -160,7 +160,7 @@ def _other(path: Path, kind: str, config: dict) -> tuple[str, str | None]:
 
 
 def _check(path: Path, width: int | None, vocab_size: int | None) -> tuple[str | None, str | None]:
-    """Return what an EAGLE head reads of its target, and why no target could be served with it, or None."""
+    """Return an EAGLE head's inputs from its target, and why no target could be served with it, or None."""
     try:
         info = validate_checkpoint(path, width or 0, vocab_size or 0)
     except CheckpointError as error:
@@ -195,10 +195,9 @@ def _trained_as(kind: str, options: dict) -> str | None:
         return f"EAGLE-3, {steps} passes of the training-time test"
     if kind == "peagle":
         return f"P-EAGLE, {steps} positions"
-    # ``topk_weight``: the name in heads that were trained before the loss could be chosen.
-    weight = options.get("distill_weight") or options.get("topk_weight")
-    harmony = f", {weight} x {options.get('distill_loss', 'topk')} loss" if weight else ""
-    return f"{'HASS' if steps > 1 or harmony else 'EAGLE'}, align-{steps}{harmony}"
+    weight = options.get("distill_weight")
+    topk = f", {weight} x top-K loss" if weight else ""
+    return f"{'HASS' if steps > 1 or topk else 'EAGLE'}, align-{steps}{topk}"
 
 
 def _drafts(found: Inspection) -> str:

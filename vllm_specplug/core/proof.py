@@ -25,7 +25,7 @@ MARGIN = 4.0
 #: than rounding, because they compute exponentials by other polynomials.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2.6 * 2**-10, torch.bfloat16: 2.6 * 2**-7}
 #: In 16 bits rounding grows through the layers, and single rows differ by ten times as much as others.  The rows are
-#: then judged together: by this share of what they differ by with the mask off.  On SmolLM2 in bfloat16 trees differed
+#: then judged together: by this share of their difference with the mask off.  On SmolLM2 in bfloat16 trees differed
 #: by 0.01 to 0.12 of it (40 texts, ``benchmarks/results/proof_smollm2.json``), not compiled by up to 0.21.
 CONTROL_SHARE = 0.25
 

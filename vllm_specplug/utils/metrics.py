@@ -185,7 +185,7 @@ COPY_SECONDS = 1.0
 class _SharedMetrics(threading.Thread):
     """Copies the counters to prometheus_client's folder of several processes.
 
-    With several API servers (``vllm serve --data-parallel-size 2``) vLLM shows only what lies in that folder.  The
+    With several API servers (``vllm serve --data-parallel-size 2``) vLLM shows only the files in that folder.  The
     servers make counters of their own, in which nobody counts: those stay out.
     """
 

@@ -92,7 +92,7 @@ def check_attention(layers: Mapping[str, Any], implementation: type, fix: str, a
 
 
 def _other_mechanism(layer: Any, also: tuple[type, ...]) -> str | None:
-    """Return why a tree mask over keys and values cannot express what the layer does, or None."""
+    """Return why a tree mask over keys and values cannot express the layer's attention, or None."""
     if isinstance(layer, MambaBase):
         return "has a recurrent state, which cannot be rolled back to the accepted tokens"
     if isinstance(layer, MLAAttention) and MLAAttention in also:
@@ -103,7 +103,7 @@ def _other_mechanism(layer: Any, also: tuple[type, ...]) -> str | None:
         return "attends to the output of an encoder"
     if layer.attn_type != AttentionType.DECODER:
         return "attends to later tokens too"
-    # vLLM describes every other rule of what a token sees, or of what is kept, as a KV cache of another kind.
+    # vLLM describes every other rule of the keys that a token sees, or that are kept, as a KV cache of another kind.
     if type(layer).get_kv_cache_spec is not Attention.get_kv_cache_spec and type(layer) not in also:
         return "does not show a token all tokens before it, or the last ones only"
     if layer.head_size_v != layer.head_size:

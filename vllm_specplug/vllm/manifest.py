@@ -28,7 +28,7 @@ class VllmSymbol:
     older: tuple[VllmSymbol, ...] = ()
 
     def problem(self, compare: Callable[[VllmSymbol], str | None] | None = None) -> str | None:
-        """Return how the symbol differs from what we expect, or None.
+        """Return how the symbol differs from the expected one, or None.
 
         Args:
             compare: does this for one symbol without ``older``; by default the symbol is imported.
@@ -50,7 +50,7 @@ class VllmSymbol:
         return self.difference(tuple(inspect.signature(inspect.unwrap(found)).parameters))
 
     def difference(self, names: tuple[str, ...]) -> str | None:
-        """Return how the parameters ``names`` differ from what we expect, or None."""
+        """Return how the parameters ``names`` differ from the expected ones, or None."""
         if self.parameters is not None and names[: len(self.parameters)] != self.parameters:
             return f"{self.path} takes {names}, expected {self.parameters}"
         if missing := [name for name in self.keywords if name not in names]:
@@ -61,7 +61,6 @@ class VllmSymbol:
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-_ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 

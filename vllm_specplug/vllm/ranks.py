@@ -1,4 +1,4 @@
-"""Agreement between the tensor-parallel ranks on what a clock decides: each rank's clock says something else.
+"""Agreement between the tensor-parallel ranks on decisions by a clock: each rank's clock differs.
 
 What follows from tokens and logits alone is the same on all ranks, as in vLLM.
 """

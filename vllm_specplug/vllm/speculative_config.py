@@ -68,7 +68,7 @@ PAIRS_MODEL = "vllm.model_executor.models.qwen3_dflash2:DFlash2Qwen3ForCausalLM"
 class TreeSpeculativeConfig(SpeculativeConfig):
     """vLLM's configuration of its method that loads the drafter, or of a custom drafter, with our options beside it.
 
-    vLLM does what it does for those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
+    vLLM treats it as those methods: it loads the drafter, gives it paged KV in the prefix cache and reserves
     lookahead slots.  The class is importable and picklable, because it is sent to the engine core and the workers.
     """
 
@@ -274,7 +274,7 @@ def _check_keys(given: dict[str, Any]) -> None:
 
 
 def _chosen(given: dict[str, Any], target: Any, in_lockstep: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Replace a method that only chooses by what it has chosen, and say why; return the trainer's command line too.
+    """Replace ``auto`` by the method that it has chosen, and say why; return the trainer's command line too.
 
     A budget that is not given is that of the chosen method; replicas in lockstep have a fixed one.
     """
@@ -318,7 +318,7 @@ def _check_class(method: str, vllm_method: str, v2: bool) -> None:
     """Refuse a method whose drafter's class this vLLM lacks.
 
     Raises:
-        ConfigError: naming what is missing.
+        ConfigError: naming the missing key.
     """
     report = check_symbols(MANIFEST_DRAFTERS.get((vllm_method, v2), ()), installed_sources().problem)
     if not report.supported:

@@ -174,7 +174,7 @@ def test_drafting_resumes_when_drafts_are_right_again():
 @pytest.mark.parametrize("num_reqs", [1, 4, 16])
 @pytest.mark.parametrize("draft_seconds", [0.002, 0.01, 0.05])
 def test_time_that_drafts_may_lose(num_reqs, draft_seconds):
-    """Nothing is accepted; each draft takes what was measured at start."""
+    """Nothing is accepted; each draft takes the time measured at start."""
     losses = []
     budget = make({**CHEAP, "row": 0.002, "read": draft_seconds - OVERHEAD * STEP}, max_levels=1)
     run(budget, num_reqs, [0.01], 3000, draft_seconds=draft_seconds, losses=losses)

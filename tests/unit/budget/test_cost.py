@@ -1,4 +1,4 @@
-"""Seconds of steps: what was measured, how it follows what is observed, and its file."""
+"""Seconds of steps: the measurement, how it follows observed times, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step's plan behind a walk and the moves of keys and values, against the oracle."""
+"""The step's plan after a walk, and the moves of keys and values, against the oracle."""
 
 import pytest
 import torch
@@ -69,13 +69,6 @@ def test_accepted_rows_and_what_follows_from_them(batch, plan):
             moved += row != depth
     assert plan.path_index.tolist() == path_index
     assert moved > 500 and (plan.source_rows >= plan.target_rows).all()
-
-
-def test_moves_may_chain_through_a_row():
-    """Path 0 -> 2 -> 4: row 4 goes to slot 2, which is itself a source; all sources are read first."""
-    walk = walk_tokens(to_tree([[(0, -1), (1, 0), (2, 0), (3, 1), (4, 2)]]), torch.tensor([[2, 0, 4, 0, 9]]))
-    cache = torch.tensor([10.0, 11.0, 12.0, 13.0, 14.0])
-    assert move_rows(cache, plan_step(walk, torch.tensor([0]), 5)).tolist()[:3] == [10.0, 12.0, 14.0]
 
 
 def test_scratch_is_allocated_once_and_grows():

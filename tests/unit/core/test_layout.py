@@ -25,27 +25,6 @@ def test_layout_equals_the_oracle_on_2000_trees():
     check(trees, lay_out(to_tree(trees), torch.tensor(context_lens, dtype=torch.int32)), context_lens)
 
 
-def test_layout_of_every_small_shape():
-    trees = [[(0, parent) for parent in shape] for size in range(6) for shape in oracle.all_shapes(size)]
-    assert len(trees) == 1 + 1 + 2 + 6 + 24 + 120
-    check(trees, lay_out(to_tree(trees), torch.zeros(len(trees))), [0] * len(trees))
-
-
-def test_64_rows_at_batch_64():
-    rng = oracle.seeded(11)
-    trees = []
-    while len(trees) < 62:
-        rows = oracle.random_tree(rng, 63, 9)
-        trees += [rows] if len(rows) > 32 else []
-    trees.append([(0, row - 1) for row in range(64)])  # The deepest and the flattest.
-    trees.append([(0, min(row, 1) - 1) for row in range(64)])
-    tree = to_tree(trees, width=64)
-    layout = lay_out(tree, torch.arange(64))
-    check(trees, layout, list(range(64)))
-    assert ancestor_bits(layout.mask).shape == (64, 64, 1)
-    assert ancestor_bits(layout.mask)[62, 63, 0] == -1  # The chain's last row sees all 64, the sign bit included.
-
-
 @pytest.mark.parametrize("max_depth", [0, 1, 2, 3, 4, 7, 8])
 def test_a_known_depth_bound_suffices(max_depth):
     rng = oracle.seeded(12)

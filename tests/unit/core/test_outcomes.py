@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from vllm_specplug.core.outcomes import common_requests, find_outcomes
+from vllm_specplug.core.outcomes import find_outcomes
 from vllm_specplug.types import PADDING
 
 
@@ -41,15 +41,3 @@ def test_outcomes_equal_those_of_the_paths(seed):
     arrays = (token_ids, np.array(token_rows), np.array(starts), np.array(ends))
     found = find_outcomes((node_ids, parents, depths), rows, 100 * rows, *arrays)
     assert list(zip(*(values.tolist() for values in found), strict=True)) == expected
-
-
-def test_common_requests():
-    for first, second, expected in (
-        (("a", "b"), ("a", "b"), ([0, 1], [0, 1])),
-        (("c", "a", "b"), ("b", "x", "c"), ([0, 2], [2, 0])),
-        (("a",), (), ([], [])),
-        ((), (), ([], [])),
-    ):
-        found = common_requests(first, second)
-        assert tuple(indices.tolist() for indices in found) == expected
-        assert all(indices.dtype == np.int64 for indices in found)

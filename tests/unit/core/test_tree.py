@@ -11,11 +11,9 @@ from vllm_specplug.core.growth import deeper_nodes_can_enter, expand, next_beam
 from vllm_specplug.core.pool import DraftPool, new_pool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.core.tree import (
-    chain_tree,
     depths_from_parents,
     from_flat,
     static_tree,
-    valid_rows,
     validate_parents,
 )
 
@@ -52,13 +50,6 @@ def grow(rng, top_k, levels, num_reqs=1, edge_cases=True):
     return pool, mirrors
 
 
-def test_pool_has_the_reference_size():
-    pool, _ = grow(oracle.seeded(0), top_k=10, levels=6)
-    assert pool.token_ids.shape == (1, 10 + 5 * 100)
-    assert pool.size == 510
-    assert pool.depths[0].bincount().tolist() == [0, 10, 100, 100, 100, 100, 100]
-
-
 def test_a_full_pool_refuses_another_level():
     pool, _ = grow(oracle.seeded(0), top_k=2, levels=2)
     with pytest.raises(ValueError, match="the pool holds 6 nodes, 10 would"):
@@ -71,15 +62,6 @@ def test_expand_accumulates_in_float32():
     expand(pool, None, tokens, torch.full((1, 1, 1), -256.0, dtype=torch.bfloat16))
     expand(pool, next_beam(pool, 1), tokens, torch.full((1, 1, 1), -0.5, dtype=torch.bfloat16))
     assert pool.log_values.tolist() == [[-256.0, -256.5]]  # bfloat16 would give -256 twice.
-
-
-def test_values_never_grow_along_a_path():
-    pool = new_pool(1, 3, 2, "cpu")
-    log_probs = torch.tensor([[[0.25, math.nan, INF]]])
-    expand(pool, None, torch.zeros(1, 1, 3, dtype=torch.int64), log_probs)
-    assert pool.log_values[0, :3].tolist() == [0.0, -INF, 0.0]
-    expand(pool, next_beam(pool, 3), torch.zeros(1, 3, 3, dtype=torch.int64), torch.rand(1, 3, 3))
-    assert pool.log_values[0, 3:].tolist() == [0.0] * 3 + [-INF] * 3 + [0.0] * 3
 
 
 def test_grown_pools_equal_the_oracle():
@@ -139,21 +121,6 @@ def test_rerank_with_a_floor_equals_the_oracle_without_the_nodes_below():
     assert cut > 100
 
 
-def test_rerank_returns_values_and_pool_indices():
-    rng = oracle.seeded(7)
-    for _ in range(60):
-        pool, _ = grow(rng, rng.randint(1, 4), rng.randint(1, 4), num_reqs=3)
-        draft, nodes = rerank_draft(pool, torch.tensor([7] * 3), rng.randint(1, 30))
-        assert torch.equal(draft.tree.parents, rerank(pool, torch.tensor([7] * 3), nodes.shape[1] - 1).parents)
-        is_node = valid_rows(draft.tree.num_rows, nodes.shape[1]) & (torch.arange(nodes.shape[1]) > 0)
-        assert torch.equal(nodes >= 0, is_node)
-        index = nodes.clamp(min=0)
-        assert torch.equal(draft.log_values[is_node], pool.log_values.gather(1, index)[is_node])
-        assert torch.equal(draft.tree.token_ids[is_node], pool.token_ids.gather(1, index)[is_node])
-        assert (draft.log_values[:, 0] == 0).all()
-        assert (draft.log_values[:, 1:][~is_node[:, 1:]] == -INF).all()
-
-
 def test_rerank_keeps_a_tied_child_with_its_parent():
     """EAGLE's reference picks by torch.topk and may keep a certain child without its parent."""
     pool = new_pool(1, 8, 6, "cpu")
@@ -171,15 +138,6 @@ def test_rerank_keeps_a_tied_child_with_its_parent():
         assert tree.depths[0, 1:].sort().values.tolist() == tree.depths[0, 1:].tolist()
         assert tree.depths[0].tolist() == [oracle.depth(rows, row) for row in range(len(rows))]
         assert tree.depths[0, -1] == -(-num_nodes // 8)  # Ties go to the shallower node.
-
-
-def test_rerank_with_nothing_drafted_leaves_the_root():
-    pool = new_pool(2, 3, 1, "cpu")
-    expand(pool, None, torch.zeros(2, 1, 3, dtype=torch.int64), torch.tensor([[[-INF] * 3], [[-1.0, -INF, -2.0]]]))
-    tree = rerank(pool, torch.tensor([4, 5]), 6)
-    assert tree.num_rows.tolist() == [1, 3]
-    assert to_rows(tree, 0) == [(4, -1)]
-    assert to_rows(tree, 1) == [(5, -1), (0, 0), (0, 0)]
 
 
 def test_deeper_nodes_can_enter_exactly_when_a_certain_child_would():
@@ -219,13 +177,6 @@ def test_stopping_when_no_deeper_node_can_enter_changes_nothing():
     assert stops > 20
 
 
-def test_chain_tree():
-    tree = chain_tree(torch.tensor([1, 2]), torch.tensor([[3, -1, 5], [6, 7, 8]]), torch.tensor([3, 1]))
-    assert to_rows(tree, 0) == [(1, -1), (3, 0), (-1, 1), (5, 2)]  # A placeholder draft stays a node.
-    assert to_rows(tree, 1) == [(2, -1), (6, 0)]
-    assert tree.depths.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-
-
 def test_static_tree():
     tree = static_tree(torch.tensor([1, 2]), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]]), (0, 0, 1, 3))
     assert to_rows(tree, 0) == [(1, -1), (3, 0), (4, 0), (5, 1), (6, 3)]
@@ -249,11 +200,6 @@ def test_validate_parents_says_what_is_wrong(parents, message):
         validate_parents(parents)
 
 
-def test_validate_parents_accepts_every_tree():
-    for shape in oracle.all_shapes(4):
-        validate_parents(tuple(shape[1:]))
-
-
 def test_flat_depths_and_prefixes_equal_the_oracle_on_2000_trees():
     rng = oracle.seeded(6)
     trees = [oracle.random_tree(rng, 20, 9) for _ in range(2000)]
@@ -265,8 +211,3 @@ def test_flat_depths_and_prefixes_equal_the_oracle_on_2000_trees():
         assert tree.depths[request, : len(rows)].tolist() == [oracle.depth(rows, row) for row in range(len(rows))]
         assert to_rows(cut, request) == rows[: cuts[request]]
     assert torch.equal(cut.depths, depths_from_parents(cut.parents))
-
-
-def test_depths_of_the_longest_chain():
-    parents = torch.arange(64).unsqueeze(0) - 1
-    assert depths_from_parents(parents).tolist() == [list(range(64))]

@@ -93,20 +93,6 @@ def test_threshold_falls_with_the_entropy():
     assert threshold(certain, torch.tensor(0.09), torch.tensor(0.4)).item() == pytest.approx(0.09)
 
 
-def test_only_accepted_nodes_with_children_are_asked_for():
-    # 0 -> 1 -> 2 -> 3, and 0 -> 4 -> 5; node 1's token is certain, node 4's impossible.
-    tree = from_flat(torch.tensor([[0, 1, 2, 3, 4, 5]]), torch.tensor([[-1, 0, 1, 2, 0, 4]]), torch.tensor([6]))
-    requested = []
-
-    def log_probs(requests, rows):
-        requested.append(rows.tolist())
-        return torch.nn.functional.one_hot(rows + 1, 8).float().log()
-
-    one = torch.ones(1)
-    assert int(accept_typical(tree, log_probs, one * 0.09, one * 0.3, torch.tensor([True]))) == 3
-    assert requested == [[0], [1], [2]]
-
-
 def test_a_request_brings_its_own_limits_or_an_error():
     typical = TreeOptions(verification="typical", typical_epsilon=0.2, typical_delta=0.5)
     assert request_limits(None, typical) == (0.2, 0.5)

@@ -10,7 +10,7 @@ from vllm_specplug.vllm.grammars import tree_masks, walk_grammar
 
 THINK_END, TOOL = 40, 50
 #: Mid-reasoning, reasoning may end in the second level (row 2), and content follow it.  Rows: 0 the root; 1 thought;
-#: 2 its end; 3 and 4 behind it, allowed and not; 5 behind 3; 6 thought behind 1; 7 no token.
+#: 2 its end; 3 and 4 after it, allowed and not; 5 after 3; 6 thought after 1; 7 no token.
 TOKEN_IDS = [7, THINK_END, 1, 3, 2, 8, -1]
 PARENTS = [0, 0, 2, 2, 3, 1, 0]
 
@@ -110,7 +110,7 @@ def test_reasoning_ends_within_a_tree(manager):
 
 @pytest.mark.parametrize("manager", VERSIONS, ids=lambda manager: type(manager).__name__)
 def test_no_reasoning(manager):
-    """From the root on; and nothing is constrained behind the grammar's end."""
+    """From the root on; and nothing is constrained after the grammar's end."""
     assert walked(manager, True) == {0: 0}
     assert walked(manager, True, [1, 2, 3, 1, -1], [0, 1, 2, 1, 2]) == {0: 0, 1: 1, 2: 2, 3: None}
 

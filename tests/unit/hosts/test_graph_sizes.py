@@ -225,14 +225,6 @@ def test_other_batches_are_planned_as_by_vllm(builder):
         assert ours.build(0, batch_of(*shape)).max_num_splits == theirs.build(0, batch_of(*shape)).max_num_splits
 
 
-def test_control_with_a_raised_limit_the_memory_grows(builder):
-    """The whole limit raised to the largest trees, as vLLM's own builder would take it."""
-    made = config(256, 8192, 63)
-    made.compilation_config.max_cudagraph_capture_size = 8192
-    found = builder(made, flash_attn.FlashAttentionMetadataBuilder).build(0, batch_of(128, 64))
-    assert reserved(found) == 16 * OWN_BYTES == 8589934592
-
-
 # ---- replicas that run each step together
 
 

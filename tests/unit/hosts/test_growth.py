@@ -127,7 +127,7 @@ def test_no_call_has_more_requests_than_allowed(growth, calls, replayed, recorde
 
 
 def test_inputs_in_place_are_not_copied(growth, calls):
-    """And behind the first call they are brought to the front, where the graph reads them."""
+    """And after the first call they are brought to the front, where the graph reads them."""
     growth.at_once = 2
     _, own = record(growth, calls)
     own.copy_(torch.rand(12, 5))

@@ -66,7 +66,7 @@ def test_a_target_without_mtp_layers_is_refused(entries):
     [("model.layers.1.mlp.up_proj.weight", False), ("model.layers.2.enorm.weight", True), ("mtp.fc.weight", True)],
 )
 def test_a_checkpoint_without_the_weights_is_refused(tmp_path, name, has_weights):
-    """Its config still names the layers, and vLLM would draft from what lies in memory."""
+    """Its config still names the layers, and vLLM would draft with uninitialised weights."""
     target = target_of(Qwen2Config, architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1, num_hidden_layers=2)
     target.model = str(tmp_path)
     save_file({name: torch.zeros(2)}, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Where the proof's text lies: behind the reach of windows, over the end of a page, within a request's length."""
+"""Where the proof's text lies: beyond the reach of windows, over the end of a page, within a request's length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget in the scheduler of the V2 runner: what it is asked, and which outcomes it is given."""
+"""The budget in the scheduler of the V2 runner: its decisions, and the outcomes that it is given."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from vllm_specplug.utils.metrics import Counters
 EAGLE = {"method": "eagle2", "model": "some/head"}
 UNION = {"method": "union", "sources": [EAGLE, {"method": "lookup"}]}
 ROWS = 4
-#: Two nodes behind the root, and one behind the first of them.
+#: Two children of the root, and one child of the first of them.
 TOKENS, PARENTS = [7, 8, 9], [0, 0, 1]
 
 

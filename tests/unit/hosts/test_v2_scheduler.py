@@ -12,7 +12,7 @@ from vllm_specplug.gpu import scheduler as v2_scheduler
 from vllm_specplug.gpu.scheduler import TreeRequests
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds
 
-#: Allowed: 1, then 2 behind it.  Rows: 0 the root; 1; 2 not allowed; 3 behind row 1.
+#: Allowed: 1, then 2 after it.  Rows: 0 the root; 1; 2 not allowed; 3 a child of row 1.
 TOKEN_IDS, PARENTS = [1, 3, 2, 9], [0, 0, 1, 2]
 EVERYTHING = [2**32 - 1, 2**32 - 1]
 
@@ -94,7 +94,7 @@ def test_a_session_that_waits_for_input_keeps_no_drafts(scheduler):
 
 
 def test_asynchronous(scheduler):
-    """The drafts are known behind the next forward's launch: they take the place of placeholders in the step."""
+    """The drafts are known after the next forward's launch: they take the place of placeholders in the step."""
     step = output(r=[-1] * 4, b=[-1] * 4)
     scheduler._update_after_schedule(step)
     assert scheduler.requests["c"].spec_token_ids == []

@@ -58,18 +58,6 @@ def test_symbols(wheel, path, parameters, problem):
     assert found is None if problem is None else problem in found
 
 
-@pytest.mark.parametrize(("name", "problem"), [("inherited", None), ("gone", "pkg.inner:Child.newest is missing")])
-def test_older_hosts_have_it_under_another_name(wheel, name, problem):
-    older = (VllmSymbol("pkg.absent:Anything"), VllmSymbol(f"pkg.inner:Child.{name}", ("self", "x")))
-    assert sources_of(wheel).problem(VllmSymbol("pkg.inner:Child.newest", older=older)) == problem
-
-
-@pytest.mark.parametrize(("keywords", "problem"), [(("b", "a"), None), (("a", "c"), "not c")])
-def test_keywords(wheel, keywords, problem):
-    found = sources_of(wheel).problem(VllmSymbol("pkg.inner:Child.own", keywords=keywords))
-    assert found is None if problem is None else problem in found
-
-
 def test_table(wheel):
     report = check_wheel(wheel)
     manifests = (MANIFEST, V2_SYMBOLS)

@@ -215,7 +215,7 @@ def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_v
 
 
 def begun(dtype):
-    """A layer behind the first forward of two requests, the requests' roots, its outputs, and weights of an LM head."""
+    """A layer after the first forward of two requests, the requests' roots, its outputs, and weights of an LM head."""
     layer, generator = Reference(dtype, False).operator(), torch.Generator().manual_seed(5)
     token_ids = torch.randint(VOCAB, (2, 40), generator=generator, dtype=torch.int32)
     hidden = torch.randn(22, HIDDEN, generator=generator).to(dtype)

@@ -11,7 +11,7 @@ SIZE, OUTPUTS, NUM_TOKENS = 192, 1024, 1000
 
 
 def make_weight(dtype, *, spread=0.5, seed=0):
-    """Weights whose rows have norms of different sizes; rows behind the tokens are padding."""
+    """Weights whose rows have norms of different sizes; rows after those of the tokens are padding."""
     generator = torch.Generator().manual_seed(seed)
     factors = (spread * torch.randn(OUTPUTS, 1, generator=generator)).exp()
     weight = 0.05 * torch.randn(OUTPUTS, SIZE, generator=generator) * factors
@@ -20,7 +20,7 @@ def make_weight(dtype, *, spread=0.5, seed=0):
 
 
 def make_hidden(dtype, num_rows, *, seed=1):
-    """Hidden states with a few large numbers, as behind a norm."""
+    """Hidden states with a few large numbers, as after a norm."""
     hidden = torch.randn(num_rows, SIZE, generator=torch.Generator().manual_seed(seed))
     hidden[:, 7] *= 12
     return hidden.to(dtype)

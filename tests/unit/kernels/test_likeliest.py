@@ -23,7 +23,7 @@ def expected(logits, top_k, draft_ids, extra):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 7, 31, 64, 100, 1000, 16391])
 def test_same_as_a_sort(width, dtype):
-    """16-bit logits tie often; rows of a wider tensor, and further columns behind."""
+    """16-bit logits tie often; rows of a wider tensor, with further columns after them."""
     generator = torch.Generator().manual_seed(width)
     for num_rows, num_extra in ((1, 0), (5, 3), (12, 70)):
         both = (torch.randn(num_rows, width + num_extra + 2, generator=generator) * 4).to(dtype)

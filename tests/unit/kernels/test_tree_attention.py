@@ -1,6 +1,5 @@
 """The tree attention op against its reference in float64, vLLM's page layouts and vLLM's chain attention."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -162,27 +161,6 @@ def test_the_reference_is_attention_by_position(name):
     assert max(inputs["mask"].sum(2).flatten()) > 5
     expected = attention_by_position(inputs, TRAITS[name])
     assert deviation(exact(inputs, TRAITS[name]), expected) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "name, change",
-    [
-        ("window of one key", {"window": 2}),
-        ("window within the tree", {"window": 4}),
-        ("window of some context", {"window": 39}),
-        ("window of more than a page", {"window": 171}),
-        ("chunks within the tree", {"local": 4}),
-        ("chunks of some context", {"local": 49}),
-        ("soft cap", {"soft_cap": 0.0}),
-        ("sinks", {"sinks": None}),
-        ("sinks", {"sinks": HEADS.flip(0)}),
-        ("ALiBi", {"alibi_slopes": None}),
-    ],
-)
-def test_a_wrong_trait_shows(backend, name, change):
-    inputs = tree_inputs()
-    backend(**inputs, traits=replace(TRAITS[name], **change))
-    assert deviation(inputs["output"], exact(inputs, TRAITS[name])) > 1e3 * TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("block_size", [32, 128])
@@ -509,7 +487,7 @@ def chain_deviation(ops, inputs, backend, traits=NO_TRAITS):
 
 
 def prompt_inputs(seq_lens=(5, 300, 129, 64, 700), query_lens=(5, 200, 0, 1, 333), **changes):
-    """Arguments of ``causal_attention``, and the same as trees: chains behind a context, their keys from the pages."""
+    """Arguments of ``causal_attention``, and the same as trees: chains after a context, their keys from the pages."""
     made = make_inputs(seq_lens, query_lens, tree_lens=query_lens, causal=True, **changes)
     names = ("query", "output", "kv_cache", "kv_layout", "block_table", "query_start", "query_lens", "scale")
     as_trees = dict(made, **{name: made[name].clone() for name in ("tree_key", "tree_value", "output")})
@@ -599,7 +577,7 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_prompt(kv_layout, dtype, bloc
 
 
 @pytest.mark.parametrize("name", ["nothing", *TRAITS])
-@pytest.mark.parametrize("context", [0, 5, 120, 126, 200])
+@pytest.mark.parametrize("context", [0, 126, 200])
 @pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
 def test_a_node_has_the_bits_of_its_path_alone(kv_layout, dtype, context, name):
     """Whatever other nodes the tree has."""

@@ -115,7 +115,7 @@ def learning(tmp_path, **given):
 
 
 def test_a_given_drafter_learns(tmp_path):
-    """Recording, a trainer and reloading; the drafter is copied once, and the next start uses what was learned."""
+    """Recording, a trainer and reloading; the drafter is copied once, and the next start uses the learned version."""
     eagle = tiny.write_drafter(tmp_path / "eagle")
     options, choice = learning(tmp_path, model=str(eagle))
     head, recorded = str(tmp_path / "learn" / "head"), str(tmp_path / "learn" / "recorded")

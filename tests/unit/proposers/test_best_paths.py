@@ -71,12 +71,6 @@ def test_the_best_of_all_paths(num_nodes, ops):
         assert all(found[path] == pytest.approx(every[path], abs=1e-5) for path in found)
 
 
-def test_a_sure_drafter_drafts_a_chain():
-    token_ids = torch.tensor([[[7, 8], [9, 8], [6, 5]]])
-    draft = best_paths(torch.tensor([1]), token_ids, torch.tensor([[[-0.1, -3.0]] * 3]), 3)
-    assert paths_of(draft, 0).keys() == {(7,), (7, 9), (7, 9, 6)}
-
-
 def test_unlikely_nodes_and_missing_candidates():
     token_ids = torch.tensor([[[7, 8], [9, 8]]])
     log_probs = torch.tensor([[[0.6, 0.3], [0.5, 0.0]]]).log()

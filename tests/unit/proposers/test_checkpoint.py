@@ -127,47 +127,45 @@ def test_config_lacks_fields(tmp_path):
     assert "lacks intermediate_size, num_attention_heads, vocab_size" in refusal(tmp_path)
 
 
-def test_the_config_of_another_model(tmp_path):
-    write(tmp_path, {"num_hidden_layers": 30})
-    assert "says num_hidden_layers 30, the weights have 1 layer" in refusal(tmp_path)
+D2T = {"draft_vocab_size": DRAFT}
+#: Changes of the config, tensors, and a part of the message; the target has a hidden size of 16 and 60 tokens.
+REFUSED = [
+    ({"num_hidden_layers": 30}, {}, "says num_hidden_layers 30, the weights have 1 layer"),
+    ({"bias": True, **D2T}, {}, "lacks 2 tensor(s): d2t, fc.bias"),
+    ({}, {"fc.weight": torch.zeros(HIDDEN, HIDDEN)}, "fc.weight expected [16, 32], found [16, 16]"),
+    ({"vocab_size": 61}, {}, "has a vocabulary of 61, the target 60"),
+    ({"hidden_size": 32}, {}, "has hidden size 32, the target 16"),
+    (D2T, {"d2t": offsets(torch.zeros(DRAFT, dtype=torch.long))}, "maps two draft ids to one target id"),
+    (D2T, {"d2t": offsets(torch.arange(DRAFT) - 1)}, "d2t points outside the target's vocabulary of 60"),
+    (
+        D2T,
+        {"d2t": offsets(torch.arange(DRAFT) + VOCAB - DRAFT + 1)},
+        "d2t points outside the target's vocabulary of 60",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors", "message"), REFUSED)
+def test_refused(tmp_path, config, tensors, message):
+    assert message in refusal(write(tmp_path, config, eagle_state() | tensors))
+
+
+def test_eagle3_for_another_target_width(tmp_path):
+    write(tmp_path, D2T, eagle3_state())
+    message = "reads a target of hidden size 16, this target has 32: it was trained for another model"
+    assert message in refusal(tmp_path, hidden=32)
+
+
+def test_missing_tensors_are_listed(tmp_path):
+    state = eagle_state()
+    del state["fc.weight"], state["layers.0.mlp.up_proj.weight"]
+    assert "lacks 2 tensor(s): fc.weight, layers.0.mlp.up_proj.weight" in refusal(write(tmp_path, state=state))
 
 
 def test_no_weights(tmp_path):
     write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "has no weights: neither model.safetensors nor pytorch_model.bin" in refusal(tmp_path)
-
-
-def test_missing_tensors_are_listed(tmp_path):
-    state = eagle_state()
-    del state["fc.weight"], state["layers.0.mlp.up_proj.weight"]
-    message = refusal(write(tmp_path, state=state))
-    assert "lacks 2 tensor(s): fc.weight, layers.0.mlp.up_proj.weight" in message
-
-
-def test_tensors_that_the_config_names_must_be_there(tmp_path):
-    write(tmp_path, {"bias": True, "draft_vocab_size": DRAFT})
-    assert "lacks 2 tensor(s): d2t, fc.bias" in refusal(tmp_path)
-
-
-def test_wrong_shape_says_expected_and_found(tmp_path):
-    message = refusal(write(tmp_path, state=eagle_state() | {"fc.weight": torch.zeros(HIDDEN, HIDDEN)}))
-    assert "fc.weight expected [16, 32], found [16, 16]" in message
-
-
-def test_other_hidden_size(tmp_path):
-    assert "has hidden size 16, the target 32" in refusal(write(tmp_path), hidden=32)
-
-
-def test_eagle3_for_another_target_width(tmp_path):
-    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle3_state())
-    assert "reads a target of hidden size 16, this target has 32: it was trained for another model" in refusal(
-        tmp_path, hidden=32
-    )
-
-
-def test_other_vocabulary(tmp_path):
-    assert "has a vocabulary of 60, the target 61" in refusal(write(tmp_path), vocab=61)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -10])
@@ -182,20 +180,6 @@ def test_truncated_safetensors(tmp_path, keep):
 def test_safetensors_header_that_is_not_json(tmp_path):
     (write(tmp_path) / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc")
     assert "is truncated or not a safetensors file" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("bad", [-1, VOCAB])
-def test_d2t_out_of_range(tmp_path, bad):
-    ids = torch.arange(DRAFT)
-    ids[3] = bad
-    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle_state() | {"d2t": offsets(ids)})
-    assert "d2t points outside the target's vocabulary of 60" in refusal(tmp_path)
-
-
-def test_d2t_with_duplicates(tmp_path):
-    d2t = offsets(torch.zeros(DRAFT, dtype=torch.long))
-    write(tmp_path, {"draft_vocab_size": DRAFT}, eagle_state() | {"d2t": d2t})
-    assert "maps two draft ids to one target id" in refusal(tmp_path)
 
 
 class Payload:

@@ -1,4 +1,4 @@
-"""Heads as people publish them, at small sizes: what is served, and the reason of each refusal.
+"""Heads as people publish them, at small sizes: which are served, and the reason of each refusal.
 
 `specplug inspect`, `specplug convert` and the server use one check, so that each case asks all that concern it.
 """

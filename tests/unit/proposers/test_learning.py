@@ -21,7 +21,6 @@ from vllm_specplug.proposers.training.answers import Answer, adapted_vocabulary
 from vllm_specplug.proposers.training.eagle import EagleOptions, load_trained
 from vllm_specplug.proposers.training.features import extract, load_features
 from vllm_specplug.proposers.training.learning import Learner
-from vllm_specplug.proposers.training.log import read_log
 from vllm_specplug.proposers.training.recorded import shard_files
 from vllm_specplug.utils.published import current_folder, read_current
 
@@ -139,6 +138,7 @@ def test_held_out_answers_are_the_newest_and_never_trained_on(target, ring, tmp_
     assert held == newest and len(held) >= comparison.MIN_ANSWERS and not trained.intersection(held)
 
 
+@pytest.mark.slow
 def test_deleted_and_damaged_shards_are_tolerated(target, ring, tmp_path):
     head = new_drafter(target, tmp_path / "head")
     learner = make_learner(target, ring, head)
@@ -167,18 +167,15 @@ def test_a_killed_learner_goes_on_with_its_round(target, ring, tmp_path):
     code = "import sys; from vllm_specplug.cli.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = command(target, ring, head, "--once", "--epochs", "100000")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment, stdout=subprocess.PIPE)
-        rows, end = len(read_log(head / "learning")), time.monotonic() + 240
-        while len(read_log(head / "learning")) <= rows:  # the log is there before the first step
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
-        process.send_signal(number)
-        output = process.communicate(timeout=120)[0].decode()
-        assert process.returncode == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        assert ("goes on" in output) == (number == signal.SIGTERM)
-        assert read_current(head).version == 1
-        assert json.loads((head / "learn.json").read_text())["plan"]["number"] == 1
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment)
+    end = time.monotonic() + 240
+    while not (head / "learning/training_state.pt").exists():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait(timeout=120) == -signal.SIGKILL
+    assert read_current(head).version == 1
+    assert json.loads((head / "learn.json").read_text())["plan"]["number"] == 1
     saved = torch.load(head / "learning/training_state.pt", weights_only=True)["step"]
     assert saved > 0
     plan = make_learner(target, ring, head).plan()

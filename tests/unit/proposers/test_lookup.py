@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context
-from tests.doubles.lookup_reference import draft_matches, match_keys
+from tests.doubles.lookup_reference import draft_matches
 from tests.doubles.oracle_tensors import to_rows
 from vllm_specplug.budget.calibration import OnlineLogistic, sigmoid
 from vllm_specplug.config import ConfigError, parse_options
@@ -126,18 +126,6 @@ def test_changed_tokens_under_one_id_are_stored_anew():
     assert places[0].tolist() == [start + 2, start, 0, 0]
 
 
-def test_longer_changed_tokens_under_one_id_are_detected_by_their_end():
-    index = RequestIndex(16, (1,))
-    rows = index.slots_of(("a",))
-    index.extend(rows, np.arange(16, dtype=np.int32)[None], np.array([9]))
-    other = np.array([[5, 6, 5, 6, 5, 6, 5, 6, 5, 6, 5] + [0] * 5], dtype=np.int32)
-    index.extend(rows, other, np.array([11]))
-    start = int(index.start(int(rows[0])))
-    assert index.stored("a").tolist() == [5, 6] * 5 + [5]
-    ((places,), _) = index.chains[0].follow(index.tokens, np.array([[6]], dtype=np.int32), rows, 6)
-    assert places.tolist() == [start + place for place in (9, 7, 5, 3, 1)] + [0]
-
-
 @quick
 @given(st.integers(0, 2**31))
 def test_traffic_equals_the_oracle_and_never_crosses_sequences(seed):
@@ -174,14 +162,6 @@ def test_more_tokens_than_a_slot_holds_are_refused():
         with pytest.raises(ValueError, match="more tokens than a slot holds"):
             index.extend(rows, np.ones(shape, dtype=np.int32), np.array(counts))
         assert not index.lens.any() and not (index.tokens == 1).any()
-
-
-def test_extend_reads_the_named_rows():
-    index = RequestIndex(16, (1,))
-    rows = index.slots_of(("a", "b"))
-    token_ids = np.arange(48, dtype=np.int32).reshape(3, 16)
-    index.extend(rows, token_ids, np.array([2, 3]), np.array([2, 0]))
-    assert index.stored("a").tolist() == [32, 33] and index.stored("b").tolist() == [0, 1, 2]
 
 
 def test_memory_is_bounded():
@@ -286,51 +266,10 @@ def test_features_and_values_of_nodes_equal_those_of_their_paths(seed):
             assert found == [path[-1], columns[path[:-1]], d + 1, pytest.approx(values[path], rel=1e-5)]
 
 
-@quick
-@given(st.integers(0, 2**31))
-def test_prefix_tree_equals_a_dictionary(seed):
-    rng = np.random.default_rng(seed)
-    shape = (2, int(rng.integers(1, 7)), int(rng.integers(1, 6)))
-    tokens = rng.integers(0, 3, shape).astype(np.int32)
-    tokens[rng.random(shape) < 0.1] = BREAK
-    lengths = rng.integers(0, 5, shape[:2])
-    tree = build_prefix_tree(Matches(tokens, lengths, np.ones(shape[:2], int), np.ones(shape[:2], bool)), np.zeros(2))
-    for request in range(2):
-        paths = {}
-        for k in range(shape[1]):
-            path = ()
-            for token in tokens[request, k].tolist() if lengths[request, k] else []:
-                if token == BREAK:
-                    break
-                path += (token,)
-                paths.setdefault(path, []).append(k)
-        found = {}
-        for depth, k in zip(*np.nonzero(tree.nodes[request]), strict=True):
-            path = tuple(tokens[request, k, : depth + 1].tolist())
-            assert path not in found
-            found[path] = 2.0 ** tree.features[request, depth, k, 3]
-        assert found.keys() == paths.keys()
-        assert [found[path] for path in paths] == pytest.approx([len(who) for who in paths.values()], abs=1e-4)
-        for path, who in paths.items():
-            for k in who:
-                assert tree.leaders[request, len(path) - 1, k] == who[0]
-
-
 def test_what_followed_is_drafted():
     proposer = make(num_speculative_tokens=4, draft_depth=4)
     (rows,) = propose(proposer, [5, 6, 7, 8, 9, 10, 5, 6, 7])
     assert rows == [(7, -1), (8, 0), (9, 1), (10, 2), (5, 3)]
-
-
-def test_a_repetition_continues_after_its_end():
-    (rows,) = propose(make(num_speculative_tokens=6, draft_depth=6, min_node_value=0.0), [1, 2, 1, 2, 1])
-    assert [token for token, _ in rows] == [1, 2, 1, 2, 1, 2, 1]
-
-
-def test_several_continuations_share_their_beginning():
-    history = [5, 6, 7, 1, 2, 5, 6, 7, 1, 3, 5, 6, 7]
-    (rows,) = propose(make(num_speculative_tokens=5, draft_depth=2, min_node_value=0.0), history)
-    assert rows == [(7, -1), (1, 0), (3, 1), (2, 1)]  # the newer one first
 
 
 def test_no_match_and_not_wanted_draft_a_root():
@@ -398,28 +337,6 @@ def test_min_match():
     assert propose(make(min_match=4, max_match=4, min_node_value=0.0), history) == [[(5, -1)]]
 
 
-def test_batch_order_does_not_matter_and_a_request_may_pause(monkeypatch):
-    """Two requests decoded together, swapped and with pauses, get the trees that each gets alone."""
-    monkeypatch.setattr(LookupProposer, "_learn", lambda *_: None)  # weights are shared by all requests
-    rng = random.Random(4)
-    sequences = {name: [rng.randrange(4) for _ in range(60)] for name in "ab"}
-
-    def trees(steps):
-        proposer, sizes, found = make(), {"a": 10, "b": 8}, {"a": [], "b": []}
-        for ids in steps:
-            for name in ids:
-                sizes[name] += 2
-            rows = propose(proposer, *(sequences[name][: sizes[name]] for name in ids), ids=list(ids))
-            for name, tree in zip(ids, rows, strict=True):
-                found[name].append(tree)
-        return found
-
-    together = ["ab", "ba", "b", "ab", "a", "a", "ba", "ab"]
-    mixed = trees(together)
-    for name in "ab":
-        assert mixed[name] == trees([name for ids in together if name in ids])[name]
-
-
 def test_it_learns_which_matches_are_reliable():
     """Matches that are never right get fewer nodes, matches that are always right get all."""
     sizes = {}
@@ -433,19 +350,6 @@ def test_it_learns_which_matches_are_reliable():
         assert proposer.calibration.outcomes.sum() > 200
     assert sum(sizes["broken"][-20:]) < 0.6 * sum(sizes["broken"][5:25])
     assert min(sizes["kept"][-20:]) == 8
-
-
-def test_learning_counts_only_nodes_whose_parent_was_right():
-    proposer = make(num_speculative_tokens=8, draft_depth=3, min_node_value=0.0)
-    seen = []
-    proposer.calibration.learn = lambda models, features, accepted: seen.extend(accepted.tolist())
-    history = [5, 6, 7, 1, 2, 4, 5, 6, 7, 1, 3, 4, 5, 6, 7]
-    propose(proposer, history)  # drafts 1, then 3 or 2, then 4 or 4
-    propose(proposer, [*history, 1, 2])
-    assert seen == [True, False, True]  # 1; 3 and 2; the third token is not known yet
-    seen.clear()
-    proposer.propose(context([[*history, 1, 2]], ids=["other"]))
-    assert seen == []
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -495,21 +399,6 @@ def test_learning_by_brute_force(seed):
 
 
 @quick
-@given(st.integers(0, 2**31), st.integers(1, 4), st.integers(4, 8))
-def test_torch_keys_are_the_matches(seed, min_match, max_match):
-    rng = random.Random(seed)
-    token_ids, lens = random_histories(rng, 4)
-    slots = torch.tensor([2, 0])
-    keys = match_keys(token_ids, slots, lens, min_match, max_match)
-    assert keys.dtype == torch.int32 and keys.shape == (2, token_ids.shape[1])
-    for row, slot in zip(keys.tolist(), slots.tolist(), strict=True):
-        tokens = token_ids[slot, : lens[slot]].tolist()
-        for place, key in enumerate(row):
-            size = slow_match(tokens, place, max_match) if place < len(tokens) - 1 else 0
-            assert key == (size * len(row) + place if size >= min_match else 0)
-
-
-@quick
 @given(st.integers(0, 2**31), st.integers(1, 20), st.integers(1, 9))
 def test_torch_trees_equal_those_of_the_proposer(seed, num_nodes, draft_depth):
     """With candidates for all matches: of more, the proposer keeps the newest, the torch version the longest."""
@@ -538,20 +427,7 @@ def random_histories(rng, count):
     return token_ids, lens
 
 
-def test_torch_drafts_the_longest_matches():
-    history = [5, 6, 7, 8, *[7, 9] * 4, 5, 6, 7]
-    options = make(max_candidates=1, draft_depth=2, num_speculative_tokens=2).options
-    tokens, lens = torch.tensor([history], dtype=torch.int32), torch.tensor([len(history)], dtype=torch.int32)
-    draft = draft_matches(tokens, torch.tensor([0]), lens, torch.tensor([7]), options)
-    assert to_rows(draft.tree, 0) == [(7, -1), (8, 0), (7, 1)]
-
-
 # ---- options
-
-
-def test_options():
-    options = parse_options({"method": "lookup"})
-    assert options.num_speculative_tokens == 16 and options.min_match <= options.max_match
 
 
 @pytest.mark.parametrize(
@@ -568,9 +444,3 @@ def test_options():
 def test_bad_options(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_options({"method": "lookup", **changes})
-
-
-def test_trees_have_the_dtypes_of_the_core():
-    draft = make().propose(context([[1, 2, 1, 2]]))
-    assert {draft.tree.token_ids.dtype, draft.tree.parents.dtype, draft.tree.depths.dtype} == {torch.int64}
-    assert draft.log_values.dtype == torch.float32

@@ -61,6 +61,7 @@ def test_passes_equal_the_positions_of_a_draft():
         torch.testing.assert_close(ours, predicted_alone(head, embeddings, features, start, 4), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_learns(target, data, tmp_path):
     def loss(head):
         task = task_of(target)

@@ -74,7 +74,7 @@ def test_only_the_owner_can_read(tmp_path):
 
 
 def test_no_trainer_reads_the_missing_last_hidden_state(target, tmp_path):
-    """Training on what a server records gives the weights that training on `specplug data` gives."""
+    """Training on a server's recorded answers gives the weights that training on `specplug data` gives."""
     data = make_features(target, make_answers(), tmp_path / "features")
     recorded_from(data, tmp_path / "ring")
     found = read_recorded(tmp_path / "ring", VOCAB)

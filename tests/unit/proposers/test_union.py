@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles import oracle
-from tests.doubles.constants import with_constants
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows, to_tree
 from tests.doubles.union_reference import merge_drafts
 from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, model_drafter, parse_options
-from vllm_specplug.core.guard import Guard, check_draft
+from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.tree import from_flat
 from vllm_specplug.cpu.drafters.flat_draft import flatten
 from vllm_specplug.proposer import as_draft
@@ -272,26 +271,6 @@ def test_learning_by_brute_force():
             assert union._records[name] == pytest.approx(np.array(record))
 
 
-def test_a_union_of_one_source_has_the_outcomes_of_the_source():
-    """Lookup and union read outcomes in one way: if all nodes are kept, both see the same ones in the same order."""
-    rng = oracle.seeded(0)
-    lookup = {"method": "lookup", "draft_depth": 4, "num_speculative_tokens": 16}
-    lookup |= {"min_node_value": 0.0, "traffic_tokens": 0}
-    options = UnionOptions(sources=[lookup], num_speculative_tokens=16, min_node_value=0.0)
-    with_constants(options.sources[0], max_candidates=3)
-    union = UnionProposer(options)
-    seen = [[], []]
-    for proposer, found in zip((union, union._sources[0]), seen, strict=True):
-        proposer.calibration.learn = lambda models, features, accepted, found=found: found.extend(accepted.tolist())
-    sequences = {name: [rng.randrange(3) for _ in range(12)] for name in "abc"}
-    for _ in range(30):
-        for tokens in sequences.values():
-            tokens += [rng.randrange(3) for _ in range(rng.randint(0, 4))]
-        ids = [name for name in "abc" if rng.random() < 0.8] or ["a"]
-        union.propose(context([sequences[name] for name in ids], ids=ids, max_len=256))
-    assert seen[0] == seen[1] and len(seen[0]) > 100
-
-
 def test_a_paused_or_ended_request_has_no_outcomes():
     draft = as_draft(to_tree([[(ROOTS[0], -1), (5, 0)]]))
     union = make(Fixed(draft))
@@ -321,17 +300,6 @@ def test_an_overconfident_source_loses_its_rank():
         draft = union.propose(context([tokens], ids=[f"r{step // 59}"]))
     assert to_rows(draft.tree, 0)[1][0] == 6
     assert math.exp(draft.log_values[0, 1]) == pytest.approx(0.8, abs=0.2)
-
-
-def test_a_wrong_source_loses_its_nodes():
-    """A source is always wrong and certain: its nodes fall below the minimum value, the other source's do not."""
-    wrong = Draft(to_tree([[(7, -1), (5, 0), (5, 1), (5, 2)]]), torch.zeros(1, 4))
-    right = Draft(to_tree([[(7, -1), (6, 0), (6, 1)]]), torch.tensor([[0.0, math.log(0.5), math.log(0.25)]]))
-    union = make(Fixed(wrong), Fixed(right), num_nodes=8, min_node_value=0.05)
-    assert union.propose(context([[1, 7]])).tree.num_rows.tolist() == [6]
-    for count in range(1, 60):
-        draft = union.propose(context([[1, 7] + [6] * count]))
-    assert [token for token, _ in to_rows(draft.tree, 0)[1:]] == [6, 6]
 
 
 # ---- in torch
@@ -375,16 +343,6 @@ def check_device(drafts, num_nodes, weights=None):
         assert all(parent < row for row, parent in enumerate(parents))
         assert len(trees[1]) == found.tree.num_rows[request] == len([row for row in parents if row >= 0]) + 1
     return expected
-
-
-def test_torch_merging_of_odd_trees():
-    """The first of equal siblings counts; a root alone omits nothing; the root's token at a deeper node is no root."""
-    first = Draft(to_tree([[(90, -1), (5, 0), (5, 0), (6, 1)]]), torch.tensor([[0.0, -0.5, -1.0, -0.5]]))
-    second = Draft(to_tree([[(90, -1), (5, 0)]]), torch.tensor([[0.0, -2.0]]))
-    nothing = Draft(to_tree([[(90, -1)]]), torch.zeros(1, 1))
-    deeper = Draft(to_tree([[(90, -1), (90, 0), (5, 1)]]), torch.tensor([[0.0, -0.2, -0.3]]))
-    for drafts in ([first, second], [second, first], [nothing, first], [nothing], [first, deeper]):
-        check_device(drafts, 4)
 
 
 # ---- the guard
@@ -441,80 +399,6 @@ def test_guard_refuses(change, message, caplog):
     assert re.search(message, caplog.records[0].getMessage())
 
 
-def reference_check(draft, ctx, num_nodes):
-    """``Guard``'s check in array operations: the error message, or token ids, parents, depths, rows, values."""
-    tree = draft.tree
-    arrays = [values.numpy() for values in (tree.token_ids, tree.parents, tree.depths, tree.num_rows)]
-    token_ids, parents, depths, num_rows = arrays
-    log_values, shape = draft.log_values.float().numpy(), (len(ctx.request_ids), token_ids.shape[-1])
-    if any(values.shape != shape for values in (token_ids, parents, depths, log_values)):
-        return "must be [num_reqs, num_rows]"
-    if num_rows.shape != shape[:1] or ((num_rows < 1) | (num_rows > shape[1])).any():
-        return "num_rows must be"
-    if any(values.dtype.kind not in "iu" for values in arrays):
-        return "must be integers"
-    rows = np.arange(shape[1])
-    nodes = (rows < num_rows[:, None]) & (rows > 0)
-    if (nodes & ((token_ids < 0) | (token_ids >= ctx.vocab_size))).any():
-        return "outside of 0 to"
-    if (nodes & ((parents < 0) | (parents >= rows))).any():
-        return "must be a row above it"
-    above = np.where(nodes, parents, 0)
-    if (nodes & (depths != np.take_along_axis(depths, above, 1) + 1)).any() or depths[:, 0].any():
-        return "depths do not follow"
-    if (nodes & ~(log_values <= np.take_along_axis(log_values, above, 1))).any() or log_values[:, 0].any():
-        return "never above the parent's"
-    kept = np.where(ctx.wanted.numpy(), np.minimum(num_rows, num_nodes + 1), 1)
-    nodes &= rows < kept[:, None]
-    roots, zeros = ctx.root_token_ids.numpy(), np.zeros(len(kept))
-    columns = ((token_ids, -1, roots), (parents, -1, zeros - 1), (depths, 0, zeros), (log_values, -np.inf, zeros))
-    found = [np.where(rows == 0, root[:, None], np.where(nodes, values, fill)) for values, fill, root in columns]
-    return [*found[:3], kept, found[3]]
-
-
-ODD = [-(2**40), -2, -1, 0, 1, 2, 3, 4, 5, 99, 100, 2**40]
-
-
-@settings(quick, max_examples=400)
-@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(0, 4))
-def test_the_guard_equals_array_operations(seed, num_reqs, num_faults):
-    """Right and wrong values anywhere, dtypes, layouts and shapes: both versions accept, change and refuse the same."""
-    rng = oracle.seeded(seed)
-    draft, _, _ = random_draft(rng, num_reqs, 8)
-    parts = {name: getattr(draft.tree, name).clone() for name in ("token_ids", "parents", "depths", "num_rows")}
-    parts["log_values"] = draft.log_values.clone()
-    for _ in range(num_faults):
-        part = parts[rng.choice(list(parts))]
-        odd = [math.nan, math.inf, -math.inf, 0.5, 0.0, -0.0, -0.1, -9.0] if part.is_floating_point() else ODD
-        part[tuple(rng.randrange(size) for size in part.shape)] = rng.choice(odd)
-    name, kind = rng.choice(list(parts)), rng.randrange(6)
-    part = parts[name]
-    if kind == 0:
-        dtypes = [torch.int32, torch.float32, torch.float64, torch.bool]
-        parts[name] = part.to(rng.choice(dtypes) if name != "log_values" else torch.float64)
-    elif kind == 1:
-        parts[name] = part[..., :-1]
-    elif kind == 2:  # not contiguous
-        parts[name] = part.repeat_interleave(2, dim=-1)[..., ::2]
-    elif kind == 3:  # one row for all
-        parts[name] = part[:1].expand(part.shape)
-    log_values = parts.pop("log_values")
-    draft = Draft(TokenTree(**parts), log_values, ("x",), torch.ones(num_reqs, 9, dtype=torch.int64))
-    ctx, num_nodes = rows_context(num_reqs, wanted=[rng.random() < 0.8 for _ in range(num_reqs)]), rng.randint(1, 9)
-    expected = reference_check(draft, ctx, num_nodes)
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            check_draft(draft, ctx, num_nodes)
-        return
-    found = check_draft(draft, ctx, num_nodes)
-    tree = found.tree
-    for one, other in zip(
-        expected, (tree.token_ids, tree.parents, tree.depths, tree.num_rows, found.log_values), strict=True
-    ):
-        assert one.tolist() == other.tolist() and other.dtype == (torch.float32 if one is expected[4] else torch.int64)
-    assert found.source_bits.tolist() == (tree.parents >= 0).long().tolist() and found.source_names == ("x",)
-
-
 def test_guard_passes_cuts_and_roots():
     def honest(parts, log_values):
         parts["token_ids"][0, 0] = 55  # the context decides what the root is
@@ -527,12 +411,7 @@ def test_guard_passes_cuts_and_roots():
     assert to_rows(draft.tree, 0) == [(90, -1)]
 
 
-def test_as_draft_halves_along_each_edge():
-    tree = to_tree([[(9, -1), (1, 0), (2, 1)], [(9, -1)]])
-    assert as_draft(tree).log_values.exp().tolist() == [[1.0, 0.5, 0.25], [1.0, 0.0, 0.0]]
-
-
-# ---- what the scheduler gets
+# ---- drafts for the scheduler
 
 
 def test_flat_drafts_name_their_sources():
@@ -598,10 +477,3 @@ def test_sources_are_typed():
 def test_bad_sources(sources, changes, message):
     with pytest.raises(ConfigError, match=message):
         parse(*sources, **changes)
-
-
-def test_sources_are_needed():
-    with pytest.raises(ConfigError, match="method 'union' needs 'sources'"):
-        parse_options({"method": "union"})
-    with pytest.raises(ConfigError, match="sources must be a list"):
-        parse_options({"method": "union", "sources": {"method": "lookup"}})

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.tools.test_cli import fails_with
 from vllm_specplug.bench import command as bench_command
 from vllm_specplug.bench.command import interruption
 from vllm_specplug.bench.methods import Method
@@ -359,33 +358,6 @@ def test_a_server_is_asked_for_as_many_at_once_as_wanted(server):
 def test_a_server_that_refuses_is_quoted(server, text, said):
     with pytest.raises(RuntimeError, match=said):
         Server("plain", server[1]).generate([Question("7", "c", text)], 6)
-
-
-def test_bench_of_servers(server, tmp_path, capsys):
-    fake, url = server
-    questions, out = tmp_path / "q.jsonl", tmp_path / "out.json"
-    questions.write_text('{"question": "1 + 1?"}\n{"question": "2 + 2?"}\n')
-    command = ["bench", "--questions", str(questions), "--max-tokens", "6", "--concurrency", "1,2", "--repeats", "2"]
-    servers = ["--server", url, "--server", f"eagle3={url}", "--server", f"ours={url}"]  # vLLM's own chain beside ours
-    assert cli.main([*command, *servers, "--out", str(out)]) == 0
-    report = json.loads(out.read_text())
-    assert (
-        list(report["methods"]) == ["plain", "eagle3", "ours"] and report["methods"]["eagle3"]["overall"]["tau"] == 1.8
-    )
-    ours = report["methods"]["ours"]
-    assert ours["overall"]["agree"] == 4 and ours["overall"]["tau"] == 1.8
-    assert ours["overall"]["acceptance_by_depth"] == [0.6, 0.2]
-    assert list(ours["concurrency"]) == ["1", "2"] and len(ours["overall"]["speedup_by_repeat"]) == 2
-    assert ours["peak_rss_mib"] is None and "| ours" not in capsys.readouterr().err
-    fails_with(capsys, [*command, "--server", f"ours={url}"], "'plain'")
-    fails_with(capsys, [*command, "--server", url, "--look-inside"], "--look-inside needs its own engines")
-    fails_with(capsys, [*command, "--server", "http://127.0.0.1:9"], "does not answer")
-    assert {body["max_tokens"] for body in fake.bodies} == {6}
-    fails_with(capsys, [*command, "--temperature", "3"], "--temperature")
-    fake.bodies.clear()
-    assert cli.main([*command, "--server", url, "--server", f"no-drafts={url}", "--out", str(out)]) == 0
-    asked = [body.get("vllm_xargs") for body in fake.bodies]
-    assert asked.count({"speculation": False}) == asked.count(None) == len(asked) / 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PROVENANCE = {
     "answer_tokens": 1000,
     "prompts": 7,
     "steps": 30,
-    "options": {"align_steps": 3, "distill_loss": "bild", "distill_weight": 0.5},
+    "options": {"align_steps": 3, "distill_weight": 0.5},
     "dev_alpha": [0.5, 0.25],
     "dev_chain_tau": 1.75,
 }
@@ -46,7 +46,7 @@ def test_hass_head_with_its_provenance(tmp_path):
     text = render(found)
     for words in (
         "EAGLE-1/2",
-        "HASS, align-3, 0.5 x bild loss",
+        "HASS, align-3, 0.5 x top-K loss",
         "Some-1B (hidden size 16, vocabulary 60)",
         "the whole vocabulary",
         "1.75 (greedy chains",

@@ -1,12 +1,8 @@
-import json
-from pathlib import Path
-
 import pytest
 
 from vllm_specplug.bench.methods import parse_methods
 from vllm_specplug.bench.results import build_report, interval_of, render
 from vllm_specplug.bench.workers import Measurement
-from vllm_specplug.cli import cli
 
 
 def made(label, category, seconds, ids, drafts=0, depths=(), concurrency=1, repeat=0):
@@ -89,29 +85,3 @@ def test_an_interval_of_five_questions(results):
         batch["seconds"] = 2.0
     low, high = interval_of(results, "eagle2")
     assert low < high and render(results).count(f"({low:.2f}-{high:.2f})") == 2  # overall and by concurrency
-
-
-def test_published_results_of_bench_have_tables():
-    folder = Path(__file__).parents[3] / "benchmarks" / "results"
-    contents = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    reports = [content for content in contents if {"methods", "settings"} <= content.keys()]
-    assert len(reports) > 5 and all(map(render, reports))
-
-
-def test_a_table_of_a_file(results, tmp_path, capsys):
-    run = tmp_path / "run.json"
-    run.write_text(json.dumps(results))
-    assert cli.main(["bench", "--table", str(run)]) == 0
-    assert "1.33x" in capsys.readouterr().out
-    for content, said in (
-        (None, "No such file"),
-        ("{", "is not one JSON object"),
-        ('{"source": 1}\n{"source": 2}\n', "is not one JSON object: give a file that `specplug bench --out` wrote"),
-        ("[1]", "is not an object with methods, provenance, settings"),
-    ):
-        file = tmp_path / f"bad{len(said)}.json"
-        if content is not None:
-            file.write_text(content)
-        assert cli.main(["bench", "--table", str(file)]) == 2
-        error = capsys.readouterr().err
-        assert said in error and "Errno" not in error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from benchmarks.end_to_end import stress
@@ -32,16 +30,3 @@ def test_growth_is_reported_unless_the_plain_server_grows_too():
     assert stress.grown({"trees": steady, "plain": steady}) == []
     assert stress.grown({"trees": growing, "plain": growing}) == []
     assert stress.grown({"trees": growing, "plain": steady})
-
-
-def test_cases_are_the_documented_mixture():
-    rng = random.Random(0)
-    cases = [stress.make_case(rng) for _ in range(2000)]
-    assert sum(case.abort_after is not None for case in cases) / len(cases) == pytest.approx(0.2, abs=0.03)
-    assert all(case.body["temperature"] == 0 or "seed" in case.body for case in cases)
-    assert max(case.asked_tokens / case.body.get("n", 1) for case in cases) <= stress.MAX_MODEL_LEN
-    asked = sum(case.asked_tokens for case in cases) / len(cases)
-    room = (stress.num_kv_blocks(32) - 1) * stress.BLOCK_SIZE
-    assert room == pytest.approx(0.1 * 32 * asked, rel=0.06)
-    with pytest.raises(ValueError, match="raise --concurrency"):
-        stress.num_kv_blocks(8)

@@ -63,7 +63,7 @@ def test_counters_reach_the_registry(counters):
 
 
 def test_versions_of_the_drafter_are_told_apart(counters):
-    """Only the newest are kept; what was counted of an old one is not added to the one that takes its place."""
+    """Only the newest are kept; an old one's counts are not added to the one that takes its place."""
     counters.serve_version(1)
     for version in (1, 2, 5):
         counters.add_trees(version, 10, 10 * version)

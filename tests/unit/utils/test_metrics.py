@@ -1,4 +1,4 @@
-"""Counters with several API servers: vLLM then shows what lies in prometheus_client's folder."""
+"""Counters with several API servers: vLLM then shows the files in prometheus_client's folder."""
 
 import re
 import time

@@ -21,23 +21,6 @@ logger = logging.getLogger("vllm_specplug")
 DraftByModel = Callable[["torch.Tensor | None"], "Draft | None"]
 
 
-def synthetic_context(num_reqs: int, max_len: int, vocab_size: int) -> DraftContext:
-    """Make requests of repetitive text, to time proposers with."""
-    count = max(min(max_len, 512) - 1, 1)
-    token_ids = torch.zeros(num_reqs, max_len, dtype=torch.int32)
-    token_ids[:, :count] = torch.arange(count) % min(64, vocab_size)
-    return DraftContext(
-        root_token_ids=token_ids[:, count - 1].long(),
-        token_ids=token_ids,
-        num_tokens=torch.full((num_reqs,), count),
-        prompt_lens=torch.full((num_reqs,), count - 1),
-        namespaces=torch.zeros(num_reqs, dtype=torch.int64),
-        request_ids=tuple(f"synthetic-{request}" for request in range(num_reqs)),
-        wanted=torch.ones(num_reqs, dtype=torch.bool),
-        vocab_size=vocab_size,
-    )
-
-
 def context_of(
     input_batch: Any, wanted: np.ndarray, vocab_size: int, namespaces: Mapping[str, int] | None = None
 ) -> DraftContext:

@@ -59,7 +59,7 @@ def check_draft_model(speculative_config: Any) -> None:
     """Refuse models that do not draft trees, and vocabularies that share few tokens; say if ids differ.
 
     Raises:
-        ConfigError: naming what was found and the fix.
+        ConfigError: naming the finding and the fix.
     """
     drafter, target = speculative_config.draft_model_config, speculative_config.target_model_config
     method = model_drafter(speculative_config.specplug).method

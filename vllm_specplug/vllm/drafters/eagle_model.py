@@ -19,7 +19,7 @@ class SpecPlugEagleForCausalLM(EagleLlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         config = vllm_config.speculative_config.draft_model_config.hf_config
         has_bias = getattr(config, "bias", True)
-        config.bias = False  # vLLM's layers would read it as biases of the attention, and leave them uninitialised
+        config.bias = False  # with ``bias`` vLLM would also give the attention biases, and not load them
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         #: Offsets ``[draft_vocab]`` from draft to target token ids; None: the drafter has the target's vocabulary.
         self.d2t: torch.Tensor | None = None

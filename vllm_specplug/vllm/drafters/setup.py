@@ -12,13 +12,13 @@ from vllm_specplug.utils.lazy import load
 
 
 def target_info(model_config: Any) -> TargetInfo:
-    """Read what a method may know of the target from vLLM's model config."""
+    """Read a method's facts about the target from vLLM's model config."""
     num_layers = model_config.hf_text_config.num_hidden_layers
     return TargetInfo(model_config.get_hidden_size(), model_config.get_vocab_size(), num_layers, model_config.dtype)
 
 
 def make_heads(vllm_config: Any, folder: Path | None = None) -> Heads:
-    """Make the heads that the configured method names, of another checkpoint if given; weights are not loaded yet."""
+    """Make the heads of the configured method, without weights; ``folder``: another checkpoint than its."""
     options = model_drafter(vllm_config.speculative_config.specplug)
     if folder is not None:
         options = replace(options, model=str(folder))

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from vllm_specplug.utils.smollm2 import prepare
-
 
 def start_in_process(arguments: dict[str, Any]) -> Any:
     """Start an ``LLM`` with these arguments: its scheduler and its worker have no processes of their own."""
@@ -19,22 +17,6 @@ def start_in_process(arguments: dict[str, Any]) -> Any:
     llm = LLM(**arguments)
     use_served_threads(llm.llm_engine.vllm_config)
     return llm
-
-
-def start_smollm2(speculative_config: dict[str, Any], dtype: str = "bfloat16", **changes: Any) -> Any:
-    """Start SmolLM2-135M-Instruct as benchmarks in one process serve it; ``changes``: other arguments of ``LLM``."""
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
-    arguments = {
-        "model": str(prepare()),
-        "dtype": dtype,
-        "max_model_len": 2048,
-        "max_num_seqs": 8,
-        "kv_cache_memory_bytes": 256 << 20,
-        "enable_prefix_caching": False,
-        "speculative_config": speculative_config,
-        **changes,
-    }
-    return start_in_process(arguments)
 
 
 def runner_of(llm: Any) -> Any:

@@ -26,7 +26,8 @@ def start_engine(
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
-    # vLLM discards what it samples at a part of a prompt, and winds the request's generator back: on a CPU it cannot.
+    # vLLM samples at each part of a prompt too, discards that token and resets the request's generator.  On a CPU it
+    # cannot reset generators.
     whole_prompts = {"enable_chunked_prefill": False} if temperature and current_platform.is_cpu() else {}
     llm = LLM(
         str(target),

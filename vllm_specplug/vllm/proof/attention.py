@@ -58,7 +58,7 @@ def fault_of_attention(runner: Any) -> str:
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    """Return what a layer shares with others of which one is compared; () if it is not compared."""
+    """Return the traits of a layer, of which one layer is compared; () if it is not compared."""
     impl = layer.impl
     if not isinstance(impl, TreeAttentionImpl):
         return "latents", impl.num_heads, impl.head_size, impl.kv_lora_rank, impl.qk_nope_head_dim, impl.v_head_dim

@@ -55,7 +55,7 @@ class Proof:
         vocab_size = runner.model_config.get_vocab_size()
         rng = random.Random(seed)
         first, last = min(vocab_size // 16, 1000), vocab_size // 2
-        # Even tokens are the text, odd ones what is wrong.
+        # Even tokens are the text, odd ones the wrong siblings.
         self._wrong = (rng.randrange(first, last) | 1 for _ in itertools.count())
         depth = min(DEPTHS[0], driver.max_depth, max(1, driver.num_nodes // 2))
         self._branch_depth = max(1, depth - 1)
@@ -197,7 +197,7 @@ class Proof:
             position = root + depth
             behind = ", after the end of the page" if 0 < self._places.boundary <= position else ""
             where = f"the row at depth {depth} of {name}{behind}"
-            # The control's root sees the context alone: it shows what the tree before it has committed.
+            # The control's root sees the context alone: it shows the rows that the tree before it has committed.
             if not (is_control and depth):
                 self._trees.append((where, position, logits[row]))
             elif self._driver.num_nodes > 1:

@@ -99,7 +99,7 @@ def prove(driver: Driver) -> None:
 
 
 def fault_of(evidence: Evidence | str | None) -> str:
-    """Return what is wrong; empty if the proof has passed, or on a rank without logits."""
+    """Return the fault; empty if the proof has passed, or on a rank without logits."""
     if not isinstance(evidence, Evidence):
         return evidence or ""
     if envs.VLLM_BATCH_INVARIANT and evidence.keeps_bits and not evidence.in_bits():
@@ -111,7 +111,7 @@ def fault_of(evidence: Evidence | str | None) -> str:
 
 
 def describe(numbers: dict[str, float]) -> str:
-    """Say in one line what was compared."""
+    """Describe the comparison in one line."""
     if numbers["in_bits"]:
         return (
             f"{numbers['rows']:.0f} rows of trees have the bits of plain decoding, in batches of other shapes too "
@@ -206,7 +206,7 @@ def serve_plainly(driver: Driver) -> None:
     )
 
 
-# ---- what the proof depends on
+# ---- facts that the proof depends on
 
 
 def facts_of(runner: Any) -> dict[str, Any]:
