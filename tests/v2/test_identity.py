@@ -7,7 +7,7 @@ import torch
 
 from tests.doubles.cuda_graphs import Capture
 from tests.host_versions import SKIPS_DRAFTS
-from tests.hosts.conftest import acceptance_length, broken_plan, counters, runner_of, token_ids
+from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -21,6 +21,7 @@ from tests.v2.conftest import (
     same,
     watch_rounds,
 )
+from vllm_specplug.core.step import StepPlan
 from vllm_specplug.gpu import sampler as v2_sampler
 from vllm_specplug.gpu import step as v2_step
 from vllm_specplug.gpu.drafters import eagle
@@ -96,7 +97,14 @@ def skip_moves(patch, _):
 
 
 def broken_step_plan(patch, _):
-    broken_plan(patch, v2_step)
+    """The first rows of each tree are taken for the accepted ones."""
+    honest = v2_step.plan_step
+
+    def flat(walk, row_start, num_flat_rows):
+        rows = honest(walk, row_start, num_flat_rows).target_rows
+        return StepPlan(rows, rows, torch.arange(num_flat_rows, device=rows.device), rows.amax(dim=1))
+
+    patch.setattr(v2_step, "plan_step", flat)
 
 
 def wrong_bit(patch, _):
