@@ -1,8 +1,8 @@
 """Triton's interpreter with bounds: a kernel reads and writes only the tensors of its launch.
 
-A pointer keeps the tensor that it was computed from, so a neighbour in the same storage is outside too.  Addresses that
-a kernel reads from a tensor are those of any tensor that lives.  Lanes whose mask is off may point anywhere.  Rows that
-nobody has written are poisoned.
+A pointer keeps the tensor that it was computed from, so a neighbour in the same storage is outside too.  Lanes whose
+mask is off may point anywhere.  In ``thorough`` checks addresses that a kernel reads from a tensor are those of any
+tensor that lives, and rows that nobody has written are poisoned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,9 +62,11 @@ class Live:
     """The extents of tensors that live; a table of addresses names some of them.
 
     Attributes:
+        is_searched: whether addresses of a table are compared with them.
         known: those that were found before, since a search takes long.
     """
 
+    is_searched: ClassVar[bool] = False
     known: ClassVar[list[tuple[weakref.ref[torch.Tensor], Extent]]] = []
 
     @classmethod
@@ -99,6 +102,8 @@ def check(pointers: Any, mask: Any) -> None:
     if addresses.size == 0:
         return
     width, extent = max(1, pointers.get_element_ty().primitive_bitwidth // 8), pointers.attr.get("extent")
+    if extent is None and not Live.is_searched:
+        return
     outside = (extent or Live).outside(addresses, width)
     if outside.any():
         name, first = (extent.name, extent.first) if extent else ("all tensors", 0)
@@ -106,10 +111,20 @@ def check(pointers: Any, mask: Any) -> None:
         raise Outside(f"{int(outside.sum())} of {outside.size} addresses outside of {name}: byte {place}")
 
 
-def poison_new_memory() -> None:
-    """Fill what ``torch.empty`` returns with NaN, and with the largest integer, from now on: torch can do this."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+@contextmanager
+def thorough(is_on: bool) -> Iterator[None]:
+    """Follow tables of addresses, and fill what ``torch.empty`` returns with NaN or the largest integer.
+
+    Beside an engine, which has millions of objects, a search for tensors takes most of a test's time.
+    """
     assert torch.utils.deterministic.fill_uninitialized_memory
+    Live.is_searched = is_on
+    torch.use_deterministic_algorithms(is_on, warn_only=True)
+    try:
+        yield
+    finally:
+        Live.is_searched = False
+        torch.use_deterministic_algorithms(False)
 
 
 def check_addresses() -> None:

@@ -1,4 +1,4 @@
-"""Building draft trees as flat rows: of a fixed shape, or from a flat list of parents.
+"""Building draft trees as flat rows: a chain, a fixed shape, or a flat list of parents.
 
 Trees that a drafter grows node by node come from ``growth`` and ``pruning``.
 """
@@ -10,6 +10,19 @@ from functools import lru_cache
 import torch
 
 from vllm_specplug.types import PADDING, TokenTree
+
+
+def chain_tree(root_token_ids: torch.Tensor, draft_token_ids: torch.Tensor, num_drafts: torch.Tensor) -> TokenTree:
+    """Build trees without branches.
+
+    Args:
+        root_token_ids: int ``[num_reqs]``.
+        draft_token_ids: int ``[num_reqs, num_nodes]``; ``PADDING`` among the drafts is a node that no token matches.
+        num_drafts: int ``[num_reqs]``; valid drafts of each request.
+    """
+    rows = torch.arange(draft_token_ids.shape[1] + 1, device=draft_token_ids.device).unsqueeze(0)
+    token_ids = torch.cat([root_token_ids.unsqueeze(1).long(), draft_token_ids.long()], dim=1)
+    return padded_tree(token_ids, rows - 1, rows, num_drafts.long() + 1)
 
 
 def static_tree(root_token_ids: torch.Tensor, node_token_ids: torch.Tensor, parents: tuple[int, ...]) -> TokenTree:

@@ -11,6 +11,7 @@ from vllm_specplug.core.growth import deeper_nodes_can_enter, expand, next_beam
 from vllm_specplug.core.pool import DraftPool, new_pool
 from vllm_specplug.core.pruning import rerank_draft
 from vllm_specplug.core.tree import (
+    chain_tree,
     depths_from_parents,
     from_flat,
     static_tree,
@@ -175,6 +176,13 @@ def test_stopping_when_no_deeper_node_can_enter_changes_nothing():
         assert torch.equal(rerank(early, torch.tensor([1]), num_nodes).token_ids, full.token_ids)
         assert torch.equal(rerank(early, torch.tensor([1]), num_nodes).parents, full.parents)
     assert stops > 20
+
+
+def test_chain_tree():
+    tree = chain_tree(torch.tensor([1, 2]), torch.tensor([[3, -1, 5], [6, 7, 8]]), torch.tensor([3, 1]))
+    assert to_rows(tree, 0) == [(1, -1), (3, 0), (-1, 1), (5, 2)]  # A placeholder draft stays a node.
+    assert to_rows(tree, 1) == [(2, -1), (6, 0)]
+    assert tree.depths.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_static_tree():
