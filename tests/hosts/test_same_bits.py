@@ -101,7 +101,7 @@ class Asking:
         self.llm, self._adapter = llm, adapter
 
     def together(self, indices: list[int], drafts: bool) -> list[Scored]:
-        adapters = [self._adapter if index % 4 < 2 else None for index in indices]
+        adapters = [self._adapter_of(index) for index in indices]
         prompts = [PROMPTS[index] for index in indices]
         asked = [params(index, drafts) for index in indices]
         outputs = self.llm.generate(prompts, asked, use_tqdm=False, lora_request=adapters)
@@ -111,7 +111,8 @@ class Asking:
         """Ask with drafts, and abort some requests after a few steps; return the others, by index."""
         engine, found = self.llm.llm_engine, {}
         for index in indices:
-            engine.add_request(str(index), PROMPTS[index], params(index, drafts=True))
+            asked = params(index, drafts=True)
+            engine.add_request(str(index), PROMPTS[index], asked, lora_request=self._adapter_of(index))
         for step in itertools.count():
             if not engine.has_unfinished_requests():
                 return dict(sorted(found.items()))
@@ -120,6 +121,9 @@ class Asking:
             for output in engine.step():
                 if output.finished:
                     found[int(output.request_id)] = self._scored(output.outputs[0])
+
+    def _adapter_of(self, index: int) -> LoRARequest | None:
+        return self._adapter if index % 4 < 2 else None
 
     def alone(self, drafts: bool) -> list[Scored]:
         return [self.together([index], drafts)[0] for index in range(len(PROMPTS))]
