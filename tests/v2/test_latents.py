@@ -134,8 +134,8 @@ def latent(checkpoints, tmp_path_factory):
     return "latent"
 
 
-@pytest.fixture(scope="module")
-def expected(engine, latent):
+@pytest.fixture
+def expected(engine, latent, expert_group):  # noqa: F811
     return answers(engine(target=latent, **PLAIN), PROMPTS, PARAMS)
 
 
