@@ -353,11 +353,11 @@ SERVING_FAULTS = [
         "tests/hosts/test_kv_groups.py::test_same_as_plain",
     ),
     Fault(
-        "SWIFT drafts with the adapter of the first request",
+        "SWIFT drafts without the adapter",
         "lora",
         CPU + "drafters/adapters.py",
-        "request_lora_mapping[requests.numpy()]",
-        "request_lora_mapping[requests.numpy() * 0 + 1]",
+        "batch.request_lora_mapping[requests.numpy()]",
+        "(0 * batch.request_lora_mapping)[requests.numpy()]",
         "tests/hosts/test_lora.py::test_swift_drafts_with_the_adapter",
     ),
     Fault(
