@@ -15,7 +15,7 @@ class HassTrainOptions(EagleOptions):
     """Options of a HASS head's training: the paper's alignment and objective, a schedule that suits small data."""
 
     align_steps: int = option(3, "passes of HASS's context alignment (1: EAGLE)", low=1)
-    distill_weight: float = option(1.0, "weight of HASS's top-K loss", low=0)
+    distill_weight: float = option(1.0, "weight of --distill-loss", low=0)
 
 
 def published_schedule(options: HassTrainOptions) -> tuple[HassTrainOptions, HassTrainOptions]:

@@ -17,6 +17,7 @@ from ..eagle2.checkpoint import (
 )
 from ..eagle2.head import EagleHead, HeadConfig
 from ..eagle2.rotary import rope_of
+from ..hass.losses import LOSSES
 from . import command
 from .evaluate import Acceptance, chain_acceptance
 from .features import FeatureSet
@@ -40,8 +41,9 @@ class EagleOptions(LoopOptions):
     step_weight: float = option(1.0, "the weight of pass j is this number ** (j - 1), beta in the paper", low=0)
     feature_weight: float = option(1.0, "weight of the loss of the hidden states", low=0)
     ce_weight: float = option(0.1, "weight of the cross-entropy", low=0)
-    topk: int = option(10, "K of HASS's top-K loss", low=1)
-    distill_weight: float = option(0.0, "weight of HASS's top-K loss", low=0)
+    topk: int = option(10, "K of the loss topk", low=1)
+    distill_loss: str = option("topk", f"loss that is added: {', '.join(LOSSES)}")
+    distill_weight: float = option(0.0, "weight of --distill-loss", low=0)
     prompt_share: float = option(0.0, PROMPT_SHARE_HELP, low=0, high=1)
     noise: float = option(0.2, "width of the uniform noise that is added to the input hidden states", low=0)
     noise_length: int = option(
@@ -53,9 +55,11 @@ class EagleOptions(LoopOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.distill_loss not in LOSSES:
+            raise ValueError(f"--distill-loss {self.distill_loss!r} is unknown: choose one of {', '.join(LOSSES)}")
         if self.distill_weight and not self.ce_weight:
             raise ValueError(
-                "--distill-weight needs a --ce-weight above 0: the top-K loss is computed with the cross-entropy"
+                "--distill-weight needs a --ce-weight above 0: the added loss is computed with the cross-entropy"
             )
 
 
@@ -124,15 +128,18 @@ class EagleTask(Task):
         inputs = batch.features + noise.to(device, batch.features.dtype)
         targets = batch.target_features.flatten(0, 1)[rows]
         outputs = self.passes(batch, inputs, passes)
-        # The top-K loss shares the cross-entropy's chunks, so its weight is relative to the cross-entropy's.
+        # The added loss shares the cross-entropy's chunks, so its weight is relative to the cross-entropy's.
         share = options.distill_weight / options.ce_weight if options.distill_weight else 0.0
+        harmonised = None if options.distill_loss == "topk" else LOSSES[options.distill_loss]  # top-K is fused
         topk = min(options.topk, self.draft_head.shape[0])
         feature, ce = torch.zeros((), device=device), torch.zeros((), device=device)
         for index, output in enumerate(outputs):
             predicted = output.flatten(0, 1)[rows]
             scale = options.step_weight**index
             feature = feature + scale * feature_loss(predicted, targets, weights)
-            ce = ce + scale * distillation_loss(predicted, targets, self.draft_head, ce_weights, topk, share)
+            ce = ce + scale * distillation_loss(
+                predicted, targets, self.draft_head, ce_weights, topk, share, harmonised
+            )
         return {"feature": options.feature_weight * feature, "ce": options.ce_weight * ce}
 
     def rows_to_train(self, batch: Batch, generator: torch.Generator) -> torch.Tensor:

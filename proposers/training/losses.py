@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
-#: Most rows whose logits are in memory at the same time; and of the loss that does not need the target's logits.
-CHUNK, SPARSE_CHUNK = 512, 256
+# Rows whose logits exist at the same time:
+CHUNK = 512  # by default
+SPARSE_CHUNK = 256  # if the target's logits are not needed
+AUTOGRAD_CHUNK = 64  # if autograd keeps several copies of the logits
 
 
 def feature_loss(predicted: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -22,6 +26,7 @@ def distillation_loss(
     weights: torch.Tensor,
     topk: int = 0,
     topk_weight: float = 0.0,
+    harmonised: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None,
     target_head: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum over rows of the soft cross-entropy over the draft vocabulary.
@@ -34,10 +39,12 @@ def distillation_loss(
         weights: float32 [N].
         topk, topk_weight: weight of HASS's loss: the same sum over the target's `topk` likeliest ids only, whose
             probabilities are not renormalised.
+        harmonised: replaces HASS's loss: (draft_logits, target_logits, topk) -> [n], with logits [n, draft_vocab] (see
+            proposers/hass/losses.py).
         target_head: [draft_vocab, h], the target's LM head if the drafter has its own (EAGLE-3), which then gets a
             gradient; None: `lm_head` is the target's and gets no gradient.
     """
-    return _Distillation.apply(predicted, target, lm_head, weights, topk, topk_weight, target_head)
+    return _Distillation.apply(predicted, target, lm_head, weights, topk, topk_weight, harmonised, target_head)
 
 
 @torch.no_grad()
@@ -105,20 +112,25 @@ class _SparseDistillation(_ChunkedLoss):
 
 class _Distillation(_ChunkedLoss):
     @staticmethod
-    def forward(ctx, predicted, target, lm_head, weights, topk, topk_weight, target_head):
+    def forward(ctx, predicted, target, lm_head, weights, topk, topk_weight, harmonised, target_head):
         total = torch.zeros((), device=predicted.device)
         grad = torch.empty_like(predicted)
         own_head = target_head is not None
         head_grad = torch.zeros_like(lm_head, dtype=torch.float32) if own_head else None
         target_head = target_head if own_head else lm_head
-        for start in range(0, predicted.shape[0], CHUNK):
-            rows = slice(start, start + CHUNK)
+        chunk = min(CHUNK, AUTOGRAD_CHUNK) if harmonised and topk_weight else CHUNK
+        for start in range(0, predicted.shape[0], chunk):
+            rows = slice(start, start + chunk)
             target_logits = (target[rows].to(target_head.dtype) @ target_head.T).float()
             draft_logits = (predicted[rows].to(lm_head.dtype) @ lm_head.T).float()
             weight = weights[rows, None]
+            extra_grad = None
+            if harmonised and topk_weight:
+                extra, extra_grad = _with_gradient(harmonised, draft_logits, target_logits, topk, weight[:, 0])
+                total += topk_weight * extra
             target_probs = target_logits.softmax(-1)
             mass = 1.0
-            if topk_weight:
+            if topk_weight and not harmonised:
                 probs, ids = target_probs.topk(topk)
                 target_probs.scatter_(-1, ids, probs * (1 + topk_weight))
                 mass = 1 + topk_weight * probs.sum(-1, keepdim=True)
@@ -126,9 +138,19 @@ class _Distillation(_ChunkedLoss):
             total -= (torch.linalg.vecdot(target_probs, log_probs) * weight[:, 0]).sum()
             # d/dlogits of -sum(p log softmax) = softmax * sum(p) - p
             log_grad = log_probs.exp_().mul_(mass).sub_(target_probs).mul_(weight)
+            if extra_grad is not None:
+                log_grad.add_(extra_grad, alpha=topk_weight)
             log_grad = log_grad.to(lm_head.dtype)
             grad[rows] = (log_grad @ lm_head).to(grad.dtype)
             if own_head:
                 head_grad += log_grad.T @ predicted[rows].to(lm_head.dtype)
         _ChunkedLoss.keep(ctx, grad, lm_head, 2, head_grad)
         return total
+
+
+def _with_gradient(harmonised, draft_logits, target_logits, topk, weights):
+    """The weighted sum of a chunk's harmonised loss, and its gradient with respect to draft_logits."""
+    with torch.enable_grad():
+        leaf = draft_logits.detach().requires_grad_()
+        loss = (harmonised(leaf, target_logits, topk) * weights).sum()
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]

@@ -196,8 +196,8 @@ def _trained_as(kind: str, options: dict) -> str | None:
     if kind == "peagle":
         return f"P-EAGLE, {steps} positions"
     weight = options.get("distill_weight")
-    topk = f", {weight} x top-K loss" if weight else ""
-    return f"{'HASS' if steps > 1 or topk else 'EAGLE'}, align-{steps}{topk}"
+    loss = f", {weight} x {options.get('distill_loss', 'topk')} loss" if weight else ""
+    return f"{'HASS' if steps > 1 or loss else 'EAGLE'}, align-{steps}{loss}"
 
 
 def _drafts(found: Inspection) -> str:

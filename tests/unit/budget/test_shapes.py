@@ -149,3 +149,9 @@ def test_shapes_without_room_do_not_run():
     budget = ShapeBudget(times(), SHAPES, 40)
     assert set(drive(budget, 4, ACCEPTED, 100)) <= {0, 1, 3, 7}
     assert set(drive(budget, 21, ACCEPTED, 100)) == {0}
+
+
+def test_control_without_outcomes_it_goes_on():
+    budget = ShapeBudget(times(), SHAPES, 10**6)
+    nothing = dict.fromkeys(ACCEPTED, 0.0)
+    assert drive(budget, 4, nothing, 200, learns=False)[-50:].count(0) < 5

@@ -6,6 +6,8 @@ the product of the target's conditionals by a chi-square test.  Planted errors s
 All seeds are fixed, so a result never varies from run to run.
 """
 
+import itertools
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -126,6 +128,16 @@ def test_every_small_shape_samples_the_target_exactly():
     assert 0.2 < sum(p_values) / len(p_values) < 0.8  # Neither too bad nor too good to be true.
 
 
+@pytest.mark.parametrize("vocab_size", [4, 5, 6])
+def test_larger_trees_sample_the_target_exactly(vocab_size):
+    rng = oracle.seeded(41)
+    for seed in range(6):
+        target = TabularTarget(vocab_size, 100 + seed)
+        rows = oracle.random_tree(rng, 20, vocab_size)  # Equal siblings included.
+        walk = walk_exact(batch_of(rows), row_sampler(target, rows))
+        assert p_value(target, continue_plainly(target, walk)) > SMALLEST_P
+
+
 #: Two levels of two children, and a third level: room for every error below.
 BUSHY = [(0, -1), (1, 0), (2, 0), (0, 1), (3, 1), (1, 2), (2, 3)]
 
@@ -189,3 +201,26 @@ def test_a_planted_bias_is_caught(planted):
         honest = walk_exact(batch_of(BUSHY), row_sampler(target, BUSHY))
         assert p_value(target, continue_plainly(target, honest)) > SMALLEST_P
         assert p_value(target, continue_plainly(target, planted(target, BUSHY))) < SMALLEST_P
+
+
+def test_the_tree_sampler_agrees_with_enumeration():
+    """Without chance: sum over all draws, weighted by their probability, gives the target's joint exactly."""
+    target = TabularTarget(3, 7)
+    rows = [(0, -1), (1, 0), (2, 0), (0, 1), (1, 3)]
+    probs = target.row_probs(rows)
+    draws = list(itertools.product(range(3), repeat=LENGTH))
+    joint = torch.zeros(3**LENGTH, dtype=torch.float64)
+    table = torch.tensor(draws)
+    tree = batch_of(rows, len(draws))
+    walk = walk_exact(tree, lambda row, active, depth: table[:, min(depth, LENGTH - 1)], max_emitted=LENGTH)
+    for request, drawn in enumerate(draws):
+        weight, history = 1.0, []
+        for depth, token in enumerate(drawn):
+            if depth < walk.num_emitted[request]:
+                weight *= probs[walk.path_rows[request, depth], token]  # As the walk read it.
+            else:
+                index = target.index(torch.tensor([history], dtype=torch.int64))
+                weight *= target.tables[depth][index[0], token]
+            history.append(token)
+        joint[target.index(torch.tensor([history]))] += weight
+    torch.testing.assert_close(joint, target.exact(), rtol=1e-12, atol=1e-15)

@@ -9,12 +9,13 @@ import torch
 from scipy.stats import chi2
 
 from vllm_specplug.config import ConfigError, parse_options
-from vllm_specplug.core import draft_sampling
+from vllm_specplug.core import draft_sampling, rejection
 from vllm_specplug.core.draft_sampling import DraftSampling
 from vllm_specplug.core.noise import gumbel_noise, upcoming_seeds
 from vllm_specplug.core.rejection import accept_rejection
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, grow_tree
 from vllm_specplug.proposers.medusa.drafting import choose_tree, fill_tree
+from vllm_specplug.proposers.medusa.sparse_tree import in_draw_order
 from vllm_specplug.types import PADDING
 
 VOCAB, DEPTH, TOP_K, TRIALS = 5, 3, 3, 30000
@@ -76,7 +77,7 @@ def codes_of(tree) -> torch.Tensor:
 
 
 def emit_two(draft, target: torch.Tensor) -> torch.Tensor:
-    """The first two tokens of each trial; those that the walk does not emit are drawn from the target."""
+    """The first two tokens of each trial; what the walk leaves open is drawn from the target."""
     codes = codes_of(draft.tree)
 
     def target_probs(rows):
@@ -124,11 +125,37 @@ def test_pairs_follow_the_target(kind, seed):
     assert accepted[0] > 0.2  # paths were walked
 
 
+def test_nodes_are_cut():
+    """The trees above are not whole: some nodes of low value are left out."""
+    sizes = draft_eagle(tables(0)[1], make_sampling(0)).tree.num_rows
+    assert sizes.min() < sizes.max() <= 7
+
+
+def test_control_values_that_know_the_token(monkeypatch):
+    """Nodes kept for the probability of their own token bias the output."""
+    honest = DraftSampling.children
+
+    def greedy_values(self, logits, *args):
+        found = honest(self, logits, *args)
+        return replace(found, log_probs=logits.log_softmax(1).gather(1, found.token_ids))
+
+    monkeypatch.setattr(DraftSampling, "children", greedy_values)
+    target, drafter = tables(0)
+    assert surprise(emit_two(draft_eagle(drafter, make_sampling(0)), target), target) < 1e-6
+
+
 def test_values_of_independent_drafts_do_not_know_their_tokens():
     """The same distribution gives the same values, whatever is drawn from it."""
     children = make_sampling(3).children(tables(5)[1][:1].expand(TRIALS, -1), 0, 2)
     assert len(children.token_ids.unique(dim=0)) > 3
     assert torch.equal(children.log_probs, children.log_probs[:1].expand_as(children.log_probs))
+
+
+def test_control_residual_not_taken(monkeypatch):
+    """Without the residual of p the output is biased towards the drafts."""
+    monkeypatch.setattr(rejection, "_normalised", lambda values, otherwise: otherwise)
+    target, drafter = tables(0)
+    assert surprise(emit_two(draft_eagle(drafter, make_sampling(0)), target), target) < 1e-6
 
 
 def test_children_are_drawn_without_replacement():
@@ -142,6 +169,17 @@ def test_children_are_drawn_without_replacement():
     usual = expected > 5
     statistic = ((seen - expected)[usual] ** 2 / expected[usual]).sum()
     assert chi2.sf(float(statistic), int(usual.sum()) - 1) > 1e-3
+
+
+def test_perfect_drafters_are_always_right():
+    """Where q is p, rejection accepts the first child, and a coupled draft is the sampler's token."""
+    target, _ = tables(1)
+    draft = draft_eagle(target, make_sampling(1))
+    tokens = emit_two(draft, target)
+    assert torch.equal(tokens[:, 0], draft.tree.token_ids[:, 1])
+    sampling = make_sampling(2, coupled=True)
+    sampled = (target[0] + gumbel_noise(sampling.seeds[:, 0], torch.arange(VOCAB))).argmax(dim=1)
+    assert torch.equal(draft_eagle(target, sampling).tree.token_ids[:, 1], sampled)
 
 
 def test_coupled_drafts_are_right_more_often():
@@ -196,6 +234,10 @@ def test_upcoming_seeds_are_not_drawn():
     for row in (0, 2):
         drawn = [int(torch.randint(0, 2**31, (1,), generator=generators[row])) for _ in range(4)]
         assert seeds[row].tolist() == drawn
+
+
+def test_siblings_in_the_order_of_the_draw():
+    assert in_draw_order(((1,), (3,), (1, 2), (1, 0), (3, 5))) == ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 def test_options():

@@ -6,16 +6,11 @@ import math
 import pytest
 import torch
 
-from tests.doubles import oracle
+from tests.doubles import oracle, reference_step
 from tests.doubles.attention_reference import tree_attention
-from tests.doubles.oracle_tensors import to_tree
-from tests.doubles.reference_step import ReferenceRunner, walk_tokens
-from vllm_specplug.core.growth import deeper_nodes_can_enter, expand, next_beam
-from vllm_specplug.core.layout import ancestor_bits, lay_out
-from vllm_specplug.core.pool import new_pool
-from vllm_specplug.core.pruning import rerank_draft
-from vllm_specplug.core.step import plan_step
-from vllm_specplug.core.tree import from_flat
+from tests.doubles.oracle_tensors import to_rows, to_tree
+from tests.doubles.reference_step import ReferenceRunner
+from vllm_specplug.core.layout import lay_out
 from vllm_specplug.types import TreeLayout
 
 VOCAB, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 11, 4, 2, 6, 2
@@ -184,6 +179,35 @@ def test_steps_equal_plain_decoding(temperature, seed):
     assert moves > 15 and emitted > 1.5 * steps * len(PROMPTS)  # Branches were accepted and did need moving.
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_skipping_the_moves_is_caught(monkeypatch, temperature):
+    monkeypatch.setattr(reference_step, "move_rows", lambda cache, plan, slots: cache)
+    outputs, plain, drafter, _, _ = decode(temperature, seed=0)
+    assert any(output != tokens[: len(output)] for output, (tokens, _) in zip(outputs, plain, strict=True))
+
+
+def test_moving_the_wrong_way_is_caught(monkeypatch):
+    def backwards(cache, plan, slots):
+        moved = plan.source_rows != plan.target_rows
+        cache[slots[plan.source_rows[moved]]] = cache[slots[plan.target_rows[moved]]]
+
+    monkeypatch.setattr(reference_step, "move_rows", backwards)
+    outputs, plain, _, _, _ = decode(0.0, seed=0)
+    assert any(output != tokens[: len(output)] for output, (tokens, _) in zip(outputs, plain, strict=True))
+
+
+def test_reseeding_by_flat_prefix_is_caught(monkeypatch):
+    """A chain's code reads rows 0..n-1 as the accepted ones: the tokens stay right, the drafter's features do not."""
+    monkeypatch.setattr(reference_step, "rows_to_read", lambda plan: plan.target_rows.clamp(min=0))
+    outputs, plain, drafter, _, _ = decode(0.0, seed=0)
+    wrong = 0
+    for prompt, output, (tokens, hidden), entries in zip(PROMPTS, outputs, plain, drafter.entries, strict=True):
+        assert output == tokens[: len(output)]
+        features = torch.stack([feature for _, feature in entries])
+        wrong += int(((features - hidden[len(prompt) - 1 :][: len(entries)]).abs().amax(1) > 1e-6).sum())
+    assert wrong > 5
+
+
 @pytest.mark.parametrize("context_lens", [[0, 0, 0], [5, 0, 2]])
 def test_tree_attention_equals_attention_along_each_path(context_lens):
     rng = oracle.seeded(60)
@@ -218,24 +242,7 @@ def test_tree_attention_equals_attention_along_each_path(context_lens):
         assert (mixed[request, len(rows) :] == 0).all()
 
 
-def test_no_stage_reads_data_back():
-    """On the meta device tensors have no data: any host sync, or a size that depends on data, raises."""
-    device, num_reqs, num_nodes, top_k, levels = "meta", 3, 8, 2, 3
-    pool, beam = new_pool(num_reqs, top_k, levels, device), None
-    for _ in range(levels):
-        shape = (num_reqs, 1 if beam is None else top_k, top_k)
-        expand(pool, beam, torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device))
-        beam = next_beam(pool, top_k)
-    numbers = torch.zeros(num_reqs, dtype=torch.int64, device=device)
-    assert deeper_nodes_can_enter(pool, num_nodes).shape == (num_reqs,)
-    tree = rerank_draft(pool, numbers, num_nodes)[0].tree
-    row_tokens = torch.zeros(num_reqs, num_nodes + 1, dtype=torch.int64, device=device)
-    trees = [tree, from_flat(row_tokens, row_tokens, numbers)]
-    for tree in trees:
-        layout = lay_out(tree, numbers, max_depth=levels)
-        assert ancestor_bits(layout.mask).shape == (num_reqs, num_nodes + 1, 1)
-        walk = walk_tokens(tree, row_tokens, static_depth=levels, max_emitted=levels + 1)
-        assert walk.output_token_ids.shape == (num_reqs, levels + 1)
-        plan = plan_step(walk, numbers, num_reqs * (num_nodes + 1))
-        assert plan.source_rows.shape == plan.target_rows.shape == (num_reqs, levels + 1)
-        assert plan.path_index.shape == (num_reqs * (num_nodes + 1),) and plan.last_rows.shape == (num_reqs,)
+def test_the_toy_drafter_branches():
+    drafter = ToyDrafter(oracle.seeded(0), [[1, 2, 3, 4]], MAX_NODES)
+    trees = [to_rows(drafter.propose(torch.tensor([0])), 0) for _ in range(50)]
+    assert any(len({parent for _, parent in rows}) < len(rows) - 1 for rows in trees)

@@ -266,3 +266,11 @@ def test_replicas_with_other_steps_run_without_graphs(manager, monkeypatch, prom
     found = together(monkeypatch, made, (40, 40 * width, width), (3, prompt, None), (1, width, width))
     assert {one.cg_mode for one in found} == {CUDAGraphMode.NONE}
     assert [one.num_tokens for one in found] == num_tokens
+
+
+def test_control_with_a_raised_limit_the_memory_grows(builder):
+    """The whole limit raised to the largest trees, as vLLM's own builder would take it."""
+    made = config(256, 8192, 63)
+    made.compilation_config.max_cudagraph_capture_size = 8192
+    found = builder(made, flash_attn.FlashAttentionMetadataBuilder).build(0, batch_of(128, 64))
+    assert reserved(found) == 16 * OWN_BYTES == 8589934592

@@ -34,3 +34,8 @@ def test_the_rest_is_torchs():
     with PlaceFree():
         assert torch.equal(functional.silu(X.clone(), inplace=True), expected[0])
         assert torch.equal(X.tanh(), expected[1])
+
+
+def test_torchs_bits_do():
+    """The control: what the module is for."""
+    assert not torch.equal(in_parts(torch.sigmoid, X), torch.sigmoid(X))

@@ -63,3 +63,12 @@ def test_scores_beyond_the_range_of_exp():
     large = torch.tensor([1000.0])
     output, log_sum_exp = merge_attention(torch.tensor([[2.0]]), large, torch.tensor([[4.0]]), large)
     assert output.item() == 3.0 and log_sum_exp.item() == pytest.approx(1000 + math.log(2))
+
+
+def test_control_with_equal_shares():
+    """The negative control: parts that are averaged, their sums forgotten, are not the whole."""
+    (query, context_key, context_value, key, value), mask, seen, lens = make_parts([20, 1, 7])
+    whole = tree_attention(query, context_key, context_value, key, value, mask, SCALE, lens)
+    context, _ = partial_attention(query, context_key, context_value, seen, SCALE)
+    tree, _ = partial_attention(query, key, value, mask, SCALE)
+    assert not torch.allclose((context + tree) / 2, whole, rtol=0.05)

@@ -107,3 +107,12 @@ def test_cuts_and_batches_change_no_bit(name, sizes, dtype):
             assert torch.equal(found[0], together[row])
             states, at = one, 0
         assert torch.equal(states[0], after[place])
+
+
+def test_another_order_changes_bits():
+    """The control: a sum over keys from the last to the first."""
+    run, rows, weights, before = made("gated_delta", (4, 128, 128), torch.float32)
+    plain = run(state_scan.gated_delta, rows, weights, before.clone(), before.clone(), sequences())
+    turned = [rows[0].flip(-1).contiguous(), rows[1].flip(-1).contiguous(), *rows[2:]]
+    states = before.flip(2).contiguous()
+    assert not torch.equal(run(state_scan.gated_delta, turned, weights, states, states, sequences()), plain)

@@ -1,5 +1,6 @@
 """The tree attention op against its reference in float64, vLLM's page layouts and vLLM's chain attention."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -603,3 +604,24 @@ def test_a_node_has_the_bits_of_its_path_alone(kv_layout, dtype, context, name):
         )
         tree_attention(**alone, traits=traits)
         assert torch.equal(output[q0 + node], whole["output"][q0 + node]), node
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("window of one key", {"window": 2}),
+        ("window within the tree", {"window": 4}),
+        ("window of some context", {"window": 39}),
+        ("window of more than a page", {"window": 171}),
+        ("chunks within the tree", {"local": 4}),
+        ("chunks of some context", {"local": 49}),
+        ("soft cap", {"soft_cap": 0.0}),
+        ("sinks", {"sinks": None}),
+        ("sinks", {"sinks": HEADS.flip(0)}),
+        ("ALiBi", {"alibi_slopes": None}),
+    ],
+)
+def test_a_wrong_trait_shows(backend, name, change):
+    inputs = tree_inputs()
+    backend(**inputs, traits=replace(TRAITS[name], **change))
+    assert deviation(inputs["output"], exact(inputs, TRAITS[name])) > 1e3 * TOLERANCE[torch.float32]

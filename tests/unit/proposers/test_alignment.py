@@ -96,3 +96,15 @@ def test_choose_attention():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flex_compiles_on_cuda():
     assert alignment._failure(alignment.FlexAlignedAttention(), torch.device("cuda")) is None
+
+
+def test_a_wrong_diagonal_shows():
+    """With the two newest passes swapped, the third pass differs: the comparison above can fail."""
+    head = make_head()
+    head.attend = lambda query, keys, values: alignment.aligned_attention(
+        query, [keys[0], *keys[:0:-1]], [values[0], *values[:0:-1]]
+    )
+    embeddings, target = torch.randn(1, ROWS, HIDDEN), torch.randn(1, ROWS, HIDDEN)
+    ours, papers = head.aligned(embeddings, target, 3), paper_passes(head, embeddings, target, 3)
+    torch.testing.assert_close(ours[1], papers[1])
+    assert (ours[2] - papers[2]).abs().max() > 1e-3

@@ -132,3 +132,10 @@ def test_bad_input(target, data, tmp_path):
 @pytest.mark.parametrize(("layers", "expected"), [(30, (2, 15, 27)), (6, (2, 3, 3)), (2, (0, 1, 2)), (4, (0, 2, 4))])
 def test_layers_are_those_of_vllm(layers, expected):
     assert layer_ids({"num_hidden_layers": layers}) == expected
+
+
+def test_resumed_training_is_bit_exact(target, data, tmp_path):
+    straight = train(target, data, tmp_path / "a").state_dict()
+    train(target, data, tmp_path / "b", max_steps=2)
+    resumed = train(target, data, tmp_path / "b").state_dict()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)

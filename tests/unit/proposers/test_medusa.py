@@ -377,3 +377,17 @@ def test_command_lines_from_answers_to_a_calibrated_checkpoint(target, tmp_path,
     assert config["medusa_choices"] == written["medusa_choices"] and config["medusa_num_heads"] == 4
     resolved = resolve(MedusaOptions(model=str(tmp_path / "heads")), HIDDEN, VOCAB)
     assert [list(path) for path in resolved.tree] == written["medusa_choices"]
+
+
+def test_resumed_training_is_bit_exact_and_lowers_the_loss(target, data, tmp_path):
+    straight = fit(target, data, tmp_path / "a", epochs=4, lr=1e-2).state_dict()
+    fit(target, data, tmp_path / "b", epochs=4, lr=1e-2, max_steps=3)
+    assert not (tmp_path / "b" / "config.json").exists()
+    resumed = fit(target, data, tmp_path / "b", epochs=4, lr=1e-2).state_dict()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    options = train.MedusaTraining(num_heads=3, draft_vocab_size=DRAFT)
+    task = train.MedusaTask(target, torch.arange(DRAFT), options)
+    batch = loop.make_batch(data, list(range(8)))
+    before = sum(task.losses(batch, 0, 1, torch.Generator()).values())
+    task.head.load_state_dict(straight)
+    assert sum(task.losses(batch, 0, 1, torch.Generator()).values()) < before

@@ -264,3 +264,20 @@ def test_full_disk_leaves_the_last_state_and_no_half_file(target, data, tmp_path
     assert after == before
     straight, resumed = weights(target, data, tmp_path / "a"), weights(target, data, tmp_path)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_linear_schedule_falls_to_zero():
+    rates = [loop.learning_rate(step, 100, 1.0, 0.1, schedule="linear") for step in range(101)]
+    assert rates[9] == 1.0 and rates[100] == 0.0
+    assert [round(a - b, 6) for a, b in zip(rates[10:], rates[11:], strict=False)] == [round(1 / 90, 6)] * 90
+
+
+def test_hass_defaults_are_the_papers():
+    options = hass.HassTrainOptions()
+    assert (options.align_steps, options.distill_loss, options.topk, options.distill_weight) == (3, "topk", 10, 1.0)
+    first, second = hass.published_schedule(options)
+    assert (first.epochs, first.lr, first.distill_weight) == (40, 3e-5, 0.0)
+    assert (second.epochs, second.lr, second.distill_weight, second.topk) == (10, 1e-5, 1.0, 10)
+    for phase in (first, second):
+        assert (phase.align_steps, phase.warmup, phase.clip, phase.clip_value) == (3, 0.01, 0.0, 0.5)
+        assert (phase.noise, phase.noise_length, phase.feature_weight, phase.ce_weight) == (0.2, 512, 1.0, 0.1)

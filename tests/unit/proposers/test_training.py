@@ -297,3 +297,26 @@ def test_further_training_keeps_the_draft_vocabulary(tmp_path):
     assert torch.equal(command._draft_vocabulary(answers, 8, config, str(tmp_path / "own")), ids)
     assert torch.equal(command._draft_vocabulary(answers, 8, config, str(tmp_path)), new)  # refused later
     assert len(command._draft_vocabulary(answers, 6, config, str(tmp_path / "shared"))) == 6
+
+
+def test_every_sequence_is_in_every_epoch_once():
+    lengths = [3 + 7 * i % 40 for i in range(50)] + [2]
+    for epoch in range(2):
+        batches = loop.epoch_batches(lengths, 100, seed=3, epoch=epoch)
+        assert sorted(i for batch in batches for i in batch) == list(range(50))
+        assert all(len(batch) * max(lengths[i] for i in batch) <= 100 for batch in batches)
+    assert loop.epoch_batches(lengths, 100, 3, 0) != loop.epoch_batches(lengths, 100, 3, 1)
+
+
+def test_learning_rate_warms_up_then_falls_to_the_floor():
+    rates = [loop.learning_rate(step, 100, 1.0) for step in range(100)]
+    assert rates[0] < rates[2] == max(rates) and rates[-1] < 0.02
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_aligned_passes_send_no_gradient_through_fed_back_features():
+    head = tiny_head()
+    embeddings, feats = torch.randn(1, 5, HIDDEN), torch.randn(1, 5, HIDDEN, requires_grad=True)
+    head.aligned(embeddings, feats, 2)[1][:, 1].sum().backward()
+    # Pass 2 at row 1 reads target feature 0 as a key; its own input is a detached prediction.
+    assert feats.grad[:, 0].abs().sum() > 0 and feats.grad[:, 1:].abs().sum() == 0

@@ -46,7 +46,7 @@ def test_hass_head_with_its_provenance(tmp_path):
     text = render(found)
     for words in (
         "EAGLE-1/2",
-        "HASS, align-3, 0.5 x top-K loss",
+        "HASS, align-3, 0.5 x topk loss",
         "Some-1B (hidden size 16, vocabulary 60)",
         "the whole vocabulary",
         "1.75 (greedy chains",
