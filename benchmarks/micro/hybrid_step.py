@@ -33,8 +33,8 @@ from vllm_specplug.utils.environment import provenance
 from vllm_specplug.utils.tables import format_table
 
 WAYS = ("chain of vLLM", "tree")
-NODES = (1, 2, 4, 8, 16, 32)
-VOCAB, STEPS, PROMPT = 32768, 8, 64
+NODES = (1, 2, 4, 8, 16)
+VOCAB, STEPS, PROMPT = 32768, 8, 16
 CONFIG = {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
