@@ -48,25 +48,18 @@ class HeadConfig:
         )
 
 
-class EagleHead(nn.Module):
-    """fc and one Llama decoder layer, with the parameter names of the EAGLE checkpoints."""
+class ScaledHead(nn.Module):
+    """A head whose first layer is fc. Training scales fc's inputs by `input_scale` to precondition them."""
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: HeadConfig, num_inputs: int):
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
-        # Training scales fc's inputs by this to precondition them; `folded_state` moves the scale into fc's weight.
-        self.register_buffer("input_scale", torch.ones(2 * config.hidden_size), persistent=False)
-        self.layers = nn.ModuleList([DecoderLayer(config)])
+        self.fc = nn.Linear(num_inputs, config.hidden_size, bias=config.bias)
+        self.register_buffer("input_scale", torch.ones(num_inputs), persistent=False)
         self.attend: AlignedAttention = aligned_attention
 
-    def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """embeddings and features [B, T, h] (row t: token t+1, feature t) -> predicted features [B, T, h]."""
-        return self.aligned(embeddings, features, steps=1)[0]
-
-    def combine(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """The layer's input: fc([embedding; feature])."""
-        inputs = torch.cat([embeddings, features], dim=-1)
+    def fuse(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Combine what the head reads: [..., num_inputs] -> [..., h]."""
         return self.fc(inputs * self.input_scale.to(inputs.dtype))
 
     def folded_state(self) -> dict[str, torch.Tensor]:
@@ -77,6 +70,22 @@ class EagleHead(nn.Module):
     def unfold(self) -> None:
         """Adapt weights of a checkpoint, which were loaded as they are, to this head's input_scale."""
         self.fc.weight /= self.input_scale
+
+
+class EagleHead(ScaledHead):
+    """fc and one Llama decoder layer, with the parameter names of the EAGLE checkpoints."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__(config, 2 * config.hidden_size)
+        self.layers = nn.ModuleList([DecoderLayer(config)])
+
+    def forward(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """embeddings and features [B, T, h] (row t: token t+1, feature t) -> predicted features [B, T, h]."""
+        return self.aligned(embeddings, features, steps=1)[0]
+
+    def combine(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The layer's input: fc([embedding; feature])."""
+        return self.fuse(torch.cat([embeddings, features], dim=-1))
 
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """Outputs of `steps` passes of context alignment (HASS, section 3.2), the first on the target's features.
@@ -100,11 +109,11 @@ class EagleHead(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama decoder layer without input_layernorm."""
+    """A Llama decoder layer without input_layernorm; `input_size` of its attention is by default the hidden size."""
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: HeadConfig, input_size: int | None = None):
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, input_size)
         self.mlp = Mlp(config)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 

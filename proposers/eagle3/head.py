@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..eagle2.alignment import AlignedAttention, aligned_attention
-from ..eagle2.head import Attention, HeadConfig, Mlp, RmsNorm, rotary_table
+from ..eagle2.head import DecoderLayer, HeadConfig, RmsNorm, ScaledHead, rotary_table
 
 NUM_LAYERS = 3
 
@@ -25,33 +24,14 @@ def layer_ids(target_config: dict) -> tuple[int, int, int]:
     return (2, layers // 2, layers - 3) if layers >= 6 else (0, layers // 2, layers)
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(ScaledHead):
     """Fused features, one decoder layer and an LM head, with the parameter names of the EAGLE-3 checkpoints."""
 
     def __init__(self, config: HeadConfig, draft_vocab_size: int, target_hidden_size: int | None = None):
-        super().__init__()
-        self.config = config
-        fused = NUM_LAYERS * (target_hidden_size or config.hidden_size)
-        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
-        # Training scales fc's inputs by this to precondition them; `folded_state` moves the scale into fc's weight.
-        self.register_buffer("input_scale", torch.ones(fused), persistent=False)
+        super().__init__(config, NUM_LAYERS * (target_hidden_size or config.hidden_size))
         self.midlayer = Eagle3Layer(config)
         self.norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
-        self.attend: AlignedAttention = aligned_attention
-
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Fuse the features of three layers: [B, T, 3h] -> [B, T, h]."""
-        return self.fc(features * self.input_scale.to(features.dtype))
-
-    def folded_state(self) -> dict[str, torch.Tensor]:
-        """The state dict of an equal head whose input_scale is 1, as checkpoints store it."""
-        return self.state_dict() | {"fc.weight": self.fc.weight.detach() * self.input_scale}
-
-    @torch.no_grad()
-    def unfold(self) -> None:
-        """Adapt weights of a checkpoint, which were loaded as they are, to this head's input_scale."""
-        self.fc.weight /= self.input_scale
 
     def aligned(self, embeddings: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """Training-time test: inputs [B, T, h] of `lm_head` in `steps` passes, the first on the target's features.
@@ -74,22 +54,15 @@ class Eagle3Head(nn.Module):
         return scored
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(DecoderLayer):
     """A Llama decoder layer whose attention reads [embedding; feature], and whose residual is the feature."""
 
     def __init__(self, config: HeadConfig):
-        super().__init__()
-        self.self_attn = Attention(config, 2 * config.hidden_size)
-        self.mlp = Mlp(config)
-        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        super().__init__(config, 2 * config.hidden_size)
+        for name in ("hidden_norm", "input_layernorm"):
             setattr(self, name, RmsNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def project(self, embeddings: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         """As `Attention.project`, for embeddings and hidden [B, T, h]."""
         x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
         return self.self_attn.project(x, cos, sin)
-
-    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Residual and MLP after attention: hidden [B, T, h], attended [B, H, T, D] -> [B, T, h]."""
-        hidden = hidden + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -57,7 +57,7 @@ def partial_attention(
     scale: float,
     soft_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to some of a row's keys, with what ``merge_attention`` needs to add the others.
+    """Attention to some of a row's keys, with what a merge with the others needs.
 
     Args:
         query: float ``[num_reqs, num_rows, num_heads, head_dim]``.
@@ -80,26 +80,6 @@ def partial_attention(
     # The softmax of a row that sees nothing is NaN.
     weights = scores.softmax(dim=3).where(visible.any(dim=2)[:, None, :, None], 0)
     return torch.einsum("rhij,rjhd->rihd", weights, value.to(compute)), scores.logsumexp(dim=3).transpose(1, 2)
-
-
-def merge_attention(
-    output: torch.Tensor, log_sum_exp: torch.Tensor, other: torch.Tensor, other_log_sum_exp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to two disjoint sets of keys, from the attention to each (see ``partial_attention``).
-
-    Args:
-        output, other: float ``[..., head_dim]``; read only where their own set shows something.
-        log_sum_exp, other_log_sum_exp: float ``[...]``; -inf where the set shows nothing.
-
-    Returns:
-        The same of both sets together: as if all keys had stood in one softmax.
-    """
-    parts, sums = torch.stack([output, other]), torch.stack([log_sum_exp, other_log_sum_exp])
-    shown = sums > float("-inf")
-    # Shares from differences to the larger sum: of large sums, their merged one is rounded too much.
-    weights = (sums - sums.amax(dim=0).nan_to_num(neginf=0.0)).exp()
-    shares = (weights / weights.sum(dim=0)).unsqueeze(-1)
-    return (parts * shares).where(shown.unsqueeze(-1), 0).sum(dim=0), torch.logaddexp(log_sum_exp, other_log_sum_exp)
 
 
 class ReferenceContext(ContextAttention):

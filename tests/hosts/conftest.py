@@ -28,6 +28,7 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.models import registry
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from tests.doubles import tiny
@@ -66,6 +67,7 @@ ENGINE = {
     "seed": 0,
     "kv_cache_memory_bytes": 64 << 20,
 }
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 
 
@@ -77,6 +79,11 @@ def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[dict[str,
 
 def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+def answers_of(llm: Any, prompts: list[Any], *params: Any, **options: Any) -> list[list[list[int]]]:
+    """Token ids of an engine's answers; the arguments are those of ``LLM.generate``."""
+    return token_ids(llm.generate(prompts, *params, use_tqdm=False, **options))
 
 
 def counters(llm: Any) -> Counter[str]:
@@ -102,14 +109,14 @@ def acceptance_length(llm: Any, before: Counter[str] | None = None) -> float:
 def check_prefix_cache_hits(plain: Any, llm: Any, prompts: list[dict[str, list[int]]]) -> None:
     """The second round continues the first one's answers, whose key/value came from accepted paths; blocks of 32."""
     long = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    first = token_ids(plain.generate(prompts, long, use_tqdm=False))
-    assert token_ids(llm.generate(prompts, long, use_tqdm=False)) == first
+    first = answers_of(plain, prompts, long)
+    assert answers_of(llm, prompts, long) == first
     grown = [
         {"prompt_token_ids": [*prompt["prompt_token_ids"], *answer[0], 5]}
         for prompt, answer in zip(prompts, first, strict=True)
     ]
     again = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = token_ids(plain.generate(grown, again, use_tqdm=False))
+    expected = answers_of(plain, grown, again)
     outputs = llm.generate(grown, again, use_tqdm=False)
     assert sum(output.num_cached_tokens for output in outputs) >= len(prompts) * 32
     assert token_ids(outputs) == expected
@@ -158,7 +165,7 @@ def drafts_after_pauses(
     llm.generate(prompts, params, use_tqdm=False)
     sometimes = record_drafts(monkeypatch)
     monkeypatch.setattr(budget, "plan", lambda *_: Plan(budget.arms[-1] if next(steps) % 8 > 4 else PLAIN))
-    answers = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    answers = answers_of(llm, prompts, params)
     both = [(always[context], sometimes[context]) for context in always.keys() & sometimes.keys()]
     assert len(both) > 30
     return answers, sum(before == after for before, after in both) / len(both)
@@ -203,13 +210,15 @@ def kept_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def quick_starts() -> Iterator[None]:
     """What each engine's start would find out anew, but is the same for a whole process, is found out once: vLLM's
-    source files, and the kernels that vLLM replaces in all modules of a process."""
+    source files, and the kernels that vLLM replaces in all modules of a process.  vLLM looks at each model class in a
+    new process, which takes seconds: here it does not."""
     from vllm.platforms import current_platform
 
     from vllm_specplug.vllm import speculative_config
 
     platform, replace = type(current_platform), "register_triton_kernel_overrides"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         patch.setattr(speculative_config, "installed_sources", functools.cache(speculative_config.installed_sources))
         if hasattr(platform, replace):  # since vLLM 0.32
             patch.setattr(platform, replace, staticmethod(functools.cache(getattr(platform, replace))))
@@ -257,6 +266,17 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Any]]:
     with no_collections():
         start.kept.clear()
         started.clear()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[dict[str, list[int]]]:
+    return make_prompts(16)
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Callable[..., Any], prompts: list[dict[str, list[int]]]) -> list[list[list[int]]]:
+    """Plain decoding's greedy answers."""
+    return answers_of(engine(), prompts, GREEDY)
 
 
 @pytest.fixture(autouse=True)

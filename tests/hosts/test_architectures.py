@@ -17,7 +17,6 @@ from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
-from vllm.model_executor.models import registry
 
 from tests.architecture_table import METHODS, RESULTS, ROOT, listed, written
 from tests.doubles import images, tiny
@@ -30,12 +29,13 @@ from tests.hosts.conftest import (
     ENGINE,
     TREE,
     acceptance_length,
+    answers_of,
     counters,
-    make_prompts,
     no_collections,
     runner_of,
     token_ids,
 )
+from tests.hosts.same_as_plain import PARAMS, PROMPTS
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.attention_traits import NO_TRAITS
 
@@ -45,16 +45,6 @@ CHUNK = 64
 SPECULATIVE = {"eagle2": TREE, "lookup": {"method": "lookup", "num_speculative_tokens": 12, "budget": "fixed"}}
 #: Where vLLM finds no prefix of these lengths if a head lies beside the target.
 FEW_PREFIXES = ("Gemma 4", "Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE", "Falcon-H1")
-#: Without the ids that stand for images.
-PROMPTS = [
-    {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
-    for prompt in make_prompts(8, seed=3, longest=100)
-]
-#: Every other request is sampled.
-PARAMS = [
-    SamplingParams(temperature=0.8 * (i % 2), top_p=0.95 if i % 2 else 1.0, seed=i, max_tokens=40, ignore_eos=True)
-    for i in range(len(PROMPTS))
-]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 #: vLLM finds no shorter prefix where a head lies beside layers with windows: it drops a block of each group.
 LONG_PROMPT = [{"prompt_token_ids": [3 + 7 * i % 147 for i in range(190)]}]
@@ -88,8 +78,6 @@ def start() -> Iterator[Callable[..., Any]]:
         return kept[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        # vLLM looks at each model class in a new process, which takes seconds.
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         in_float32(patch)
         yield start
         with no_collections():
@@ -219,7 +207,7 @@ def _check_controls(llm: Any, architecture: Architecture, plain: Answers) -> Non
     if "enable_lora" in architecture.options or not all(impl.traits.adds_nothing for impl in impls):
         for impl in impls:
             impl.traits = NO_TRAITS
-        assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) != plain.mixed
+        assert answers_of(llm, PROMPTS, PARAMS) != plain.mixed
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from tests.doubles import knowing, tiny
 from tests.host_versions import TAKES_FLOAT32_SINKS
-from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import ENGINE, acceptance_length, answers_of, make_prompts, runner_of
 from vllm_specplug import proposer
 from vllm_specplug.core.tree_rows import CpuTreeRows
 
@@ -117,7 +117,7 @@ def serve(engine, known, expert_group):
         settings = {**ENGINE, "max_num_seqs": 3, "max_num_batched_tokens": 64, **options}
         plain = LLM(str(target), **settings)
         engine.kept.append(plain)
-        expected = token_ids(plain.generate(prompts, GREEDY, use_tqdm=False))
+        expected = answers_of(plain, prompts, GREEDY)
         for prompt, (answer,) in zip(prompts, expected, strict=True):
             known.append(prompt["prompt_token_ids"] + answer)
         llm = LLM(str(target), speculative_config={"method": "knowing", "budget": "fixed"}, **settings)
@@ -149,7 +149,7 @@ def test_same_as_plain(targets, serve, monkeypatch, name, faults):
     """With short chunks of prompts, so that forwards have rows of trees and others."""
     prompts = make_prompts(8)
     expected, llm = serve(targets[name], prompts, disable_hybrid_kv_cache_manager=True)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
     assert acceptance_length(llm) > 2.5
     honest = {name: layer.impl.traits for name, layer in layers_of(llm).items()}
     for fault in faults:
@@ -158,7 +158,7 @@ def test_same_as_plain(targets, serve, monkeypatch, name, faults):
                 traits = honest[layer_name]
                 if traits.window or "window" not in fault:
                     patch.setattr(layer.impl, "traits", replace(traits, **fault))
-            assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != expected, fault
+            assert answers_of(llm, prompts, GREEDY) != expected, fault
 
 
 def test_layers_that_share_keys_and_values(targets, serve, monkeypatch):
@@ -172,7 +172,7 @@ def test_layers_that_share_keys_and_values(targets, serve, monkeypatch):
         return honest(self, layer_name)
 
     monkeypatch.setattr(CpuTreeRows, "rows_of", rows_of)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
     assert acceptance_length(llm) > 2.5 and only_trees == {True, False}
 
     def one_row_off(self, layer_name):
@@ -180,14 +180,14 @@ def test_layers_that_share_keys_and_values(targets, serve, monkeypatch):
         return key.roll(1, 0), value.roll(1, 0), start
 
     monkeypatch.setattr(CpuTreeRows, "rows_of", one_row_off)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) != expected
+    assert answers_of(llm, prompts, GREEDY) != expected
 
 
 def test_float16(engine):
     """A step over more rows may round differently, so that a few answers may differ from plain vLLM's."""
     prompts = make_prompts(32)
-    expected = token_ids(engine(dtype="float16").generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(dtype="float16"), prompts, GREEDY)
     llm = engine("eagle", dtype="float16")
-    found = token_ids(llm.generate(prompts, GREEDY, use_tqdm=False))
+    found = answers_of(llm, prompts, GREEDY)
     assert acceptance_length(llm) > 1.3
     assert sum(ours == theirs for ours, theirs in zip(found, expected, strict=True)) > 28

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, all_nodes, counters, make_prompts, record_drafts, runner_of, token_ids
+from tests.hosts.conftest import ENGINE, GREEDY, all_nodes, answers_of, counters, make_prompts, record_drafts, runner_of
 from vllm_specplug.budget import saved
 from vllm_specplug.budget.choose import Plan
 from vllm_specplug.budget.cost import StepCost
@@ -20,8 +20,6 @@ from vllm_specplug.cpu.drafters.catch_up import MissedRows
 from vllm_specplug.cpu.kernels import tree_ops
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
 from vllm_specplug.utils.metrics import _INDEX
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def eagle(checkpoints, drafter="eagle", **changes):
@@ -56,11 +54,6 @@ def start(engine, checkpoints):
 @pytest.fixture(scope="module")
 def prompts():
     return make_prompts(24, seed=3)
-
-
-@pytest.fixture(scope="module")
-def plain(engine, prompts):
-    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
 
 
 def budget_of(llm):
@@ -125,32 +118,32 @@ def toggled(monkeypatch):
 def test_identity_while_drafting_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified, drafter):
     llm = start(eagle(checkpoints, drafter))
     ran = toggled(budget_of(llm))
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert len(set(ran)) == 2 and accepted(verified) > (5 if drafter == "eagle3" else 100)
 
 
 def test_identity_of_a_union_whose_drafter_goes_on_and_off(start, checkpoints, prompts, plain, toggled, verified):
     llm = start(union(checkpoints))
     ran = toggled(budget_of(llm))
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert set(ran) == {*budget_of(llm).arms, True, False} and accepted(verified) > 100
 
 
 def test_seeded_sampling_and_chunked_prefill(engine, start, checkpoints, prompts, toggled):
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=30, ignore_eos=True) for i in range(len(prompts))]
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(), prompts, params)
     small = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "block_size": 32}
     llm = start(eagle(checkpoints), **small, enable_prefix_caching=True)
     toggled(budget_of(llm))
-    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, params) == expected
 
 
 def test_preemption_while_paused(engine, start, checkpoints, prompts, toggled):
     long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    expected = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    expected = answers_of(engine(block_size=32), prompts[:16], long)
     llm = start(eagle(checkpoints), block_size=32, num_gpu_blocks_override=14)
     toggled(budget_of(llm))
-    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:16], long) == expected
     assert counters(llm)["preemptions"] > 0
 
 
@@ -187,7 +180,7 @@ def test_a_pause_longer_than_what_is_kept(monkeypatch, start, checkpoints, promp
     share, empty = agreement(monkeypatch, start, checkpoints, prompts, toggled, **options)
     assert share > 0.98 and empty > 10
     llm = start(eagle(checkpoints), **options)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     missed = runner_of(llm).drafter.missed
     assert not missed.unread - set(runner_of(llm).requests) and missed.num_rows <= 64
 
@@ -206,7 +199,7 @@ def test_planted_costs_make_it_draft_all_or_nothing(start, checkpoints, prompts,
         cost = StepCost({"verify": {1: 10.0, 2: 10.0 * (1 + slope)}, **cheap}, 26)
         monkeypatch.setattr(budget, "cost", cost)
         verified.clear()
-        assert token_ids(llm.generate(prompts[:12], GREEDY, use_tqdm=False)) == plain[:12]
+        assert answers_of(llm, prompts[:12], GREEDY) == plain[:12]
         counts.append(sum(nodes for nodes, _ in verified))
     assert counts[0] > 1000 and counts[1] < counts[0] / 20
 
@@ -225,7 +218,7 @@ def test_a_paused_step_is_a_plain_one(monkeypatch, start, checkpoints, prompts, 
     monkeypatch.setattr(TreeCPUModelRunner, "_walker", fail)
     monkeypatch.setattr(runner_of(llm).drafter.model, "forward", fail)
     monkeypatch.setattr(runner_of(llm).drafter.operator, "first", fail)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
 
 
 def test_drafts_are_pruned_by_the_operator():

@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from tests.doubles import tiny
-from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, TREE, answers_of, make_prompts
 from vllm_specplug import proposer
 from vllm_specplug.cpu import processors
 
@@ -186,18 +186,6 @@ def test_doubtful_aux_layers_are_named(args, checkpoints, tmp_path, caplog, ids,
     assert record.getMessage().endswith(words)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [("hidden_size", 128, "hidden size 128, the target 64"), ("vocab_size", 300, "vocabulary of 300, the target 160")],
-)
-def test_drafter_for_another_target(args, checkpoints, tmp_path, key, value, message):
-    path = tmp_path / "other"
-    shutil.copytree(checkpoints["eagle"], path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, key: value}))
-    refused(args, our_config(checkpoints, model=str(path)), message)
-
-
 def test_pickle_that_wants_to_run_code(args, checkpoints, tmp_path):
     class Harmful:
         def __reduce__(self):
@@ -217,8 +205,8 @@ def test_official_bin_checkpoint_loads(engine, checkpoints, tmp_path_factory):
     checkpoints["bin"] = path
     prompts = make_prompts(8)
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    expected = token_ids(engine().generate(prompts, greedy, use_tqdm=False))
-    assert token_ids(engine("bin").generate(prompts, greedy, use_tqdm=False)) == expected
+    expected = answers_of(engine(), prompts, greedy)
+    assert answers_of(engine("bin"), prompts, greedy) == expected
 
 
 def test_too_old_a_version_is_left_alone():

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.doubles.servers import metrics_page, post_json, running, tree_server
-from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, TREE, answers_of, make_prompts
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def complete(server, prompt: list[int], seed: int) -> list[int]:
 def test_replicas_behind_one_server(engine, server):
     prompts = make_prompts(12, seed=7)
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40, ignore_eos=True) for i in range(12)]
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(), prompts, params)
     with ThreadPoolExecutor(12) as pool:
         answers = pool.map(lambda i: complete(server, prompts[i]["prompt_token_ids"], i), range(12))
     assert [[answer] for answer in answers] == expected

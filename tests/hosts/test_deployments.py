@@ -6,14 +6,13 @@ import pickle
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.doubles import custom_classes
-from tests.hosts.conftest import ENGINE, TREE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, GREEDY, TREE, acceptance_length, answers_of, make_prompts, token_ids
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 CLASSES = custom_classes.__name__
 
 
@@ -28,10 +27,10 @@ def arguments(checkpoints, budget="fixed", **options):
 def test_custom_worker_and_scheduler(engine, checkpoints):
     """Ours are mixed in: the user's methods run, and trees are drafted."""
     prompts = make_prompts(8)
-    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(), prompts, GREEDY)
     classes = {"worker_cls": f"{CLASSES}.CountingWorker", "scheduler_cls": f"{CLASSES}.CountingScheduler"}
     llm = engine("eagle", **classes)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
     assert acceptance_length(llm) > 1.1
     core = llm.llm_engine.engine_core.engine_core
     assert core.scheduler.steps > 3 and core.model_executor.driver_worker.worker.steps > 3
@@ -88,13 +87,13 @@ def test_prompt_embeddings(engine, checkpoints):
     """Requests with embeddings beside others with tokens; the drafter reads the embeddings' positions as token 0."""
     prompts = make_prompts(8)
     mixed = [*embeddings(checkpoints, prompts[:4]), *prompts[4:]]
-    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(), prompts, GREEDY)
     plain = engine(enable_prompt_embeds=True)
-    assert token_ids(plain.generate(mixed, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(plain, mixed, GREEDY) == expected
     eagle = {**TREE, "model": str(checkpoints["eagle"])}
     llm = LLM(str(checkpoints["target"]), **ENGINE, enable_prompt_embeds=True, speculative_config=eagle)
     engine.kept.append(llm)
-    assert token_ids(llm.generate(mixed, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, mixed, GREEDY) == expected
     assert acceptance_length(llm) > 1.1
 
 
@@ -115,7 +114,7 @@ def connector(tmp_path):
 def test_kv_connector(engine, checkpoints, connector):
     """Prompts are stored by one engine and loaded by the next one, the drafter's keys and values too."""
     prompts = make_prompts(6, longest=200)
-    expected = token_ids(engine(block_size=32).generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(block_size=32), prompts, GREEDY)
     speculative = {**TREE, "model": str(checkpoints["eagle"])}
     loaded = []
     for _ in range(2):

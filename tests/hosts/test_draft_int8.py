@@ -12,7 +12,7 @@ from tests.doubles import tiny
 from vllm_specplug.cpu.drafters.int8_linear import Int8LinearMethod
 from vllm_specplug.vllm import speculative_config
 
-from .conftest import ENGINE, TREE, counters, make_prompts, needs_bytes, runner_of, token_ids
+from .conftest import ENGINE, TREE, answers_of, counters, make_prompts, needs_bytes, runner_of
 
 INT8 = {**TREE, "draft_int8": True}
 
@@ -39,10 +39,10 @@ def test_only_the_drafter_is_rounded(engine):
 def test_tokens_are_those_of_plain_decoding(engine, drafter, temperature):
     prompts = make_prompts(6, seed=11)
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
-    expected = token_ids(engine().generate(prompts, sampling, use_tqdm=False))
+    expected = answers_of(engine(), prompts, sampling)
     llm = engine(drafter, INT8)
     before = counters(llm)
-    assert token_ids(llm.generate(prompts, sampling, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, sampling) == expected
     counted = counters(llm)
     counted.subtract(before)
     assert counted["draft_tokens"] > 0

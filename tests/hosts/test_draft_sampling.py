@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
 from tests.host_versions import NOISE_IS_KNOWN
-from tests.hosts.conftest import WHOLE, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import WHOLE, answers_of, make_prompts, runner_of
 from vllm_specplug.cpu.accepting_walk import RejectionWalk
 from vllm_specplug.cpu.drafters import draft_noise
 from vllm_specplug.cpu.drafters.draft_noise import noise_is_known
@@ -32,9 +32,9 @@ def test_the_host_draws_the_noise_that_is_drafted_with():
 def test_coupled_drafts_keep_the_seed(engine, emitted, monkeypatch):
     """Same tokens as plain decoding, with more of them per step than with the likeliest drafts."""
     prompts = make_prompts(15, seed=21)
-    expected = token_ids(engine().generate(prompts, parameters(15), use_tqdm=False))
+    expected = answers_of(engine(), prompts, parameters(15))
     llm = engine("eagle", COUPLED)
-    assert token_ids(llm.generate(prompts, parameters(15), use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, parameters(15)) == expected
     free = parameters(15, top_k=0, temperature=1.0, min_p=0.0, repetition_penalty=1.0)
     taus = []
     for _ in range(2):
@@ -101,8 +101,8 @@ def test_rejection_walks_exactly_what_it_cannot_serve(engine):
         for i in range(10)
     ]
     prompts = make_prompts(10, seed=4)
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
-    assert token_ids(engine("eagle", REJECTION).generate(prompts, params, use_tqdm=False)) == expected
+    expected = answers_of(engine(), prompts, params)
+    assert answers_of(engine("eagle", REJECTION), prompts, params) == expected
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -111,9 +111,9 @@ def test_rejection_repeats_itself_with_the_same_seed(engine, batch):
     llm = engine("eagle", REJECTION)
     prompts = make_prompts(batch, seed=6)
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=30, ignore_eos=True) for i in range(batch)]
-    answers = [token_ids(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)]
+    answers = [answers_of(llm, prompts, params) for _ in range(2)]
     assert answers[0] == answers[1]
-    assert answers[0] != token_ids(engine().generate(prompts, params, use_tqdm=False))
+    assert answers[0] != answers_of(engine(), prompts, params)
 
 
 def test_unknown_noise_is_not_drafted_with(monkeypatch, engine, caplog):

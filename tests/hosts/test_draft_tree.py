@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from vllm import SamplingParams
 
 from tests.doubles import tiny
 from tests.hosts.conftest import (
     SEEDED,
     WHOLE,
-    acceptance_length,
+    answers_of,
     check_prefix_cache_hits,
-    counters,
     drafts_after_pauses,
     make_prompts,
     runner_of,
-    token_ids,
 )
-from tests.hosts.test_architectures import PARAMS, PROMPTS
+from tests.hosts.same_as_plain import LONG, PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
 from vllm_specplug.config import ConfigError
 
 TREE = {"method": "draft_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
-LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +27,25 @@ def small(checkpoints, tmp_path_factory) -> str:
     return "small"
 
 
-def check_as_plain(engine, drafter, tree):
-    """Greedy and seeded; too few KV blocks, chunked prefill, then prompts that continue answers.  Returns tau."""
-    plain = engine(**SETTINGS)
-    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    llm = engine(drafter, tree, num_gpu_blocks_override=12, max_num_batched_tokens=64, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    tau = acceptance_length(llm)
-    assert counters(llm)["preemptions"] > 0
+def check_further(plain, llm):
+    """All seeded, then prompts that continue answers."""
     assert runner_of(llm).drafter.draft_layers
     prompts = make_prompts(4)
-    expected = token_ids(plain.generate(prompts, SEEDED, use_tqdm=False))
-    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, SEEDED) == answers_of(plain, prompts, SEEDED)
     check_prefix_cache_hits(plain, llm, PROMPTS[:2])
-    return tau
 
 
 def test_same_as_plain(engine, small):
-    assert check_as_plain(engine, small, TREE) > 1.5
+    plain, llm = engine(**SETTINGS), engine(small, TREE, **SCARCE, **SETTINGS)
+    assert check_as_plain(plain, llm) > 1.5
+    check_further(plain, llm)
 
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, small):
     """The same drafter, and the same number of verified tokens."""
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     chain = {"method": "draft_model", "model": str(checkpoints[small]), "num_speculative_tokens": 4}
     stock = engine(speculative_config=chain, **SETTINGS)
-    expected = token_ids(stock.generate(PROMPTS, params, use_tqdm=False))
-    llm = engine(small, {**TREE, "num_speculative_tokens": 4}, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
-    assert acceptance_length(llm) >= acceptance_length(stock) > 1.2
+    check_against_chain(stock, engine(small, {**TREE, "num_speculative_tokens": 4}, **SETTINGS), 1.2)
 
 
 def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path, monkeypatch):
@@ -72,13 +57,13 @@ def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path, monkeypat
     for folder in (checkpoints["named"], padded):
         tiny.write_tokenizer(folder)
     plain = engine(target="named", **SETTINGS)
-    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
+    expected = answers_of(plain, PROMPTS, PARAMS)
     sources = [{"method": "draft_tree", "model": str(padded)}, {"method": "lookup"}]
     union = {"method": "union", "sources": sources, "budget": "measured", "num_speculative_tokens": 12}
     llm = engine(target="named", speculative_config=union, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert answers_of(llm, PROMPTS, PARAMS) == expected
     answers, share = drafts_after_pauses(monkeypatch, llm, PROMPTS, LONG)
-    assert answers == token_ids(plain.generate(PROMPTS, LONG, use_tqdm=False)) and share == 1
+    assert answers == answers_of(plain, PROMPTS, LONG) and share == 1
 
 
 def test_a_drafter_with_other_token_ids(engine, checkpoints, tmp_path, caplog):
@@ -88,12 +73,9 @@ def test_a_drafter_with_other_token_ids(engine, checkpoints, tmp_path, caplog):
     for folder in (checkpoints["named"], checkpoints["renumbered"]):
         tiny.write_tokenizer(folder)
     tiny.renumber(checkpoints["renumbered"], lost=("e", "true"))
-    expected = token_ids(engine(**SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
-    llm = engine("renumbered", TREE, target="named", num_gpu_blocks_override=12, max_num_batched_tokens=64, **SETTINGS)
+    llm = engine("renumbered", TREE, target="named", **SCARCE, **SETTINGS)
     assert "drafts the 158 tokens that have the same text in both" in caplog.text
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    assert counters(llm)["preemptions"] > 0
-    assert acceptance_length(llm) > 1.5
+    assert check_as_plain(engine(**SETTINGS), llm) > 1.5
 
 
 def test_a_drafter_with_windows_in_some_layers(engine, checkpoints, tmp_path):
@@ -101,5 +83,5 @@ def test_a_drafter_with_windows_in_some_layers(engine, checkpoints, tmp_path):
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
         engine("windows", TREE, **SETTINGS)
     llm = engine("windows", TREE, disable_hybrid_kv_cache_manager=True, **SETTINGS)
-    expected = token_ids(engine(**SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    expected = answers_of(engine(**SETTINGS), PROMPTS, PARAMS)
+    assert answers_of(llm, PROMPTS, PARAMS) == expected

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 from safetensors.torch import load_file, save_file
-from vllm import SamplingParams
 
-from tests.hosts.conftest import WHOLE, counters, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import GREEDY, WHOLE, answers_of, counters, make_prompts, runner_of
 from vllm_specplug.utils.metrics import Counters
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def useless(checkpoints, path):
@@ -25,12 +22,12 @@ def useless(checkpoints, path):
 def test_a_useless_head_beside_lookup(engine, checkpoints, tmp_path, caplog):
     """Lookup helps, so that the union's own acceptance says nothing about the head."""
     prompts = make_prompts(16)
-    plain = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    plain = answers_of(engine(), prompts, GREEDY)
     head = {"method": "eagle2", "model": str(useless(checkpoints, tmp_path / "useless")), "draft_top_k": 1, **WHOLE}
     head = {key: value for key, value in head.items() if key != "budget"}
     union = {"method": "union", "min_node_value": 0.0, "sources": [head, {"method": "lookup", "traffic_tokens": 0}]}
     llm = engine(speculative_config=union)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     warnings = [message for message in caplog.messages if "does not help" in message]
     assert len(warnings) == 1 and str(tmp_path / "useless") in warnings[0]
     watch = runner_of(llm).draft_watch

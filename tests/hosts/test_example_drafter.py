@@ -11,12 +11,11 @@ from vllm import SamplingParams
 
 from tests.doubles import tiny
 from tests.doubles.installed import install
-from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import GREEDY, acceptance_length, answers_of, make_prompts
 from vllm_specplug import proposer
 from vllm_specplug.config import ConfigError
 
 EXAMPLE = Path(__file__).parents[1] / "example_drafter"
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +29,15 @@ def linear_heads(tmp_path_factory):
 
 def test_served_like_ours(engine, checkpoints, linear_heads, tmp_path_factory):
     plain, prompts = engine(), make_prompts(16)
-    answers = token_ids(plain.generate(prompts, GREEDY, use_tqdm=False))
+    answers = answers_of(plain, prompts, GREEDY)
     texts = [(prompt["prompt_token_ids"], answer[0]) for prompt, answer in zip(prompts, answers, strict=True)]
     checkpoints["linear"] = tiny.write_linear_heads(tmp_path_factory.mktemp("linear"), checkpoints["target"], texts)
     llm = engine("linear", {"method": "linear_heads"})
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == answers
+    assert answers_of(llm, prompts, GREEDY) == answers
     assert acceptance_length(llm) > 1.2
     seeded = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(len(prompts))]
-    expected = token_ids(plain.generate(prompts, seeded, use_tqdm=False))
-    assert token_ids(llm.generate(prompts, seeded, use_tqdm=False)) == expected
+    expected = answers_of(plain, prompts, seeded)
+    assert answers_of(llm, prompts, seeded) == expected
 
 
 def test_weights_of_another_target_are_refused_by_name(checkpoints, linear_heads, tmp_path):

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.doubles.families import DRAFTERS, FAMILIES
-from tests.hosts.conftest import WHOLE, acceptance_length, check_prefix_cache_hits, counters, token_ids
-from tests.hosts.test_architectures import PARAMS, PROMPTS
-from tests.hosts.test_draft_tree import SETTINGS, TREE
-from tests.hosts.test_mtp import seen_at_once  # noqa: F401
+from tests.hosts.conftest import WHOLE, answers_of, check_prefix_cache_hits
+from tests.hosts.same_as_plain import PARAMS, PROMPTS, SCARCE, SETTINGS, check_as_plain
+from tests.hosts.test_draft_tree import TREE
 
 GROWN = {"num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 TREES = {
@@ -26,26 +25,22 @@ TREES = {
 @pytest.fixture(
     scope="module", params=[pytest.param(one, marks=[pytest.mark.wide] * (one != "Qwen3")) for one in FAMILIES]
 )
-def family(request, engine, checkpoints, tmp_path_factory) -> tuple[str, Any, list[Any], list[Any]]:
-    """Name of the target, plain engine and its answers; the greedy ones are those that heads know."""
+def family(request, engine, checkpoints, tmp_path_factory) -> tuple[str, Any, list[Any]]:
+    """Name of the target, plain engine, and its greedy answers: heads know them."""
     name = request.param
     checkpoints[name] = tmp_path_factory.mktemp("family") / "target"
     FAMILIES[name](checkpoints[name])
     plain = engine(target=name, **SETTINGS)
-    answers = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    greedy = list(zip(PROMPTS, answers, strict=True))[::2]
-    return name, plain, answers, [(prompt["prompt_token_ids"], answer[0]) for prompt, answer in greedy]
+    greedy = list(zip(PROMPTS, answers_of(plain, PROMPTS, PARAMS), strict=True))[::2]
+    return name, plain, [(prompt["prompt_token_ids"], answer[0]) for prompt, answer in greedy]
 
 
 @pytest.mark.parametrize("method", TREES)
 def test_same_as_plain(engine, checkpoints, tmp_path, family, method):
     """Greedy and seeded; too few KV blocks, chunked prefill, then prompts that continue answers."""
-    name, plain, expected, texts = family
+    name, plain, texts = family
     drafter = f"{name} {method}"
     checkpoints[drafter] = DRAFTERS[method](tmp_path / "drafter", checkpoints[name], texts)
-    scarce = {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 64}
-    llm = engine(drafter, TREES[method], target=name, **scarce, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    assert counters(llm)["preemptions"] > 0
-    assert acceptance_length(llm) > 1.2
+    llm = engine(drafter, TREES[method], target=name, **SCARCE, **SETTINGS)
+    assert check_as_plain(plain, llm) > 1.2
     check_prefix_cache_hits(plain, llm, PROMPTS[:2])

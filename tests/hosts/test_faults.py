@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.doubles import tiny
-from tests.hosts.conftest import TREE, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import TREE, answers_of, make_prompts, runner_of
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.cpu.drafters import levels
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
@@ -50,7 +50,7 @@ FAULTS = (raising, garbage_ids, too_few_requests, nan_values)
 
 def generate(llm):
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(6)]
-    return token_ids(llm.generate(make_prompts(6, seed=8), params, use_tqdm=False))
+    return answers_of(llm, make_prompts(6, seed=8), params)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from tests.hosts.conftest import ENGINE, TREE, make_prompts, token_ids, unlucky_drafter
+from tests.hosts.conftest import ENGINE, TREE, answers_of, make_prompts, token_ids, unlucky_drafter
 from tests.vllm_features import WORKS, feature_table
 from vllm_specplug.vllm.features import REFUSED
 
@@ -58,7 +58,7 @@ def test_priority_scheduling(engine):
     prompts = make_prompts(16)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     priorities = [-i for i in range(16)]
-    expected = token_ids(engine(block_size=32).generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(block_size=32), prompts, params)
     options = {"block_size": 32, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
     llm = engine("eagle", scheduling_policy="priority", **options)
     assert token_ids(llm.generate(prompts, params, use_tqdm=False, priority=priorities)) == expected
@@ -68,7 +68,7 @@ def test_aborts_leak_nothing(engine):
     """A third of the requests is aborted at some step; the others answer as ever, and no block or request stays."""
     prompts = make_prompts(24)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(), prompts, params)
     llm = engine("eagle").llm_engine
     rng, aborted, finished = random.Random(0), {f"abort-{i}" for i in range(0, 24, 3)}, {}
     for i, prompt in enumerate(prompts):
@@ -93,8 +93,8 @@ def test_aborts_leak_nothing(engine):
 def test_a_raising_drafter_costs_speed_only(engine, monkeypatch, caplog):
     prompts = make_prompts(8)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(), prompts, params)
     llm = engine("eagle")
     calls = unlucky_drafter(monkeypatch)
-    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, params) == expected
     assert len(calls) > 9 and sum("out of luck" in record.getMessage() for record in caplog.records) == 1

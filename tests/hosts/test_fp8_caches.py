@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.hosts.conftest import SEEDED, acceptance_length, make_prompts, needs_avx512, runner_of, token_ids
+from tests.hosts.conftest import SEEDED, acceptance_length, answers_of, make_prompts, needs_avx512, runner_of
 from tests.hosts.test_attention_traits import layers_of
 from tests.hosts.test_proof import prove_again
 from vllm_specplug.core.proof import ProofFailed
@@ -25,7 +25,7 @@ SCALES = {"_k_scale_float": 0.11, "_v_scale_float": 0.07}
 
 
 def answers(llm, params):
-    return token_ids(llm.generate(make_prompts(12), params, use_tqdm=False))
+    return answers_of(llm, make_prompts(12), params)
 
 
 def nearest(self: TreeAttentionImpl, layer: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.model_executor.models import registry
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.doubles.architectures import ARCHITECTURES, write_head, write_target
-from tests.hosts.conftest import TREE, acceptance_length, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import TREE, acceptance_length, answers_of, make_prompts, runner_of
 from tests.hosts.test_proof import kept_nothing, prove_again  # noqa: F401
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.proof import ProofFailed
@@ -38,14 +37,6 @@ def params(**more: Any) -> list[SamplingParams]:
     ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def seen_at_once():
-    """vLLM looks at each model class in a new process, which takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
-        yield
-
-
 @pytest.fixture(scope="module")
 def gated_delta(checkpoints, tmp_path_factory):
     """A target with gated delta rule, and a head."""
@@ -64,17 +55,15 @@ def served(engine, expert_group, gated_delta):
 
 def test_trees_have_the_bits_of_plain_steps(served):
     """With chunked prompts, rows of trees, of prompts and single ones in a step, and requests that begin anew."""
-    alone = [
-        token_ids(served.generate([one], [how], use_tqdm=False))[0] for one, how in zip(PROMPTS, params(), strict=True)
-    ]
-    assert token_ids(served.generate(PROMPTS, params(), use_tqdm=False)) == alone
+    alone = [answers_of(served, [one], [how])[0] for one, how in zip(PROMPTS, params(), strict=True)]
+    assert answers_of(served, PROMPTS, params()) == alone
     assert acceptance_length(served) > 1.3
-    assert token_ids(served.generate(PROMPTS, params(extra_args=NO_DRAFTS), use_tqdm=False)) == alone
+    assert answers_of(served, PROMPTS, params(extra_args=NO_DRAFTS)) == alone
     mixed = [
         how if i % 3 else other
         for i, (how, other) in enumerate(zip(params(), params(extra_args=NO_DRAFTS), strict=True))
     ]
-    assert token_ids(served.generate(PROMPTS, mixed, use_tqdm=False)) == alone
+    assert answers_of(served, PROMPTS, mixed) == alone
 
 
 def test_a_request_has_one_state(served):

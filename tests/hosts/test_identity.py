@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm import SamplingParams
 
-from tests.hosts.conftest import (
-    acceptance_length,
-    check_prefix_cache_hits,
-    counters,
-    make_prompts,
-    token_ids,
-)
+from tests.hosts.conftest import GREEDY, acceptance_length, answers_of, check_prefix_cache_hits, counters, make_prompts
 from vllm_specplug.cpu.kernels.tree_attention import unpack_pages
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -22,28 +14,23 @@ def prompts():
     return make_prompts(64)
 
 
-@pytest.fixture(scope="module")
-def plain(engine, prompts):
-    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
-
-
 def test_batch_of_8(engine, prompts, plain):
     llm = engine("eagle")
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) > 1.3  # else trees would not have been exercised
 
 
 def test_batch_of_1(engine, prompts, plain):
     llm = engine("eagle")
     for prompt, answer in zip(prompts[:6], plain, strict=False):
-        assert token_ids(llm.generate([prompt], GREEDY, use_tqdm=False)) == [answer]
+        assert answers_of(llm, [prompt], GREEDY) == [answer]
 
 
 @pytest.mark.parametrize(("drafter", "tau"), [("reduced", 1.1), ("eagle3", 1.0)])
 def test_other_drafters(engine, prompts, plain, drafter, tau):
     """The LM head of "eagle3" is random: something is accepted."""
     llm = engine(drafter)
-    assert token_ids(llm.generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+    assert answers_of(llm, prompts[:16], GREEDY) == plain[:16]
     assert acceptance_length(llm) > tau  # something is drafted, and accepted
 
 
@@ -65,13 +52,13 @@ def test_counters_are_of_one_engine(engine, prompts):
     ],
 )
 def test_tree_shapes(engine, prompts, plain, tree):
-    assert token_ids(engine("eagle", tree).generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+    assert answers_of(engine("eagle", tree), prompts[:16], GREEDY) == plain[:16]
 
 
 def test_trees_that_are_cut(engine, prompts, plain):
     """Floors near what a random drafter believes: trees of every size, and none at all."""
     llm = engine("eagle", {"min_node_value": 0.0075, "min_level_value": 0.02})
-    assert token_ids(llm.generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+    assert answers_of(llm, prompts[:16], GREEDY) == plain[:16]
     assert 0 < counters(llm)["draft_tokens"] < 20 * counters(llm)["drafts"]
 
 
@@ -87,22 +74,22 @@ def test_prefix_cache_hits_on_blocks_written_by_trees(engine, prompts):
 def test_forced_preemption_and_chunked_prefill(engine, prompts, plain):
     """Eight requests of up to 100 tokens in 12 blocks of 32: they must be preempted."""
     long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    expected = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    expected = answers_of(engine(block_size=32), prompts[:16], long)
     few = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False}
     llm = engine("eagle", block_size=32, max_num_batched_tokens=48, **few)
-    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:16], long) == expected
     assert counters(llm)["preemptions"] > 0
 
 
 def test_running_into_max_model_len(engine, prompts):
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    expected = token_ids(engine().generate(prompts[:8], endless, use_tqdm=False))
-    assert token_ids(engine("eagle").generate(prompts[:8], endless, use_tqdm=False)) == expected
+    expected = answers_of(engine(), prompts[:8], endless)
+    assert answers_of(engine("eagle"), prompts[:8], endless) == expected
 
 
 def test_torch_compile(engine, prompts, plain):
     llm = engine("eagle", enforce_eager=False)
-    assert token_ids(llm.generate(prompts[:16], GREEDY, use_tqdm=False)) == plain[:16]
+    assert answers_of(llm, prompts[:16], GREEDY) == plain[:16]
 
 
 def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
@@ -114,12 +101,12 @@ def test_drafts_travel_with_the_output(engine, prompts, plain, monkeypatch):
     ask, attach = executor.take_draft_token_ids, v1_runner.attach_drafts
     monkeypatch.setattr(executor, "take_draft_token_ids", lambda: asked.append(1) or ask())
     monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, found: sent.append(found) or attach(output, found))
-    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
+    assert answers_of(llm, prompts[:8], GREEDY) == plain[:8]
     assert not asked and any(any(drafts.draft_token_ids) for drafts in sent)
     tau = 8 * 40 / sum(len(drafts.req_ids) for drafts in sent)
     assert tau > 1.2  # they were verified
     monkeypatch.setattr(v1_runner, "attach_drafts", lambda output, _drafts: output)
-    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == plain[:8]
+    assert answers_of(llm, prompts[:8], GREEDY) == plain[:8]
     assert asked
 
 

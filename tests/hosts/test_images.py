@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 
 from tests.doubles import images, tiny
-from tests.hosts.conftest import acceptance_length, drafts_after_pauses, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import acceptance_length, answers_of, drafts_after_pauses, make_prompts, runner_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = [SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(4)]
@@ -49,13 +49,13 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def plain(start, prompts):
-    return token_ids(start().generate(prompts, GREEDY, use_tqdm=False))
+    return answers_of(start(), prompts, GREEDY)
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "with M-RoPE"])
 def test_same_as_plain(start, prompts, plain, drafter):
     llm = start(drafter)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
     assert runner_of(llm).drafter.uses_mrope == (drafter == "with M-RoPE")
 
@@ -70,5 +70,5 @@ def test_a_pause_in_drafting(start, prompts, plain, monkeypatch):
 def test_same_seed_same_tokens(start, prompts):
     # vLLM itself cannot read seeded requests in parts on a CPU.
     whole = start(max_num_batched_tokens=512)
-    expected = token_ids(whole.generate(prompts[:4], SEEDED, use_tqdm=False))
-    assert token_ids(start("eagle").generate(prompts[:4], SEEDED, use_tqdm=False)) == expected
+    expected = answers_of(whole, prompts[:4], SEEDED)
+    assert answers_of(start("eagle"), prompts[:4], SEEDED) == expected

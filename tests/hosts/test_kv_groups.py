@@ -10,6 +10,7 @@ from tests.doubles import tiny
 from tests.hosts import test_attention_traits
 from tests.hosts.conftest import (
     acceptance_length,
+    answers_of,
     counters,
     drafts_after_pauses,
     make_prompts,
@@ -33,13 +34,8 @@ def start(engine, checkpoints, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    return make_prompts(16)
-
-
-@pytest.fixture(scope="module")
 def plain(start, prompts):
-    return token_ids(start().generate(prompts, GREEDY, use_tqdm=False))
+    return answers_of(start(), prompts, GREEDY)
 
 
 def test_same_as_plain(start, prompts, plain):
@@ -48,21 +44,21 @@ def test_same_as_plain(start, prompts, plain):
     groups = runner.kv_cache_config.kv_cache_groups
     assert len(groups) > 2 and runner.drafter.kv_cache_gid > 0
     assert any(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) > 1.3  # else trees would not have been exercised
 
 
 def test_same_seed_same_tokens(start, prompts):
-    expected = token_ids(start().generate(prompts[:8], SEEDED, use_tqdm=False))
-    assert token_ids(start("eagle").generate(prompts[:8], SEEDED, use_tqdm=False)) == expected
+    expected = answers_of(start(), prompts[:8], SEEDED)
+    assert answers_of(start("eagle"), prompts[:8], SEEDED) == expected
 
 
 def test_prefix_cache_hits(start):
     """The block tables of windows then begin with blocks that do not exist.  vLLM keeps those of prompts only."""
     prompts = make_prompts(8, seed=2, longest=170)
-    expected = token_ids(start().generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(start(), prompts, GREEDY)
     llm = start("eagle")
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert token_ids(outputs) == expected
     assert sum(output.num_cached_tokens for output in outputs) > 2 * 32
@@ -70,7 +66,7 @@ def test_prefix_cache_hits(start):
 
 def test_forced_preemption_and_chunked_prefill(start, prompts, plain):
     llm = start("eagle", num_gpu_blocks_override=26, max_num_batched_tokens=48, enable_prefix_caching=False)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert counters(llm)["preemptions"] > 0
 
 
@@ -112,22 +108,22 @@ def test_layers_of_different_shapes(odd_target, serve, prompts, hybrid):  # noqa
     assert len({heads for _, heads, _, _ in shapes}) == 2
     assert len({block_size for _, _, block_size, _ in shapes}) == (2 if hybrid else 1)
     assert len(runner.kv_cache_config.kv_cache_groups) == (2 if hybrid else 1)
-    assert token_ids(llm.generate(prompts[:8], test_attention_traits.GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:8], test_attention_traits.GREEDY) == expected
     assert acceptance_length(llm) > 2.5
 
 
 @pytest.mark.parametrize("name", ["odd", "learned"])
 def test_a_drafter_finds_embedding_and_head(engine, odd_target, learned_target, prompts, name):
-    expected = token_ids(engine(target=name, **OWN).generate(prompts[:8], GREEDY, use_tqdm=False))
+    expected = answers_of(engine(target=name, **OWN), prompts[:8], GREEDY)
     llm = engine("eagle", target=name, **OWN)
     drafter, target = runner_of(llm).drafter.model, runner_of(llm).model
     embedding = target.model.embed_tokens if name == "odd" else target.transformer.wte
     assert drafter.model.embed_tokens is embedding and drafter.lm_head.weight.data_ptr() == embedding.weight.data_ptr()
-    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:8], GREEDY) == expected
     assert counters(llm)["draft_tokens"] > 100
 
 
 def test_learned_positions(learned_target, serve, prompts):  # noqa: F811
     expected, llm = serve(learned_target, prompts[:8], **OWN)
-    assert token_ids(llm.generate(prompts[:8], test_attention_traits.GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:8], test_attention_traits.GREEDY) == expected
     assert acceptance_length(llm) > 2.5

@@ -11,10 +11,10 @@ from vllm import LLM, SamplingParams
 from tests.hosts.conftest import (
     ENGINE,
     acceptance_length,
+    answers_of,
     check_prefix_cache_hits,
     counters,
     make_prompts,
-    token_ids,
     unlucky_drafter,
 )
 from vllm_specplug import proposer
@@ -65,7 +65,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(engine, prompts):
-    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    return answers_of(engine(), prompts, GREEDY)
 
 
 @pytest.fixture(params=["lookup", "union"])
@@ -75,31 +75,31 @@ def speculative(request, checkpoints):
 
 def test_batch_of_8(start, prompts, expected, speculative):
     llm = start(speculative)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
     assert acceptance_length(llm) > 1.2  # else trees would not have been exercised
     # Once more: now traffic knows the answers.
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
 
 
 def test_batch_of_1(start, prompts, expected, speculative):
     llm = start(speculative)
     for prompt, answer in zip(prompts[:2], expected, strict=False):
-        assert token_ids(llm.generate([prompt], GREEDY, use_tqdm=False)) == [answer]
+        assert answers_of(llm, [prompt], GREEDY) == [answer]
 
 
 def test_seeded_sampling(engine, start, prompts, speculative):
     params = [
         SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
     ]
-    wanted = token_ids(engine().generate(prompts, params, use_tqdm=False))
-    assert token_ids(start(speculative).generate(prompts, params, use_tqdm=False)) == wanted
+    wanted = answers_of(engine(), prompts, params)
+    assert answers_of(start(speculative), prompts, params) == wanted
 
 
 def test_preemption(engine, start, prompts, checkpoints):
     long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    wanted = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    wanted = answers_of(engine(block_size=32), prompts[:16], long)
     llm = start(union(checkpoints), block_size=32, num_gpu_blocks_override=14, enable_prefix_caching=False)
-    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == wanted
+    assert answers_of(llm, prompts[:16], long) == wanted
     assert counters(llm)["preemptions"] > 0
 
 
@@ -111,8 +111,8 @@ def test_chunked_prefill_and_prefix_cache_hits(engine, start, prompts, checkpoin
 
 def test_running_into_max_model_len(engine, start, prompts, checkpoints):
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    wanted = token_ids(engine().generate(prompts[:8], endless, use_tqdm=False))
-    assert token_ids(start(union(checkpoints)).generate(prompts[:8], endless, use_tqdm=False)) == wanted
+    wanted = answers_of(engine(), prompts[:8], endless)
+    assert answers_of(start(union(checkpoints)), prompts[:8], endless) == wanted
 
 
 # ---- sources that fail
@@ -140,7 +140,7 @@ def test_hostile_sources(hostile, start, checkpoints, prompts, expected, names, 
     llm = start(
         {"method": names, "budget": "fixed"} if alone else union(checkpoints, *({"method": name} for name in names))
     )
-    assert token_ids(llm.generate(prompts[:8], GREEDY, use_tqdm=False)) == expected[:8]
+    assert answers_of(llm, prompts[:8], GREEDY) == expected[:8]
     if not alone:
         assert acceptance_length(llm) > 1.2
     for name in [names] if alone else names:
@@ -152,7 +152,7 @@ def test_a_failing_drafter_of_the_host(start, checkpoints, prompts, expected, mo
     """Every third draft of the EAGLE source fails: the union goes on with the others."""
     llm = start(union(checkpoints))
     calls = unlucky_drafter(monkeypatch)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
     assert len(calls) > 9 and sum("out of luck" in record.getMessage() for record in caplog.records) == 1
 
 

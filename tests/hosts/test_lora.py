@@ -20,7 +20,6 @@ from tests.hosts.conftest import (
     SWIFT,
     acceptance_length,
     counters,
-    make_prompts,
     needs_avx512,
     needs_bytes,
     runner_of,
@@ -42,11 +41,6 @@ def adapters(tmp_path_factory):
         LoRARequest(name, number, str(write_adapter(root / name, seed=number, **more)))
         for number, (name, more) in enumerate(modules.items(), start=1)
     ]
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return make_prompts(16)
 
 
 @pytest.fixture(scope="module")

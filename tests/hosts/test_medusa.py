@@ -16,20 +16,19 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.doubles import tiny
 from tests.hosts.conftest import (
     ENGINE,
+    GREEDY,
     MEDUSA,
     acceptance_length,
+    answers_of,
     counters,
     make_prompts,
     needs_bytes,
     runner_of,
-    token_ids,
 )
 from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
-from vllm_specplug.proposers.training.answers import Answer
-from vllm_specplug.proposers.training.features import extract, load_features
+from vllm_specplug.proposers.training.features import load_features
 from vllm_specplug.proposers.training.trainer import RunSettings, train
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 HEADS = 3
 TRAINING = MedusaTraining(
     num_heads=HEADS, num_layers=2, epochs=120, batch_tokens=4096, lr=3e-2, draft_vocab_size=tiny.VOCAB
@@ -42,16 +41,10 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def plain(engine, prompts):
-    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
-
-
-@pytest.fixture(scope="module")
 def data(checkpoints, prompts, plain, tmp_path_factory):
     """Features of the target's answers to these very prompts."""
-    rows = [Answer("tiny", p["prompt_token_ids"], a[0]) for p, a in zip(prompts, plain, strict=True)]
-    folder = tmp_path_factory.mktemp("features")
-    return load_features(extract(checkpoints["target"], rows, folder, progress=False))
+    texts = [(prompt["prompt_token_ids"], answer[0]) for prompt, answer in zip(prompts, plain, strict=True)]
+    return load_features(tiny.extract_features(checkpoints["target"], texts, tmp_path_factory.mktemp("features")))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +76,7 @@ def tau(engine, prompts, plain, heads):
     """Acceptance length of the default tree."""
     llm = engine("medusa", MEDUSA)
     before = counters(llm)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     return acceptance_length(llm, before)
 
 
@@ -97,18 +90,18 @@ def test_batch_of_8(tau):
 def test_batch_of_1(engine, prompts, plain, heads):
     llm = engine("medusa", MEDUSA)
     for prompt, answer in zip(prompts[:8], plain, strict=False):
-        assert token_ids(llm.generate([prompt], GREEDY, use_tqdm=False)) == [answer]
+        assert answers_of(llm, [prompt], GREEDY) == [answer]
 
 
 def test_dynamic_trees(engine, prompts, plain, heads):
     llm = engine("medusa", {**MEDUSA, "dynamic": True, "draft_top_k": 5})
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) > 1.3
 
 
 def test_a_tree_accepts_more_than_its_chain(engine, prompts, plain, tau):
     chain = engine("medusa", {**MEDUSA, "tree": [[0], [0, 0], [0, 0, 0]]})
-    assert token_ids(chain.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(chain, prompts, GREEDY) == plain
     assert 1.2 < acceptance_length(chain) < tau
 
 
@@ -122,7 +115,7 @@ def test_own_lm_heads_equal_to_the_targets_draft_the_same(engine, checkpoints, p
     variant(checkpoints, heads, "full", add_heads)
     llm = engine("full", {**MEDUSA, "draft_int8": draft_int8})
     assert all((head.quantised is not None) == draft_int8 for head in runner_of(llm).drafter.heads._lm_heads)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) == pytest.approx(tau, rel=0.02)
 
 
@@ -132,7 +125,7 @@ def test_reduced_vocabulary_and_fewer_heads(engine, checkpoints, prompts, plain,
 
     variant(checkpoints, heads, "reduced-medusa", reduce, draft_vocab_size=96)
     llm = engine("reduced-medusa", {**MEDUSA, "draft_depth": 2})
-    assert token_ids(llm.generate(prompts[:24], GREEDY, use_tqdm=False)) == plain[:24]
+    assert answers_of(llm, prompts[:24], GREEDY) == plain[:24]
     assert acceptance_length(llm) > 1.1
 
 
@@ -140,13 +133,13 @@ def test_union_with_lookup(engine, prompts, plain, heads):
     heads = {"method": "medusa", "model": str(heads), "num_speculative_tokens": 20}
     sources = [heads, {"method": "lookup"}]
     llm = engine(speculative_config={"method": "union", "sources": sources, "budget": "fixed"})
-    assert token_ids(llm.generate(prompts[:24], GREEDY, use_tqdm=False)) == plain[:24]
+    assert answers_of(llm, prompts[:24], GREEDY) == plain[:24]
     assert acceptance_length(llm) > 1.5
 
 
 def test_forced_preemption_and_chunked_prefill(engine, prompts, heads):
     long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    expected = token_ids(engine(block_size=32).generate(prompts[:16], long, use_tqdm=False))
+    expected = answers_of(engine(block_size=32), prompts[:16], long)
     llm = engine(
         "medusa",
         MEDUSA,
@@ -155,7 +148,7 @@ def test_forced_preemption_and_chunked_prefill(engine, prompts, heads):
         enable_prefix_caching=False,
         max_num_batched_tokens=64,
     )
-    assert token_ids(llm.generate(prompts[:16], long, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:16], long) == expected
     assert counters(llm)["preemptions"] > 0
 
 
@@ -170,7 +163,7 @@ def test_control_with_the_wrong_hidden_row(engine, prompts, plain, tau, monkeypa
 
     monkeypatch.setattr(step, "plan_step", roots)
     llm = engine("medusa", {**MEDUSA, "num_speculative_tokens": 19})
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) < 0.9 * tau
 
 

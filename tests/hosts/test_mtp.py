@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from vllm import SamplingParams
-from vllm.model_executor.models import registry
 
 from tests.doubles import mtp
 from tests.doubles.architectures import ARCHITECTURES, Architecture
@@ -12,23 +10,19 @@ from tests.doubles.gated_delta import in_float32
 from tests.hosts.conftest import (
     WHOLE,
     acceptance_length,
+    answers_of,
     check_prefix_cache_hits,
-    counters,
     runner_of,
-    token_ids,
 )
-from tests.hosts.test_architectures import PARAMS, PROMPTS
+from tests.hosts.same_as_plain import PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
 from vllm_specplug.config import ConfigError
 
 TREE = {"method": "mtp_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
-SETTINGS = {"block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def seen_at_once():
-    """vLLM looks at each model class in a new process, which takes seconds."""
+def float32_operators():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         in_float32(patch)
         yield
 
@@ -56,12 +50,9 @@ def test_same_as_plain(engine, target, expert_group):
     architecture = OPTIONS.get(target, Architecture("", ""))
     settings = {**SETTINGS, **architecture.options}
     plain = engine(target=target, **settings, **architecture.plain)
-    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    scarce = {"num_gpu_blocks_override": BLOCKS.get(target, 12), "max_num_batched_tokens": 64}
+    scarce = {**SCARCE, "num_gpu_blocks_override": BLOCKS.get(target, 12)}
     llm = engine(target=target, speculative_config=TREE, **scarce, **settings)
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    assert counters(llm)["preemptions"] > 0
-    assert acceptance_length(llm) > 1.2
+    assert check_as_plain(plain, llm) > 1.2
     assert runner_of(llm).drafter.draft_layers
     if target not in BLOCKS:
         check_prefix_cache_hits(plain, llm, PROMPTS[:2])
@@ -78,43 +69,35 @@ def test_several_layers(engine, checkpoints, tmp_path, caplog, expert_group):
     """The first of two drafts all levels."""
     caplog.set_level("INFO", "vllm_specplug")
     checkpoints["two"] = mtp.write_with_mtp(tmp_path / "two", "GLM-4 MoE", count=2)
-    expected = token_ids(engine(target="two", **SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    expected = answers_of(engine(target="two", **SETTINGS), PROMPTS, PARAMS)
     llm = engine(target="two", speculative_config={**TREE, "num_speculative_tokens": 11}, **SETTINGS)
     assert "the first of 2 MTP modules drafts trees of up to 10 nodes" in caplog.text
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert answers_of(llm, PROMPTS, PARAMS) == expected
     assert acceptance_length(llm) > 1.2
 
 
 def test_a_union_with_a_measured_budget(engine, checkpoints, tmp_path_factory):
     """The budget times the layer's forwards at start, and drafting pauses."""
     checkpoints["union"] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "union", "MiMo")
-    expected = token_ids(engine(target="union", **SETTINGS).generate(PROMPTS, PARAMS, use_tqdm=False))
+    expected = answers_of(engine(target="union", **SETTINGS), PROMPTS, PARAMS)
     sources = [{"method": "mtp_tree"}, {"method": "lookup"}]
     union = {"method": "union", "sources": sources, "budget": "measured", "num_speculative_tokens": 12}
     llm = engine(target="union", speculative_config=union, **SETTINGS)
     assert runner_of(llm).drafter.draft_layers
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert answers_of(llm, PROMPTS, PARAMS) == expected
 
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, tmp_path_factory):
     """The same MTP layer, and the same number of verified tokens."""
     checkpoints["chain"] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "chain", "MiMo")
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     stock = engine(target="chain", speculative_config={"method": "mtp", "num_speculative_tokens": 4}, **SETTINGS)
-    expected = token_ids(stock.generate(PROMPTS, params, use_tqdm=False))
     llm = engine(target="chain", speculative_config={**TREE, "num_speculative_tokens": 4}, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
-    assert acceptance_length(llm) >= acceptance_length(stock) > 1.2
+    check_against_chain(stock, llm, 1.2)
 
 
 def test_an_assistant_that_reads_the_targets_cache(engine, checkpoints, tmp_path):
     """Gemma 4: a checkpoint of its own, without keys and values; two KV cache groups."""
     checkpoints["Gemma 4"], assistant = mtp.write_gemma(tmp_path)
     plain = engine(target="Gemma 4", **SETTINGS)
-    expected = token_ids(plain.generate(PROMPTS, PARAMS, use_tqdm=False))
-    tree = {**TREE, "model": str(assistant)}
-    scarce = {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 64}
-    llm = engine(target="Gemma 4", speculative_config=tree, **scarce, **SETTINGS)
-    assert token_ids(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
-    assert counters(llm)["preemptions"] > 0
-    assert acceptance_length(llm) > 1.2
+    tree, scarce = {**TREE, "model": str(assistant)}, {**SCARCE, "num_gpu_blocks_override": 14}
+    assert check_as_plain(plain, engine(target="Gemma 4", speculative_config=tree, **scarce, **SETTINGS)) > 1.2

@@ -14,7 +14,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 
-from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import ENGINE, TREE, answers_of, counters, make_prompts, runner_of
 from tests.hosts.test_attention_traits import CHUNK, WINDOW, write_target
 from vllm_specplug.core.layout import lay_out
 from vllm_specplug.core.proof import ProofFailed, Row
@@ -98,7 +98,7 @@ FAULTS = (mask_off_by_one_level, mask_of_the_row_before, positions_not_moved, a_
 
 
 def test_it_passes_and_leaves_nothing_behind(engine, proven, kept_nothing, monkeypatch):
-    served = token_ids(proven.generate(make_prompts(4), GREEDY, use_tqdm=False))
+    served = answers_of(proven, make_prompts(4), GREEDY)
     before, found = counters(proven), vars(runner_of(proven)).keys() - {"_model_forward"}
     said = Counters(runner_of(proven).speculative_config.metrics_file).values()
     state, compute_logits = torch.get_rng_state(), runner_of(proven).model.compute_logits
@@ -111,7 +111,7 @@ def test_it_passes_and_leaves_nothing_behind(engine, proven, kept_nothing, monke
     assert not any(name.startswith("specplug") for name in runner_of(proven).requests)
     assert runner_of(proven).model.compute_logits == compute_logits
     proven.reset_prefix_cache()
-    assert token_ids(proven.generate(make_prompts(4), GREEDY, use_tqdm=False)) == served
+    assert answers_of(proven, make_prompts(4), GREEDY) == served
 
 
 def test_it_is_kept(proven, kept_nothing, monkeypatch):
@@ -237,14 +237,14 @@ def test_a_model_that_fails_without_trees(proven, kept_nothing, monkeypatch, on_
 
 def test_or_it_decodes_plainly(engine, checkpoints, kept_nothing, monkeypatch):
     prompts = make_prompts(4)
-    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(), prompts, GREEDY)
     mask_off_by_one_level(monkeypatch)
     config = {**TREE, "model": str(checkpoints["eagle"]), "on_failure": "plain"}
     llm = LLM(str(checkpoints["target"]), **ENGINE, speculative_config=config)
     engine.kept.append(llm)
     with monkeypatch.context() as patch:  # the fault may be that of our kernel
         patch.setattr(attention, "causal_attention", lambda *_: pytest.fail("our kernel computes plain rows"))
-        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        assert answers_of(llm, prompts, GREEDY) == expected
     assert counters(llm)["drafts"] == 0
     values = Counters(runner_of(llm).speculative_config.metrics_file).values()
     counted = [counter.name for counter, value in zip(COUNTERS, values, strict=True) if value]

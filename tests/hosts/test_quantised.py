@@ -16,12 +16,12 @@ from tests.hosts.conftest import (
     ENGINE,
     TREE,
     acceptance_length,
+    answers_of,
     check_prefix_cache_hits,
     counters,
     make_prompts,
     needs_avx512,
     runner_of,
-    token_ids,
 )
 from vllm_specplug.utils.environment import multiplies_bytes
 from vllm_specplug.vllm.drafters.target_parts import TargetHead
@@ -67,7 +67,7 @@ def quantised(checkpoints, tmp_path_factory):
 
 
 def answers(llm, prompts, params=GREEDY):
-    return token_ids(llm.generate(prompts, params, use_tqdm=False))
+    return answers_of(llm, prompts, params)
 
 
 def check(engine, prompts, drafter, most_differing=0, tree=None, **options):

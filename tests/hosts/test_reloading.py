@@ -12,7 +12,16 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.doubles import tiny
-from tests.hosts.conftest import ENGINE, TREE, counters, make_prompts, needs_bytes, record_drafts, runner_of, token_ids
+from tests.hosts.conftest import (
+    ENGINE,
+    TREE,
+    answers_of,
+    counters,
+    make_prompts,
+    needs_bytes,
+    record_drafts,
+    runner_of,
+)
 from vllm_specplug.cpu import reloading, row_linear
 from vllm_specplug.proposers.eagle2.checkpoint import WEIGHTS_NAME, save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
@@ -87,7 +96,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def plain(engine, prompts):
-    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    return answers_of(engine(), prompts, GREEDY)
 
 
 def wait_for(condition, seconds=60.0):
@@ -146,7 +155,7 @@ def test_new_weights_are_computed_as_the_old_ones(start, tmp_path, monkeypatch, 
     monkeypatch.setattr(row_linear, "MOST_KEPT_TWICE", then)
     version = published(tmp_path / "head", "reduced", seed=2)
     taken(llm, version)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=needs_bytes) if name == "int8" else name for name in CASES])
@@ -160,7 +169,7 @@ def test_the_new_weights_draft(start, tmp_path, monkeypatch, prompts, plain, cas
     taken(llm, published(head, kind, seed=5))
     second = drafts_of(llm, monkeypatch, prompts)
     if case != "int8":
-        assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+        assert answers_of(llm, prompts, GREEDY) == plain
     other = start(head, speculative, dtype="bfloat16") if case == "int8" else start(head, speculative)
     assert runner_of(other).reloading.version == 2
     expected = drafts_of(other, monkeypatch, prompts)
@@ -187,7 +196,7 @@ def test_requests_run_while_versions_change(start, tmp_path, monkeypatch, engine
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=100, ignore_eos=True) for i in range(len(prompts))
     ]
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(), prompts, params)
     followed, steps, taken_at = runner_of(llm).reloading, [0], []
     honest = followed.before_step
 
@@ -207,7 +216,7 @@ def test_requests_run_while_versions_change(start, tmp_path, monkeypatch, engine
 
     monkeypatch.setattr(followed, "before_step", before_step)
     with caplog.at_level("WARNING", logger="vllm_specplug"):
-        assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+        assert answers_of(llm, prompts, params) == expected
     assert [version for version, _ in taken_at] == [2, 4, 5]
     (warning,) = (one.getMessage() for one in caplog.records if "drafter" in one.getMessage())
     assert "version 3 of the drafter is not taken" in warning and "down_proj.weight has values" in warning

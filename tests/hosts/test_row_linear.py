@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from tests.hosts.conftest import SEEDED, TREE, acceptance_length, make_prompts, runner_of, token_ids
+from tests.hosts.conftest import SEEDED, TREE, acceptance_length, answers_of, make_prompts, runner_of
 from vllm_specplug.cpu import row_linear
 from vllm_specplug.cpu.kernels.row_linear import CODED, RowLinearOnUse, uses_tiles
 from vllm_specplug.vllm import speculative_config
@@ -43,9 +43,9 @@ def kept_weights(layer):
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("speculative", [ROWS, ALL], ids=["few", "all"])
 def test_same_as_plain(engine, prompts, params, speculative):
-    expected = token_ids(engine().generate(prompts, params, use_tqdm=False))
+    expected = answers_of(engine(), prompts, params)
     llm = engine("eagle", speculative)
-    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, params) == expected
     assert acceptance_length(llm) > 1.2
     layers = layers_of(llm)
     assert len(layers) > 4
@@ -54,16 +54,16 @@ def test_same_as_plain(engine, prompts, params, speculative):
 
 
 def test_torch_compile(engine, prompts):
-    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(), prompts, GREEDY)
     llm = engine("eagle", ALL, enforce_eager=False)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected
 
 
 def test_bfloat16(engine, prompts):
     """The rounding differs, as between any two products; most first tokens are the same."""
     options = {"dtype": "bfloat16"}
-    expected = token_ids(engine(**options).generate(prompts, GREEDY, use_tqdm=False))
-    found = token_ids(engine("eagle", ALL, **options).generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(**options), prompts, GREEDY)
+    found = answers_of(engine("eagle", ALL, **options), prompts, GREEDY)
     assert sum(one[0][0] == other[0][0] for one, other in zip(found, expected, strict=True)) > len(prompts) // 2
 
 
@@ -108,9 +108,9 @@ def test_embeddings_are_packed_only_to_multiply(engine, checkpoints, tmp_path, p
         (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
         checkpoints["tied"] = folder
         options["target"] = "tied"
-    expected = token_ids(engine(**options).generate(prompts[:4], GREEDY, use_tqdm=False))
+    expected = answers_of(engine(**options), prompts[:4], GREEDY)
     llm = engine("eagle", ALL, **options)
-    assert token_ids(llm.generate(prompts[:4], GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts[:4], GREEDY) == expected
     target = runner_of(llm).model
     embedding, head = target.model.embed_tokens.cpu_linear, target.lm_head.cpu_linear
     assert isinstance(embedding, RowLinearOnUse) and head.dtype == kept_weights(target.lm_head).dtype
@@ -118,9 +118,9 @@ def test_embeddings_are_packed_only_to_multiply(engine, checkpoints, tmp_path, p
 
 
 def test_weights_that_are_kept_twice_are_bounded(engine, prompts, monkeypatch):
-    expected = token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
+    expected = answers_of(engine(), prompts, GREEDY)
     monkeypatch.setattr(row_linear, "MOST_KEPT_TWICE", 1 << 16)
     llm = engine("eagle", ROWS, max_num_seqs=4)
     ours = [computed_by_us(layer) for layer in layers_of(llm)]
     assert any(ours) and not all(ours)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, GREEDY) == expected

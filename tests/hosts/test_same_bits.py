@@ -13,7 +13,6 @@ import vllm.envs as envs
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.models import registry
 
 from tests.doubles.architectures import ARCHITECTURES, Architecture, write_target
 from tests.doubles.quantised import FORMATS, write_quantised
@@ -76,8 +75,6 @@ def start(engine) -> Iterator[Callable[..., Any]]:
         return engine.kept[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        # vLLM looks at each model class in a new process, which takes seconds.
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         yield start
 
 

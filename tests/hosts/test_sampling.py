@@ -6,7 +6,6 @@ import math
 import pickle
 
 import pytest
-import torch
 from scipy.stats import chi2
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -17,10 +16,6 @@ from tests.host_versions import comparable
 from tests.hosts.conftest import SWIFT, TREE, make_prompts, token_ids
 from vllm_specplug.cpu.runner import TreeCPUModelRunner
 from vllm_specplug.cpu.walk import SampledWalk
-from vllm_specplug.proposers.medusa.train import MedusaTask, MedusaTraining
-from vllm_specplug.proposers.training.answers import Answer
-from vllm_specplug.proposers.training.features import extract, load_features
-from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 METHODS = ("eagle2", "medusa", "union", "swift")
 #: Of a method that leaves layers out, the others have the small one.
@@ -79,19 +74,15 @@ def start(engine, checkpoints, tmp_path_factory):
     plain = engine(**OPTIONS)
     prompts = make_prompts(16, seed=3)
     outputs = token_ids(plain.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
-    rows = [Answer("tiny", p["prompt_token_ids"], a[0]) for p, a in zip(prompts, outputs, strict=True)]
+    texts = [(prompt["prompt_token_ids"], answer[0]) for prompt, answer in zip(prompts, outputs, strict=True)]
     root = tmp_path_factory.mktemp("medusa")
-    data = load_features(extract(checkpoints["target"], rows, root / "features", progress=False))
-    training = MedusaTraining(
-        num_heads=3, num_layers=1, epochs=40, batch_tokens=2048, lr=3e-2, draft_vocab_size=tiny.VOCAB
-    )
-    task = MedusaTask(str(checkpoints["target"]), torch.arange(tiny.VOCAB), training)
-    train(task, data, str(root / "heads"), RunSettings(progress=False))
+    features = tiny.extract_features(checkpoints["target"], texts, root / "features")
+    heads = tiny.write_medusa(root / "heads", checkpoints["target"], features)
     eagle = {**TREE, "model": str(checkpoints["eagle"])}
     source = {key: value for key, value in eagle.items() if key != "budget"}  # the union has it
     speculative = {
         "eagle2": eagle,
-        "medusa": {"method": "medusa", "model": str(root / "heads"), "num_speculative_tokens": 20},
+        "medusa": {"method": "medusa", "model": str(heads), "num_speculative_tokens": 20},
         "union": {"method": "union", "sources": [source, {"method": "lookup"}], "num_speculative_tokens": 20},
         "swift": SWIFT | {"optimise_share": 0.02},
     }

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.doubles.sessions import run_sessions
-from tests.hosts.conftest import counters, make_prompts, token_ids
+from tests.hosts.conftest import answers_of, counters, make_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -30,7 +30,7 @@ class Client:
         prompts = make_prompts(99, next(_SEEDS))
         beginnings = [one["prompt_token_ids"][:20] for one in prompts if len(one["prompt_token_ids"]) > 20][:COUNT]
         given = [{"prompt_token_ids": tokens} for tokens in beginnings]
-        return beginnings, [one[0] for one in token_ids(self.plain.generate(given, GREEDY, use_tqdm=False))]
+        return beginnings, [one[0] for one in answers_of(self.plain, given, GREEDY)]
 
     def accepted(self, beginnings, params=GREEDY, **prompt):
         """Accepted tokens of answers to these beginnings."""

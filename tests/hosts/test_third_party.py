@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.hosts.conftest import ENGINE, acceptance_length, make_prompts, token_ids
+from tests.hosts.conftest import ENGINE, acceptance_length, answers_of, make_prompts
 from vllm_specplug import proposer
 
 PAGE = Path(__file__).parents[2] / "docs" / "proposers.md"
@@ -43,8 +43,8 @@ def test_greedy_and_seeded_identity(engine, checkpoints, echo):
         params = [
             SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
         ]
-        expected = token_ids(plain.generate(prompts, params, use_tqdm=False))
-        assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+        expected = answers_of(plain, prompts, params)
+        assert answers_of(llm, prompts, params) == expected
     assert acceptance_length(llm) > 1.0
 
 

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm import SamplingParams
 
 from tests.doubles import published, tiny
-from tests.hosts.conftest import SEEDED, TREE, WHOLE, acceptance_length, counters, make_prompts, token_ids
+from tests.hosts.conftest import GREEDY, SEEDED, TREE, WHOLE, acceptance_length, answers_of, counters
 from vllm_specplug.cpu.drafters import best_first
 from vllm_specplug.proposers.eagle3 import train as eagle3
 from vllm_specplug.proposers.eagle3.head import layer_ids
 from vllm_specplug.proposers.hass.train import HassTrainOptions
 from vllm_specplug.proposers.training import eagle, features
-from vllm_specplug.proposers.training.answers import Answer
 from vllm_specplug.proposers.training.evaluate import chain_acceptance
 from vllm_specplug.proposers.training.trainer import RunSettings, train
 
 CHAIN = {"draft_top_k": 1, "draft_depth": 4, "num_speculative_tokens": 4, **WHOLE}
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 IDS = torch.arange(tiny.VOCAB)
 SMALL = {"epochs": 60, "batch_tokens": 1024, "lr": 5e-3, "draft_vocab_size": tiny.VOCAB, "align_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    return make_prompts(16)
-
-
-@pytest.fixture(scope="module")
-def plain(engine, prompts):
-    return token_ids(engine().generate(prompts, GREEDY, use_tqdm=False))
-
-
-@pytest.fixture(scope="module")
 def data(checkpoints, prompts, plain, tmp_path_factory):
     """Features of the very answers that are drafted later: a head that knows them by heart accepts much."""
-    answers = [Answer("tiny", p["prompt_token_ids"], out[0]) for p, out in zip(prompts, plain, strict=True)]
+    texts = [(prompt["prompt_token_ids"], answer[0]) for prompt, answer in zip(prompts, plain, strict=True)]
     layers = layer_ids({"num_hidden_layers": 2})
-    return features.extract(
-        str(checkpoints["target"]), answers, tmp_path_factory.mktemp("features"), layers=layers, progress=False
-    )
+    return tiny.extract_features(checkpoints["target"], texts, tmp_path_factory.mktemp("features"), layers)
 
 
 def trained(kind, checkpoints, files, out) -> float:
@@ -73,7 +58,7 @@ def test_served_tau_is_the_offline_tau(engine, prompts, plain, heads, kind, meth
     offline = heads[kind]
     assert offline > 2.0  # else nothing was learnt, and nothing is compared
     llm = engine(f"trained-{kind}", {**CHAIN, "method": method})
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) == pytest.approx(offline, rel=0.05)
 
 
@@ -94,7 +79,7 @@ def test_heads_as_others_publish_them(engine, checkpoints, prompts, plain, heads
     path = published.rewrite(checkpoints[f"trained-{kind}"], tmp_path / change.__name__, change, checkpoints["target"])
     checkpoints[path.name] = path
     llm = engine(path.name, CHAIN)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) - 1 > 0.95 * share * (heads[kind] - 1)
 
 
@@ -115,11 +100,11 @@ def test_trees_from_heads_as_others_publish_them(
     checkpoints[path.name] = path
     if target == "wide":
         checkpoints["wide"] = published.write_wide_target(checkpoints["target"], tmp_path / "wide")
-    expected = token_ids(engine(target=target).generate(prompts, SEEDED, use_tqdm=False))
+    expected = answers_of(engine(target=target), prompts, SEEDED)
     llm = engine(path.name, TREE, target=target)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) - 1 > share * (heads["eagle3"] - 1)
-    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
+    assert answers_of(llm, prompts, SEEDED) == expected
 
 
 def test_a_parallel_head(engine, checkpoints, prompts, plain, heads, tmp_path, monkeypatch):
@@ -128,25 +113,25 @@ def test_a_parallel_head(engine, checkpoints, prompts, plain, heads, tmp_path, m
     path = published.rewrite(source, tmp_path / "peagle", published.with_a_mask, checkpoints["target"])
     checkpoints[path.name] = path
     stock = engine(path.name, {"method": "eagle3", "parallel_drafting": True, "num_speculative_tokens": 4})
-    assert token_ids(stock.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(stock, prompts, GREEDY) == plain
     tree = {"method": "dflash_tree", "draft_depth": 4, "num_speculative_tokens": 4, "min_node_value": 0.0}
     llm = engine(path.name, tree)
     monkeypatch.setattr(best_first, "WIDTH", 1)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     chain = acceptance_length(stock)
     assert acceptance_length(llm) == pytest.approx(chain, rel=0.01) and chain > 1.5
     monkeypatch.undo()
     before = counters(llm)
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm, before) >= chain
-    expected = token_ids(engine().generate(prompts, SEEDED, use_tqdm=False))
-    assert token_ids(llm.generate(prompts, SEEDED, use_tqdm=False)) == expected
+    expected = answers_of(engine(), prompts, SEEDED)
+    assert answers_of(llm, prompts, SEEDED) == expected
 
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, prompts, plain, heads):
     """The same EAGLE-3 head, and the same number of verified tokens."""
     stock = engine("trained-eagle3", {"method": "eagle3", "num_speculative_tokens": 8})
-    assert token_ids(stock.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(stock, prompts, GREEDY) == plain
     llm = engine("trained-eagle3", {**TREE, "num_speculative_tokens": 8, "draft_depth": 8})
-    assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == plain
+    assert answers_of(llm, prompts, GREEDY) == plain
     assert acceptance_length(llm) > acceptance_length(stock) > 2

@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.hosts.conftest import WHOLE, acceptance_length, counters, make_prompts, token_ids
+from tests.hosts.conftest import WHOLE, acceptance_length, answers_of, counters, make_prompts
 from tests.unit.core.test_typical import expected_path
 
 TYPICAL = {"method": "eagle2", "num_speculative_tokens": 16, "verification": "typical", **WHOLE}
@@ -29,18 +29,18 @@ def sampled(count, **changes):
 
 def test_temperature_0_is_greedy(engine, prompts):
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected = token_ids(engine().generate(prompts, greedy, use_tqdm=False))
-    assert token_ids(engine("eagle", TYPICAL).generate(prompts, greedy, use_tqdm=False)) == expected
+    expected = answers_of(engine(), prompts, greedy)
+    assert answers_of(engine("eagle", TYPICAL), prompts, greedy) == expected
 
 
 def test_lower_limits_accept_more(engine, prompts):
     llm, taus = engine("eagle", TYPICAL), []
     for limits in (NEVER, {"typical_epsilon": 0.08}, {"typical_epsilon": 0.0}):
         before = counters(llm)
-        outputs = token_ids(llm.generate(prompts, sampled(16, extra_args=limits), use_tqdm=False))
+        outputs = answers_of(llm, prompts, sampled(16, extra_args=limits))
         taus.append(acceptance_length(llm, before))
         if limits is NEVER:  # all tokens are then drawn by the sampler, with the requests' seeds
-            assert outputs == token_ids(engine().generate(prompts, sampled(16), use_tqdm=False))
+            assert outputs == answers_of(engine(), prompts, sampled(16))
     assert 1.0 < taus[0] < taus[1] < taus[2]
 
 
@@ -48,12 +48,8 @@ def test_requests_bring_their_own_limits(engine, prompts):
     """In one batch: half of the requests accept nothing and equal plain decoding, the others do as the server says."""
     llm = engine("eagle", TYPICAL)
     params = [p for pair in zip(sampled(8, extra_args=NEVER), sampled(8), strict=True) for p in pair]
-    outputs = token_ids(llm.generate(prompts, params, use_tqdm=False))
-    expected = token_ids(
-        engine().generate(
-            prompts, [p for pair in zip(sampled(8), sampled(8), strict=True) for p in pair], use_tqdm=False
-        )
-    )
+    outputs = answers_of(llm, prompts, params)
+    expected = answers_of(engine(), prompts, [p for pair in zip(sampled(8), sampled(8), strict=True) for p in pair])
     assert outputs[::2] == expected[::2] and outputs[1::2] != expected[1::2]
     with pytest.raises(VLLMValidationError, match="typical_epsilon=2 is out of range"):
         llm.generate(prompts[:1], sampled(1, extra_args={"typical_epsilon": 2}), use_tqdm=False)
@@ -65,15 +61,15 @@ def test_what_else_shapes_the_distribution_is_verified_exactly(engine, prompts):
     kinds = [{"repetition_penalty": 1.3}, {"min_p": 0.1}, {"logit_bias": {7: 3.0}}, {"logprobs": 2}]
     kinds += [{"allowed_token_ids": list(range(10, 60))}, {"presence_penalty": 0.5, "top_p": 0.9}]
     params = [sampled(12, **kinds[i % len(kinds)])[i] for i in range(12)]
-    expected = token_ids(engine().generate(prompts[:12], params, use_tqdm=False))
-    assert token_ids(engine("eagle", TYPICAL).generate(prompts[:12], params, use_tqdm=False)) == expected
+    expected = answers_of(engine(), prompts[:12], params)
+    assert answers_of(engine("eagle", TYPICAL), prompts[:12], params) == expected
 
 
 def test_custom_logits_processors_are_verified_exactly(engine, prompts):
     options = {"logits_processors": ["tests.doubles.processors:Avoid"]}
     params = sampled(8, extra_args={"avoid": 9})
-    expected = token_ids(engine(**options).generate(prompts[:8], params, use_tqdm=False))
-    assert token_ids(engine("eagle", TYPICAL, **options).generate(prompts[:8], params, use_tqdm=False)) == expected
+    expected = answers_of(engine(**options), prompts[:8], params)
+    assert answers_of(engine("eagle", TYPICAL, **options), prompts[:8], params) == expected
 
 
 def test_accepted_paths_follow_the_formula(engine, checkpoints, prompts, tmp_path):

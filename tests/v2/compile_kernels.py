@@ -34,11 +34,11 @@ from vllm_specplug.cpu.kernels.tree_attention import TOKEN_LAYOUT
 from vllm_specplug.gpu.kernels import tiles as triton_tiles
 from vllm_specplug.gpu.kernels import tree_attention as triton_tree_attention
 from vllm_specplug.gpu.kernels.conv_tree import commit_windows, conv_tree
-from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, commit_gated_delta, gated_delta_tree
+from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, gated_delta_tree
 from vllm_specplug.gpu.kernels.growth import KERNELS, likeliest, start_levels
 from vllm_specplug.gpu.kernels.latent_tree import continue_with_tree
 from vllm_specplug.gpu.kernels.lookup import LookupBuffers, continuations, keep_answer, match_keys
-from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, commit_mamba2, mamba2_tree
+from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, mamba2_tree
 from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attention
 from vllm_specplug.gpu.kernels.row_tokens import row_tokens
 from vllm_specplug.gpu.kernels.step import cache_pointers, move_rows, plan_step, stage_rows, store_trees, walk_rows
@@ -221,10 +221,10 @@ def state_kernels(num_reqs: int = 2, width: int = 61) -> None:
         mamba2, delta = Mamba2Weights(floats, floats, floats, 8), GatedDeltaWeights(floats, floats, 16)
         states = torch.zeros(4, 64, 64, 128, dtype=dtype)
         mamba2_tree(trees, mamba2, inputs, gates, states, inputs)
-        commit_mamba2(trees, sources, mamba2, inputs, gates, states)
+        mamba2_tree(trees, mamba2, inputs, gates, states, source_rows=sources)
         states = torch.zeros(4, 32, 128, 128, dtype=dtype)
         gated_delta_tree(trees, delta, inputs, gates, gates, states, inputs)
-        commit_gated_delta(trees, sources, delta, inputs, gates, gates, states)
+        gated_delta_tree(trees, delta, inputs, gates, gates, states, source_rows=sources)
 
 
 def sampling_kernels(num_nodes: int = 20) -> None:

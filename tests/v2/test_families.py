@@ -6,7 +6,6 @@ Heads are trained for seconds.  Greedy and seeded, with prefix hits, then with t
 from __future__ import annotations
 
 import pytest
-from vllm.model_executor.models import registry
 
 from tests.doubles import mtp
 from tests.doubles.families import DRAFTERS, FAMILIES
@@ -28,14 +27,6 @@ from tests.v2.test_heads import TREE
 pytestmark = pytest.mark.wide
 
 TREES = {"eagle2": TREE, "dflash_tree": BLOCK_TREE, "draft_tree": {**TREE, "method": "draft_tree"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def seen_at_once():
-    """vLLM looks at each model class in a new process, which takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
-        yield
 
 
 def check(engine, target, prompts, plainly, drafter=None, **tree):

@@ -125,7 +125,7 @@ def test_number_of_splits(monkeypatch):
     wide, narrow = {"num_warps": 8, "BLOCK_N": 64}, {"num_warps": 4, "BLOCK_N": 64}
 
     def splits(num_programs, longest, tiles):
-        return triton_tree_attention._num_splits(torch.device("cuda"), num_programs, longest, tiles)
+        return triton_tree_attention._num_splits(torch.device("cuda"), num_programs, longest, 0, tiles)
 
     assert [splits(16 * batch, None, wide) for batch in (1, 2, 4, 8, 9)] == [8, 4, 2, 1, 1]
     assert [splits(8, longest, narrow) for longest in (None, 8192, 1024, 100)] == [32, 32, 8, 1]

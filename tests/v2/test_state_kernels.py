@@ -18,8 +18,8 @@ from tests.doubles.tree_states import (
     run_paths,
 )
 from vllm_specplug.gpu.kernels.conv_tree import commit_windows, conv_tree
-from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, commit_gated_delta, gated_delta_tree
-from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, commit_mamba2, mamba2_tree
+from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, gated_delta_tree
+from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, mamba2_tree
 from vllm_specplug.types import PADDING
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ def test_mamba2(seed, dtype):
     assert torch.equal(states, kept)
     paths, sources = accepted_paths(forest, seed)
     run_accepted(forest, kept, step, paths)
-    commit_mamba2(forest.on_device(DEVICE), sources, weights, rows, dt, states)
+    mamba2_tree(forest.on_device(DEVICE), weights, rows, dt, states, source_rows=sources)
     check(states, kept, of_state)
 
 
@@ -133,7 +133,7 @@ def test_gated_delta_rule(seed, dtype):
     assert torch.equal(states, kept)
     paths, sources = accepted_paths(forest, seed)
     run_accepted(forest, kept, step, paths)
-    commit_gated_delta(forest.on_device(DEVICE), sources, weights, rows, a, b, states)
+    gated_delta_tree(forest.on_device(DEVICE), weights, rows, a, b, states, source_rows=sources)
     check(states, kept, of_state)
 
 

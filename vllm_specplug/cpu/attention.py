@@ -33,6 +33,7 @@ from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.tree_attention import PlainRows, causal_attention, tree_attention
 from vllm_specplug.vllm.attention_backends import (
     FP8,
+    TreeBackend,
     TreeBuilder,
     check_attention,
     local_attention_from,
@@ -263,17 +264,11 @@ class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
         )
 
 
-class TreeAttentionBackend(CPUAttentionBackend):
+class TreeAttentionBackend(TreeBackend, CPUAttentionBackend):
     #: The compiled model then calls Python once per layer, not twice, and tree rows are not written before the commit.
     forward_includes_kv_cache_update = True
 
-    @staticmethod
-    def get_impl_cls() -> type[TreeAttentionImpl]:
-        return TreeAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
-        return TreeAttentionMetadataBuilder
+    impl, builder = TreeAttentionImpl, TreeAttentionMetadataBuilder
 
 
 @functools.cache
@@ -282,7 +277,7 @@ def local_backend(underlying: type[TreeAttentionBackend], chunk: int) -> type[Tr
     if operators() is None:
         raise ConfigError("tree speculation reads chunks of local attention with the C++ operators only: install g++")
     impl = type(f"TreeLocalImpl{chunk}", (underlying.get_impl_cls(),), {"local": chunk})
-    return type(f"TreeLocalBackend{chunk}", (underlying,), {"get_impl_cls": staticmethod(lambda: impl)})
+    return type(f"TreeLocalBackend{chunk}", (underlying,), {"impl": impl})
 
 
 _PATH = f"{TreeAttentionBackend.__module__}.{TreeAttentionBackend.__qualname__}"

@@ -166,12 +166,9 @@ class DraftPhase:
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        propose_by_vllm = functools.partial(
-            super().propose_draft_token_ids,
-            *(scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states),
-            *(aux_hidden_states, spec_decode_metadata, *args),
-            **kwargs,
-        )
+        inputs = (scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states)
+        inputs = (*inputs, aux_hidden_states, spec_decode_metadata, *args)
+        propose_by_vllm = functools.partial(super().propose_draft_token_ids, *inputs, **kwargs)
         step, budget, drafter = self.served, self.serving_budget, self.drafter
         num_drafts = _num_drafts(spec_decode_metadata, len(sampled_token_ids))
         step.hidden_states, step.accepted_rows = hidden_states, self._accepted_rows(sampled_token_ids, num_drafts)

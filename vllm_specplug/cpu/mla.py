@@ -24,7 +24,7 @@ from vllm_specplug.cpu.attention import RowsWithoutTree, TreeImpl, keep_rows
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.row_linear import head_linear, pack_heads
 from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT, PlainRows, causal_attention, tree_attention
-from vllm_specplug.vllm.attention_backends import FP8
+from vllm_specplug.vllm.attention_backends import FP8, TreeBackend
 
 #: The kernel reads latents, and keys with their rotary part, in vectors of so many numbers.
 _VECTOR = 16
@@ -200,7 +200,7 @@ class TreeMLAImpl(TreeImpl, CPUMLAImpl):
         kv_cache[slots[written] // block_size, slots[written] % block_size] = key[written, 0]
 
 
-class TreeMLABackend(MLACommonBackend):
+class TreeMLABackend(TreeBackend, MLACommonBackend):
     @staticmethod
     def get_name() -> str:
         return "CPU_MLA"
@@ -209,10 +209,4 @@ class TreeMLABackend(MLACommonBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(_VECTOR)]
 
-    @staticmethod
-    def get_impl_cls() -> type[TreeMLAImpl]:
-        return TreeMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeMLAMetadataBuilder]:
-        return TreeMLAMetadataBuilder
+    impl, builder = TreeMLAImpl, TreeMLAMetadataBuilder

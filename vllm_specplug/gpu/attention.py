@@ -33,7 +33,7 @@ from vllm_specplug.gpu.kernels.merged_tree_attention import merged_tree_attentio
 from vllm_specplug.gpu.kernels.step import cache_pointers
 from vllm_specplug.gpu.kernels.tiles import CacheScales, warm_up
 from vllm_specplug.gpu.kernels.tree_attention import tree_attention
-from vllm_specplug.vllm.attention_backends import FP8, TreeBuilder, check_attention, overridden_backends
+from vllm_specplug.vllm.attention_backends import FP8, TreeBackend, TreeBuilder, check_attention, overridden_backends
 from vllm_specplug.vllm.kv_groups import AlikeLayers
 
 logger = logging.getLogger("vllm_specplug")
@@ -202,14 +202,8 @@ class TreeTritonImpl(TreeImpl, TritonAttentionImpl):
     pass
 
 
-class TreeTritonBackend(TritonAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeTritonImpl]:
-        return TreeTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeTritonMetadataBuilder]:
-        return TreeTritonMetadataBuilder
+class TreeTritonBackend(TreeBackend, TritonAttentionBackend):
+    impl, builder = TreeTritonImpl, TreeTritonMetadataBuilder
 
 
 #: Tree attention by vLLM's backend, as dotted paths.

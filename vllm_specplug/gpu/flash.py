@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_specplug.core.tree_rows import DeviceTreeRows
 from vllm_specplug.gpu.attention import TreeImpl
 from vllm_specplug.gpu.rounds import shapes
-from vllm_specplug.vllm.attention_backends import TreeBuilder
+from vllm_specplug.vllm.attention_backends import TreeBackend, TreeBuilder
 
 
 @dataclass
@@ -58,11 +58,5 @@ class TreeFlashImpl(TreeImpl, FlashAttentionImpl):
     pass
 
 
-class TreeFlashBackend(FlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeFlashImpl]:
-        return TreeFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeFlashMetadataBuilder]:
-        return TreeFlashMetadataBuilder
+class TreeFlashBackend(TreeBackend, FlashAttentionBackend):
+    impl, builder = TreeFlashImpl, TreeFlashMetadataBuilder

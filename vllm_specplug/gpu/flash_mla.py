@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
 )
 
 from vllm_specplug.gpu.mla import TreeMLABuilder, TreeMLAImpl
+from vllm_specplug.vllm.attention_backends import TreeBackend
 
 
 class TreeFlashMLABuilder(TreeMLABuilder, FlashAttnMLAMetadataBuilder):
@@ -19,11 +20,5 @@ class TreeFlashMLAImpl(TreeMLAImpl, FlashAttnMLAImpl):
     pass
 
 
-class TreeFlashMLABackend(FlashAttnMLABackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeFlashMLAImpl]:
-        return TreeFlashMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeFlashMLABuilder]:
-        return TreeFlashMLABuilder
+class TreeFlashMLABackend(TreeBackend, FlashAttnMLABackend):
+    impl, builder = TreeFlashMLAImpl, TreeFlashMLABuilder

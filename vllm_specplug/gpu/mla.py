@@ -24,7 +24,7 @@ from vllm_specplug.config import ConfigError
 from vllm_specplug.core.tree_rows import DeviceTreeRows, KvPages
 from vllm_specplug.gpu.kernels.latent_tree import LINES, continue_with_tree
 from vllm_specplug.gpu.states import requests_after
-from vllm_specplug.vllm.attention_backends import FP8
+from vllm_specplug.vllm.attention_backends import FP8, TreeBackend
 
 #: Tokens of a context for which one more program is started, at least; vLLM's own number.
 SHARE = 512
@@ -265,11 +265,5 @@ class TreeTritonMLAImpl(TreeMLAImpl, TritonMLAImpl):
     pass
 
 
-class TreeTritonMLABackend(TritonMLABackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeTritonMLAImpl]:
-        return TreeTritonMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeTritonMLABuilder]:
-        return TreeTritonMLABuilder
+class TreeTritonMLABackend(TreeBackend, TritonMLABackend):
+    impl, builder = TreeTritonMLAImpl, TreeTritonMLABuilder

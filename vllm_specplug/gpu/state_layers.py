@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 
 from vllm_specplug.config import ConfigError
 from vllm_specplug.gpu.kernels.conv_tree import commit_windows, conv_tree
-from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, commit_gated_delta, gated_delta_tree
-from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, commit_mamba2, mamba2_tree
+from vllm_specplug.gpu.kernels.gated_delta_tree import GatedDeltaWeights, gated_delta_tree
+from vllm_specplug.gpu.kernels.mamba2_tree import Mamba2Weights, mamba2_tree
 from vllm_specplug.gpu.kernels.tree_states import StateTrees
 
 
@@ -112,7 +112,8 @@ class Mamba2TreeLayer(TreeLayer):
 
     def commit(self, trees: StateTrees, source_rows: torch.Tensor) -> None:
         inputs, dt = self._parts(self._kept_of(trees))
-        commit_mamba2(trees, source_rows, self._weights, self._convolve(trees, inputs), dt, self._states)
+        rows = self._convolve(trees, inputs)
+        mamba2_tree(trees, self._weights, rows, dt, self._states, source_rows=source_rows)
         commit_windows(trees, source_rows, inputs, self._windows)
 
     def empty_inputs(self) -> tuple[torch.Tensor, ...]:
@@ -145,7 +146,7 @@ class GatedDeltaTreeLayer(TreeLayer):
         inputs, gates = self._parts(self._kept_of(trees))
         b, a = gates.chunk(2, dim=1)
         rows = self._convolve(trees, inputs)
-        commit_gated_delta(trees, source_rows, self._weights, rows, a, b, self._states)
+        gated_delta_tree(trees, self._weights, rows, a, b, self._states, source_rows=source_rows)
         commit_windows(trees, source_rows, inputs, self._windows)
 
     def empty_inputs(self) -> tuple[torch.Tensor, ...]:

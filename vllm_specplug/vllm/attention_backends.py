@@ -62,6 +62,26 @@ class TreeBuilder:
         return self.metadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
 
 
+class TreeBackend:
+    """Mixed into a backend of vLLM.
+
+    Attributes:
+        impl: of its layers.
+        builder: of its metadata.
+    """
+
+    impl: type
+    builder: type
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.builder
+
+
 def check_attention(layers: Mapping[str, Any], implementation: type, fix: str, also: tuple[type, ...] = ()) -> None:
     """Refuse a layer unless it is causal self-attention over a paged KV cache, in a backend with tree attention.
 

@@ -182,15 +182,7 @@ def build(
     v2 = uses_v2_runner(options)
     setting = Setting(target_model_config, target_parallel_config, engine_args, v2)
     if v2:
-        why_fixed = _why_fixed(options, setting)
-        budget = "measured" if why_fixed is None else "fixed"
-        options = parse_options(with_defaults(given, budget, _max_num_seqs(engine_args, target_parallel_config)))
-        if why_fixed is not None and "budget" not in given:
-            logger.info(
-                "vllm-specplug: budget='fixed' with num_speculative_tokens=%d (%s); with many requests use fewer",
-                options.num_speculative_tokens,
-                why_fixed,
-            )
+        options = _with_v2_defaults(given, options, setting)
     _check_vllm(options, on_cpu, v2)
     check_features(options.method, setting)
     check_tree_attention(options, setting)
@@ -204,31 +196,14 @@ def build(
     drafter = _configure_drafter(options, target_model_config)
     head, folder = _published(options, drafter) if options.reload else (None, None)
     if drafter is not None:
-        _check_record(drafter)
-        supports_int8 = on_cpu and not v2 and drafter.supports_int8
-        in_tiles = options.linear_rows == ALL_ROWS and has_amx()
-        by_default = target_model_config.dtype == torch.bfloat16 and has_vnni() and not in_tiles
-        resolved = _resolve_int8(drafter.options, supports_int8, by_default)
-        options = with_drafter(options, resolved)
-        if drafter.vllm_method == "mtp" and drafter.model is None:
-            options = fit_modules(options, target_model_config, v2)
-    vllm_method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
-    _check_class(options.method, vllm_method, v2)
-    revisions = {}
-    if vllm_method == "mtp" and model is None:  # its layers are in the target's checkpoint
-        revisions = {name: getattr(target_model_config, name) for name in ("revision", "code_revision")}
-    if vllm_method == "custom_class":
-        vllm_method, model = (V2_WITHOUT_DRAFTER, None) if v2 else (vllm_method, NO_DRAFTER)
+        options = _fitted(options, drafter, target_model_config, on_cpu, v2)
+    loaded = _loaded_by_vllm(options, drafter, target_model_config, v2)
     if on_cpu and not v2:
         build_beside()
-    theirs = users_class(target_parallel_config.worker_cls)
-    target_parallel_config.worker_cls = path_of_mixed(setting.worker, theirs) if theirs else setting.worker
-    theirs = users_class(engine_args.scheduler_cls)
-    engine_args.scheduler_cls = path_of_mixed(setting.scheduler, theirs) if theirs else setting.scheduler
+    target_parallel_config.worker_cls = _mixed(setting.worker, target_parallel_config.worker_cls)
+    engine_args.scheduler_cls = _mixed(setting.scheduler, engine_args.scheduler_cls)
     config = TreeSpeculativeConfig(
-        method=vllm_method,
-        model=model,
-        **revisions,
+        **loaded,
         num_speculative_tokens=options.num_speculative_tokens,
         # V1's drafter selects its inputs by path rows, after the walk; vLLM's padded batch assumes flat prefixes.
         # (On V2 the rows themselves are brought into path order.)
@@ -244,11 +219,65 @@ def build(
         published_folder=folder,
         trainer=(sys.executable, "-m", "vllm_specplug.cli.cli", *trainer) if trainer else (),
     )
-    if vllm_method == "draft_model":
+    if loaded["method"] == "draft_model":
         check_draft_model(config)
     if setting.in_lockstep:
-        check_lockstep(options, None if vllm_method == V2_WITHOUT_DRAFTER else config.draft_model_config, setting)
+        check_lockstep(options, None if loaded["method"] == V2_WITHOUT_DRAFTER else config.draft_model_config, setting)
     return config
+
+
+def _with_v2_defaults(given: dict[str, Any], options: TreeOptions, setting: Setting) -> TreeOptions:
+    """Return the options with the budget and the size of trees that the V2 runner has by default."""
+    why_fixed = _why_fixed(options, setting)
+    budget = "measured" if why_fixed is None else "fixed"
+    max_num_seqs = _max_num_seqs(setting.engine_args, setting.parallel_config)
+    options = parse_options(with_defaults(given, budget, max_num_seqs))
+    if why_fixed is not None and "budget" not in given:
+        logger.info(
+            "vllm-specplug: budget='fixed' with num_speculative_tokens=%d (%s); with many requests use fewer",
+            options.num_speculative_tokens,
+            why_fixed,
+        )
+    return options
+
+
+def _fitted(options: TreeOptions, drafter: DrafterConfig, target: Any, on_cpu: bool, v2: bool) -> TreeOptions:
+    """Return the options with what depends on the drafter's checkpoint.
+
+    Raises:
+        ConfigError: the drafter cannot do what they ask.
+    """
+    _check_record(drafter)
+    in_tiles = options.linear_rows == ALL_ROWS and has_amx()
+    by_default = target.dtype == torch.bfloat16 and has_vnni() and not in_tiles
+    options = with_drafter(
+        options, _resolve_int8(drafter.options, on_cpu and not v2 and drafter.supports_int8, by_default)
+    )
+    if drafter.vllm_method == "mtp" and drafter.model is None:
+        return fit_modules(options, target, v2)
+    return options
+
+
+def _loaded_by_vllm(options: TreeOptions, drafter: DrafterConfig | None, target: Any, v2: bool) -> dict[str, Any]:
+    """Return vLLM's method and what it loads as the drafter.
+
+    Raises:
+        ConfigError: this vLLM lacks the drafter's class.
+    """
+    method, model = (drafter.vllm_method, drafter.model) if drafter is not None else ("custom_class", None)
+    _check_class(options.method, method, v2)
+    if method == "custom_class":
+        return {"method": V2_WITHOUT_DRAFTER} if v2 else {"method": method, "model": NO_DRAFTER}
+    revisions = {}
+    if method == "mtp" and model is None:  # its layers are in the target's checkpoint
+        revisions = {name: getattr(target, name) for name in ("revision", "code_revision")}
+    return {"method": method, "model": model, **revisions}
+
+
+def _mixed(ours: str, given: Any) -> str:
+    """Return the path of our class, mixed into the user's if there is one."""
+    theirs = users_class(given)
+    return path_of_mixed(ours, theirs) if theirs else ours
 
 
 def _chooses_graph_sizes(engine_args: Any) -> bool:

@@ -259,6 +259,7 @@ def test_features_and_values_of_nodes_equal_those_of_their_paths(seed):
             columns[path] = d * count + k
             values[path] = values[path[:-1]] + math.log(sigmoid(logit))
             assert tree.nodes[request, d, k] and tree.models[request, d, k] == model
+            assert all(tree.leaders[request, d, other] == k for other in who)
             assert tree.features[request, d, k].tolist() == pytest.approx(features)
             assert log_odds[request, d, k] == pytest.approx(logit)
             of_pool = (pool.token_ids, pool.parents, pool.depths, pool.log_values)
@@ -444,33 +445,3 @@ def random_histories(rng, count):
 def test_bad_options(changes, message):
     with pytest.raises(ConfigError, match=message):
         parse_options({"method": "lookup", **changes})
-
-
-@quick
-@given(st.integers(0, 2**31))
-def test_prefix_tree_equals_a_dictionary(seed):
-    rng = np.random.default_rng(seed)
-    shape = (2, int(rng.integers(1, 7)), int(rng.integers(1, 6)))
-    tokens = rng.integers(0, 3, shape).astype(np.int32)
-    tokens[rng.random(shape) < 0.1] = BREAK
-    lengths = rng.integers(0, 5, shape[:2])
-    tree = build_prefix_tree(Matches(tokens, lengths, np.ones(shape[:2], int), np.ones(shape[:2], bool)), np.zeros(2))
-    for request in range(2):
-        paths = {}
-        for k in range(shape[1]):
-            path = ()
-            for token in tokens[request, k].tolist() if lengths[request, k] else []:
-                if token == BREAK:
-                    break
-                path += (token,)
-                paths.setdefault(path, []).append(k)
-        found = {}
-        for depth, k in zip(*np.nonzero(tree.nodes[request]), strict=True):
-            path = tuple(tokens[request, k, : depth + 1].tolist())
-            assert path not in found
-            found[path] = 2.0 ** tree.features[request, depth, k, 3]
-        assert found.keys() == paths.keys()
-        assert [found[path] for path in paths] == pytest.approx([len(who) for who in paths.values()], abs=1e-4)
-        for path, who in paths.items():
-            for k in who:
-                assert tree.leaders[request, len(path) - 1, k] == who[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from vllm.config.compilation import CUDAGraphMode
 
 from vllm_specplug.config import MAX_NUM_SPECULATIVE_TOKENS, TreeOptions, model_drafter
 from vllm_specplug.core.guard import Guard
@@ -56,6 +57,8 @@ class TreeSpeculator:
     draft_depth: int
     #: Whether users' requests are served; earlier runs leave no trace.
     _serves = False
+    #: Whether the growth of trees is recorded in CUDA graphs.
+    _records = False
     #: The speculator's own part of ``propose``; takes its arguments.
     draft_trees: Callable[..., torch.Tensor]
     #: Drafts with the weights, from the slots (int ``[num_reqs]``; -1: not used), the last emitted tokens (int64
@@ -102,6 +105,7 @@ class TreeSpeculator:
         again: graphs recorded with it would read freed memory."""
         for growth in self._growths.values():
             growth.forget()
+        self._records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         super().init_cudagraph_manager(cudagraph_mode)
 
     def propose(
@@ -166,6 +170,18 @@ class TreeSpeculator:
         parents = torch.full(shape, PADDING, dtype=torch.int64, device=self.trees.parents.device)
         self.trees.keep(parents, input_batch.idx_mapping)
         return torch.zeros_like(parents[:, 1:])
+
+    def _block_table(self, attn_metadata: dict[str, Any] | None, num_reqs: int) -> torch.Tensor:
+        """Return the block table of the draft model's layers, int32 ``[num_reqs, max_blocks]``."""
+        if attn_metadata is not None:
+            return attn_metadata[next(iter(self.draft_attn_layer_names))].block_table[:num_reqs]
+        # vLLM profiles the memory before there is a cache: all but the attention runs.
+        return torch.zeros(num_reqs, 1, dtype=torch.int32, device=self.device)
+
+    def _empty_block_table(self) -> torch.Tensor:
+        """Return a block table of all requests, to record graphs with."""
+        width = self.block_tables.input_block_tables[0].shape[1]
+        return torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device)
 
     def _record(self, *inputs: torch.Tensor) -> None:
         """Record the growth, see ``Growth.record``."""

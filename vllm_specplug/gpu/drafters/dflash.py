@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
@@ -35,7 +34,7 @@ class TreeDFlashSpeculator(BestPaths, TreeSpeculator, DFlashSpeculator):
         super().__init__(vllm_config, device)
         self.init_trees(vllm_config, device, req_states)
         self._rows: BlockRows | None = None
-        self._has_cache, self._records = True, False
+        self._has_cache = True
 
     # ---- loading
 
@@ -58,17 +57,12 @@ class TreeDFlashSpeculator(BestPaths, TreeSpeculator, DFlashSpeculator):
             growth.at_once = min(growth.at_once, self._at_once)
         return model
 
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        super().init_cudagraph_manager(cudagraph_mode)
-        self._records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-
     def capture(self) -> None:
         if self._records:  # the block's forward and the growth; the context is written without graphs
             self._has_cache = True  # vLLM may capture before the first draft phase on the cache
             self.draft_max_seq_len = self.max_model_len  # bounds the splits of the recorded kernels
-            width = self.block_tables.input_block_tables[0].shape[1]
-            table = torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device)
-            self._record(table, torch.zeros(self.max_num_reqs, dtype=torch.int64, device=self.device))
+            table = self._empty_block_table()
+            self._record(table, table.new_zeros(self.max_num_reqs, dtype=torch.int64))
 
     # ---- one draft phase
 
@@ -91,12 +85,9 @@ class TreeDFlashSpeculator(BestPaths, TreeSpeculator, DFlashSpeculator):
         num_reqs, self._has_cache = input_batch.num_reqs, attn_metadata is not None
         longest = int(input_batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # in CPU memory
         self.draft_max_seq_len = min(longest + self._size, self.max_model_len)
-        if attn_metadata is not None:
-            block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
-        else:  # vLLM profiles the memory before there is a cache: all but the attention runs
-            block_table = torch.zeros(num_reqs, 1, dtype=torch.int32, device=self.device)
+        block_table = self._block_table(attn_metadata, num_reqs)
         root_positions = input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs]
-        return self._draft(input_batch, dummy_run, last_sampled, block_table[:num_reqs], root_positions)
+        return self._draft(input_batch, dummy_run, last_sampled, block_table, root_positions)
 
     @torch.inference_mode()
     def keep_up(

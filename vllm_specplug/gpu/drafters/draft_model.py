@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_specplug.config import ConfigError
@@ -18,7 +17,6 @@ class TreeDraftModelSpeculator(LevelSpeculator, StandaloneARSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        self._records = False
         #: Position of each request's last emitted token.
         self._root_positions = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
 
@@ -38,21 +36,13 @@ class TreeDraftModelSpeculator(LevelSpeculator, StandaloneARSpeculator):
         return self.model(**inputs)
 
     def sample_draft(self, hidden_states: torch.Tensor, positions: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Keep the hidden states that vLLM would sample its first draft from; the returned tokens are not used."""
-        num_reqs = hidden_states.shape[0]
-        self.root_scores[:num_reqs].copy_(hidden_states)
-        self._root_positions[:num_reqs].copy_(positions)
-        return torch.zeros(num_reqs, dtype=torch.int64, device=hidden_states.device)
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        super().init_cudagraph_manager(cudagraph_mode)
-        self._records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        self._root_positions[: len(positions)].copy_(positions)
+        return super().sample_draft(hidden_states)
 
     def capture(self) -> None:
         if self._records:  # the growth; vLLM runs the first forward without graphs
             self._has_cache = True  # vLLM may capture before the first draft phase on the cache
-            width = self.block_tables.input_block_tables[0].shape[1]
-            self._record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device), *self._roots())
+            self._record(self._empty_block_table(), *self._roots())
 
     def _roots(self) -> tuple[torch.Tensor, ...]:
         """Return the result of the first forward for each request: position of its root, score twice."""
@@ -76,10 +66,7 @@ class TreeDraftModelSpeculator(LevelSpeculator, StandaloneARSpeculator):
         batch = (input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states)
         self._read(*batch, num_sampled, num_rejected, last_sampled, *args, dummy_run=dummy_run, **kwargs)
         self._has_cache = attn_metadata is not None
-        if self._has_cache:
-            block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
-        else:  # vLLM profiles the memory before there is a cache: all but the attention runs
-            block_table = torch.zeros(input_batch.num_reqs, 1, dtype=torch.int32, device=self.device)
+        block_table = self._block_table(attn_metadata, input_batch.num_reqs)
         return self._draft(input_batch, dummy_run, last_sampled, block_table, *self._roots())
 
     @torch.inference_mode()

@@ -82,6 +82,12 @@ class LevelSpeculator(TreeSpeculator):
         rows = min(self.max_num_tokens, get_max_chunk_logits(draft_vocab))
         return max(1, min(self.max_num_reqs, rows // width))
 
+    def sample_draft(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Keep the hidden states that vLLM would sample its first draft from; the returned tokens are not used."""
+        num_reqs = hidden_states.shape[0]
+        self.root_scores[:num_reqs].copy_(hidden_states)
+        return torch.zeros(num_reqs, dtype=torch.int64, device=hidden_states.device)
+
     def _draft_by_model(
         self,
         slots: torch.Tensor,
@@ -158,20 +164,13 @@ class TreeEagleSpeculator(LevelSpeculator, EagleSpeculator):
         if self.decode_cudagraph_manager is not None and self.decode_cudagraph_manager.needs_capture():
             self._has_cache = True  # vLLM may capture before the first draft phase on the cache
             self.draft_max_seq_len = self.max_model_len  # bounds the splits of the recorded kernels
-            width = self.block_tables.input_block_tables[0].shape[1]
-            self._record(torch.zeros(self.max_num_reqs, width, dtype=torch.int32, device=self.device), *self._roots())
+            self._record(self._empty_block_table(), *self._roots())
 
     def _roots(self) -> tuple[torch.Tensor, ...]:
         """Return the result of the first forward for each request: position of its newest row, score, hidden state."""
         return self.input_buffers.positions, self.root_scores, self.hidden_states
 
     # ---- one draft phase
-
-    def sample_draft(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Keep the hidden states that vLLM would sample its first draft from; the returned tokens are not used."""
-        num_reqs = hidden_states.shape[0]
-        self.root_scores[:num_reqs].copy_(hidden_states)
-        return torch.zeros(num_reqs, dtype=torch.int64, device=hidden_states.device)
 
     @torch.inference_mode()
     def draft_trees(
@@ -204,10 +203,7 @@ class TreeEagleSpeculator(LevelSpeculator, EagleSpeculator):
             **{**kwargs, "dummy_run": dummy_run, "num_speculative_tokens": 1},
         )
         self._has_cache = attn_metadata is not None
-        if self._has_cache:
-            block_table = attn_metadata[next(iter(self.draft_attn_layer_names))].block_table
-        else:  # vLLM profiles the memory before there is a cache: all but the attention runs
-            block_table = torch.zeros(input_batch.num_reqs, 1, dtype=torch.int32, device=self.device)
+        block_table = self._block_table(attn_metadata, input_batch.num_reqs)
         return self._draft(input_batch, dummy_run, last_sampled, block_table, *self._roots())
 
     def _accepted(

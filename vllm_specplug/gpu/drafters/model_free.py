@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.gpu.drafters.base import TreeSpeculator
@@ -20,11 +19,6 @@ class ModelFreeSpeculator(TreeSpeculator, BaseSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         self.init_trees(vllm_config, device, req_states)
         self.draft_attn_layer_names: set[str] = set()
-        self._records = False
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        super().init_cudagraph_manager(cudagraph_mode)
-        self._records = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
 
     def capture(self) -> None:
         if self._records:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -100,42 +99,6 @@ def _gated_delta_tree_kernel(
         tl.store(output, result.to(output_ptr.dtype.element_ty), mask=in_v)
 
 
-def _launch(
-    trees: StateTrees,
-    weights: GatedDeltaWeights,
-    rows: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    states: torch.Tensor,
-    output: torch.Tensor,
-    sources: torch.Tensor,
-    max_rows: int,
-    *,
-    programs: int,
-    commits: bool,
-) -> None:
-    _, num_heads, value_size, key_size = states.shape
-    block_k = triton.next_power_of_2(key_size)
-    block_v = min(triton.next_power_of_2(value_size), max(1, _ELEMENTS // block_k))
-    tensors: tuple[Any, ...] = (sources, rows, rows.stride(0), a, a.stride(0), b, b.stride(0), states, states.stride(0))
-    _gated_delta_tree_kernel[programs, num_heads, triton.cdiv(value_size, block_v)](
-        *trees.arguments(),
-        *tensors,
-        *(weights.A_log, weights.dt_bias),
-        *(output, output.stride(0)),
-        max_rows,
-        key_size**-0.5,
-        num_heads // weights.num_key_heads,
-        weights.num_key_heads,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        COMMITS=commits,
-        num_warps=4,
-    )
-
-
 def gated_delta_tree(
     trees: StateTrees,
     weights: GatedDeltaWeights,
@@ -143,9 +106,10 @@ def gated_delta_tree(
     a: torch.Tensor,
     b: torch.Tensor,
     states: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | None = None,
+    source_rows: torch.Tensor | None = None,
 ) -> None:
-    """Compute the rows of trees; states stay as they are.
+    """Compute the rows of trees; or bring the states of their requests to the accepted rows.
 
     Args:
         trees: of the forward.
@@ -154,29 +118,25 @@ def gated_delta_tree(
             value of each row, after the convolution; queries and keys are normalised here.
         a, b: ``[num_tokens, num_heads]``, rows contiguous; before softplus and sigmoid.
         states: ``[num_blocks, num_heads, value_size, key_size]``; each block contiguous.
-        output: ``[num_tokens, num_heads * value_size]``, rows contiguous; tree rows are written.
+        output: ``[num_tokens, num_heads * value_size]``, rows contiguous; tree rows are written, and states stay.
+        source_rows: accepted rows, see ``StateTrees.paths``; states are written, and there is no output.
     """
-    programs = len(trees.lens) * trees.max_rows
-    _launch(trees, weights, rows, a, b, states, output, trees.lens, trees.max_rows, programs=programs, commits=False)
-
-
-def commit_gated_delta(
-    trees: StateTrees,
-    source_rows: torch.Tensor,
-    weights: GatedDeltaWeights,
-    rows: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    states: torch.Tensor,
-) -> None:
-    """Bring the states of requests with trees to their accepted rows.
-
-    Args:
-        source_rows: int64 ``[num_reqs, max_emitted]``, contiguous; see ``StepPlan``; trees come first.
-        trees, weights, rows, a, b, states: as for ``gated_delta_tree``; states are written.
-    """
-    _launch(
-        *(trees, weights, rows, a, b, states, rows, source_rows, source_rows.shape[1]),
-        programs=len(trees.lens),
-        commits=True,
+    _, num_heads, value_size, key_size = states.shape
+    block_k = triton.next_power_of_2(key_size)
+    block_v = min(triton.next_power_of_2(value_size), max(1, _ELEMENTS // block_k))
+    sources, max_rows, programs = trees.paths(source_rows)
+    output = rows if output is None else output
+    _gated_delta_tree_kernel[programs, num_heads, triton.cdiv(value_size, block_v)](
+        *(*trees.arguments(), sources, rows, rows.stride(0), a, a.stride(0), b, b.stride(0)),
+        *(states, states.stride(0), weights.A_log, weights.dt_bias, output, output.stride(0)),
+        max_rows,
+        key_size**-0.5,
+        num_heads // weights.num_key_heads,
+        weights.num_key_heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        COMMITS=source_rows is not None,
+        num_warps=4,
     )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.core.tree_rows import DeviceTreeRows
-from vllm_specplug.gpu.kernels.tiles import load_queries, store_output
+from vllm_specplug.gpu.kernels.tiles import add_tile, load_mask, load_queries, store_output
 
 #: Query lines (row and head) of a program; vLLM's kernel has as many.
 LINES = 16
@@ -74,19 +74,11 @@ def _continue_latents_kernel(
             k, k_rotary = k.to(tl.float32), k_rotary.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores += tl.dot(q_rotary, tl.trans(k_rotary), input_precision=PRECISION)
-        # A tile lies within one word: it starts at a multiple of BLOCK_N, which divides the word's bits.
-        word = bits_ptr + request * bits_stride + row * bits_row_stride + first // 64
-        words = tl.load(word, mask=in_query, other=0)
-        bit = (node % 64).to(tl.int64)
-        visible = (((words[:, None] >> bit[None, :]) & 1) != 0) & valid[None, :]
+        _, _, visible = load_mask(
+            bits_ptr + request * bits_stride + row * bits_row_stride, in_query, first, node, valid
+        )
         scores = tl.where(visible, scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows with no visible key so far
-        weights = tl.exp(scores - shift[:, None])
-        decay = tl.exp(top - shift)
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(k.dtype), k, input_precision=PRECISION)
-        top = new_top
+        top, total, acc = add_tile(scores, k, top, total, acc, PRECISION)
     store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -91,50 +90,16 @@ def _mamba2_tree_kernel(
         tl.store(output, result.to(output_ptr.dtype.element_ty), mask=in_x)
 
 
-def _launch(
-    trees: StateTrees,
-    weights: Mamba2Weights,
-    rows: torch.Tensor,
-    dt: torch.Tensor,
-    states: torch.Tensor,
-    output: torch.Tensor,
-    sources: torch.Tensor,
-    max_rows: int,
-    *,
-    programs: int,
-    commits: bool,
-) -> None:
-    _, num_heads, head_size, state_size = states.shape
-    block_b = triton.next_power_of_2(state_size)
-    block_x = min(triton.next_power_of_2(head_size), max(1, _ELEMENTS // block_b))
-    tensors: tuple[Any, ...] = (sources, rows, rows.stride(0), dt, dt.stride(0), states, states.stride(0))
-    _mamba2_tree_kernel[programs, num_heads, triton.cdiv(head_size, block_x)](
-        *trees.arguments(),
-        *tensors,
-        *(weights.A, weights.D, weights.dt_bias),
-        *(output, output.stride(0)),
-        max_rows,
-        num_heads // weights.num_groups,
-        num_heads,
-        weights.num_groups,
-        HEAD_SIZE=head_size,
-        STATE_SIZE=state_size,
-        BLOCK_X=block_x,
-        BLOCK_B=block_b,
-        COMMITS=commits,
-        num_warps=4,
-    )
-
-
 def mamba2_tree(
     trees: StateTrees,
     weights: Mamba2Weights,
     rows: torch.Tensor,
     dt: torch.Tensor,
     states: torch.Tensor,
-    output: torch.Tensor,
+    output: torch.Tensor | None = None,
+    source_rows: torch.Tensor | None = None,
 ) -> None:
-    """Compute the rows of trees; states stay as they are.
+    """Compute the rows of trees; or bring the states of their requests to the accepted rows.
 
     Args:
         trees: of the forward.
@@ -143,28 +108,25 @@ def mamba2_tree(
             row, after the convolution.
         dt: ``[num_tokens, num_heads]``, rows contiguous.
         states: ``[num_blocks, num_heads, head_size, state_size]``; each block contiguous.
-        output: ``[num_tokens, num_heads * head_size]``, rows contiguous; tree rows are written.
+        output: ``[num_tokens, num_heads * head_size]``, rows contiguous; tree rows are written, and states stay.
+        source_rows: accepted rows, see ``StateTrees.paths``; states are written, and there is no output.
     """
-    programs = len(trees.lens) * trees.max_rows
-    _launch(trees, weights, rows, dt, states, output, trees.lens, trees.max_rows, programs=programs, commits=False)
-
-
-def commit_mamba2(
-    trees: StateTrees,
-    source_rows: torch.Tensor,
-    weights: Mamba2Weights,
-    rows: torch.Tensor,
-    dt: torch.Tensor,
-    states: torch.Tensor,
-) -> None:
-    """Bring the states of requests with trees to their accepted rows.
-
-    Args:
-        source_rows: int64 ``[num_reqs, max_emitted]``, contiguous; see ``StepPlan``; trees come first.
-        trees, weights, rows, dt, states: as for ``mamba2_tree``; states are written.
-    """
-    _launch(
-        *(trees, weights, rows, dt, states, rows, source_rows, source_rows.shape[1]),
-        programs=len(trees.lens),
-        commits=True,
+    _, num_heads, head_size, state_size = states.shape
+    block_b = triton.next_power_of_2(state_size)
+    block_x = min(triton.next_power_of_2(head_size), max(1, _ELEMENTS // block_b))
+    sources, max_rows, programs = trees.paths(source_rows)
+    output = rows if output is None else output
+    _mamba2_tree_kernel[programs, num_heads, triton.cdiv(head_size, block_x)](
+        *(*trees.arguments(), sources, rows, rows.stride(0), dt, dt.stride(0), states, states.stride(0)),
+        *(weights.A, weights.D, weights.dt_bias, output, output.stride(0)),
+        max_rows,
+        num_heads // weights.num_groups,
+        num_heads,
+        weights.num_groups,
+        HEAD_SIZE=head_size,
+        STATE_SIZE=state_size,
+        BLOCK_X=block_x,
+        BLOCK_B=block_b,
+        COMMITS=source_rows is not None,
+        num_warps=4,
     )

@@ -1,9 +1,8 @@
 """Tree attention in two parts: the context by a third-party kernel, the masked tree by ours, merged by log-sum-exp.
 
 A softmax over the context is a running softmax whose maximum is the log-sum-exp, whose sum is 1 and whose weighted
-values are the output.  The kernel here continues it with the tree's keys as the next tiles.  The result is
-``merge_attention`` of ``tests/doubles/attention_reference``, without an extra launch or buffer.  (vLLM's
-``merge_attn_states`` cannot be used: it writes all rows of a batch, this kernel only those of trees.)
+values are the output.  The kernel here continues it with the tree's keys as the next tiles, without an extra launch or
+buffer.  (vLLM's ``merge_attn_states`` cannot be used: it writes all rows of a batch, this kernel only those of trees.)
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ import triton.language as tl
 from vllm_specplug.core.attention_traits import NO_TRAITS, AttentionTraits
 from vllm_specplug.core.tree_rows import DeviceTreeRows, KvPages
 from vllm_specplug.gpu.kernels.context_attention import ContextAttention
-from vllm_specplug.gpu.kernels.tiles import add_sinks, attend_tree, load_queries, store_output, tile_options
+from vllm_specplug.gpu.kernels.tiles import (
+    add_sinks,
+    attend_tree,
+    load_queries,
+    store_output,
+    tile_options,
+    tree_arguments,
+)
 
 
 @triton.jit
@@ -116,10 +122,7 @@ def merged_tree_attention(
         tree.query_start, tree.query_lens,
         context, context.stride(0), context.stride(1), context.stride(2),
         sums, sums.stride(0), sums.stride(1), sums.stride(2),
-        tree_key, tree_key.stride(0), tree_key.stride(1),
-        tree_value, tree_value.stride(0), tree_value.stride(1),
-        tree.tree_start, tree.tree_lens,
-        tree.bits, tree.bits.stride(0), tree.bits.stride(1),
+        *tree_arguments(tree, tree_key, tree_value),
         traits.sinks, scale, num_row_blocks,
         SOFT_CAP=traits.soft_cap, GROUP=group, **tiles,
     )  # fmt: skip

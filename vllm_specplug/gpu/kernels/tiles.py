@@ -57,6 +57,12 @@ def attend(
     if slopes is not None:
         scores -= slopes[:, None] * distance
     scores = tl.where(visible, scores, float("-inf"))
+    return add_tile(scores, v, top, total, acc, PRECISION)
+
+
+@triton.jit
+def add_tile(scores, v, top, total, acc, PRECISION: tl.constexpr):
+    """Update a running softmax with scores ``[lines, keys]``, of hidden keys -inf, and their values."""
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows with no visible key so far
     weights = tl.exp(scores - shift[:, None])
@@ -130,6 +136,26 @@ def count_visible(tile, tree, request, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def load_mask(bits_ptr, in_query, first, node, valid):
+    """Load which tree keys of a tile each line sees.
+
+    A tile lies within one word: it starts at a multiple of its width, which divides the word's bits.
+
+    Args:
+        bits_ptr: of each line's words.
+        in_query: whether the request has the line.
+        first: key of the tile.
+        node, valid: the tile's keys, and whether they exist.
+
+    Returns:
+        The word of each line, the bit of each key, and bool ``[lines, keys]``.
+    """
+    words = tl.load(bits_ptr + first // 64, mask=in_query, other=0)
+    bit = (node % 64).to(tl.int64)
+    return words, bit, (((words[:, None] >> bit[None, :]) & 1) != 0) & valid[None, :]
+
+
+@triton.jit
 def attend_tree(
     tile, tree, num_visible, slopes, request, kv_head, scale, top, total, acc,
     TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,11 +184,9 @@ def attend_tree(
         values = value_ptr + flat_node * value_stride + kv_head * value_head_stride
         k = tl.load(keys[:, None] + dims[None, :], mask=loads, other=0.0)
         v = tl.load(values[:, None] + dims[None, :], mask=loads, other=0.0)
-        # A tile lies within one word: it starts at a multiple of BLOCK_N, which divides the word's bits.
-        word = bits_ptr + request * bits_stride + row * bits_row_stride + first // 64
-        words = tl.load(word, mask=in_query, other=0)
-        bit = (node % 64).to(tl.int64)
-        visible = (((words[:, None] >> bit[None, :]) & 1) != 0) & valid[None, :]
+        words, bit, visible = load_mask(
+            bits_ptr + request * bits_stride + row * bits_row_stride, in_query, first, node, valid
+        )
         distance = None
         if TREE_WINDOW > 0 or slopes is not None:
             up_to = (tl.full([BLOCK_N], 2, tl.int64) << bit) - 1  # all ones for the last bit
@@ -215,6 +239,14 @@ def trait_options(traits: AttentionTraits, bits: torch.Tensor) -> dict[str, Any]
         "TREE_WINDOW": traits.window if traits.window < 64 * bits.shape[-1] else 0,
         "SOFT_CAP": traits.soft_cap,
     }
+
+
+def tree_arguments(tree: DeviceTreeRows, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """Return the kernels' arguments from ``key_ptr`` to ``bits_row_stride``."""
+    return (
+        *(key, key.stride(0), key.stride(1), value, value.stride(0), value.stride(1)),
+        *(tree.tree_start, tree.tree_lens, tree.bits, tree.bits.stride(0), tree.bits.stride(1)),
+    )
 
 
 def scale_options(scales: CacheScales | None) -> dict[str, Any]:

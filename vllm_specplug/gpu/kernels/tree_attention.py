@@ -29,6 +29,7 @@ from vllm_specplug.gpu.kernels.tiles import (
     store_output,
     tile_options,
     trait_options,
+    tree_arguments,
 )
 
 #: Programs that share a context, at most on average.
@@ -131,50 +132,21 @@ def _attend_context(
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def _tree_attention_kernel(
-    query_ptr, query_stride, query_head_stride,
-    output_ptr, output_stride, output_head_stride,
-    cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride,
-    block_table_ptr, block_table_stride,
-    context_lens_ptr, query_start_ptr, query_lens_ptr,
-    key_ptr, key_stride, key_head_stride,
-    value_ptr, value_stride, value_head_stride,
-    tree_start_ptr, tree_lens_ptr,
-    bits_ptr, bits_stride, bits_row_stride,
-    part_of_ptr, parts_ptr, tops_ptr, totals_ptr,
-    sinks_ptr, slopes_ptr, query_scale_ptr, key_scale_ptr, value_scale_ptr,
-    scale, num_heads, num_reqs, num_items, max_query_len, num_row_blocks,
-    WINDOW: tl.constexpr, TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALE_BY_HEAD: tl.constexpr,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+@triton.jit
+def _attend_part(
+    tile, cache, tree, context_lens_ptr, sinks_ptr, slopes_ptr, request, kv_head, part, share, scale,
+    WINDOW: tl.constexpr, TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one tile of queries to a context, or to one share of it; the last share takes the tree with it."""
-    item = tl.program_id(0) // num_row_blocks
-    row_block = tl.program_id(0) % num_row_blocks
-    kv_head = tl.program_id(1)
-    request, part, share = item, 0, 0
-    if SPLIT:
-        request, part, share = _find_part(item, num_items, num_reqs, context_lens_ptr, WINDOW, BLOCK_N)
-    query_len = tl.load(query_lens_ptr + request, mask=request < num_reqs, other=0)
-    if row_block * BLOCK_M >= query_len * GROUP:
-        return
-    tile = load_queries(
-        query_ptr, query_stride, query_head_stride, query_start_ptr, output_ptr, request, kv_head, row_block, query_len,
-        GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
-    )  # fmt: skip
-    cache = (
-        cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride, block_table_ptr, block_table_stride,
-    )  # fmt: skip
-    tree = (
-        key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride,
-        tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride,
-    )  # fmt: skip
+    """Attend to a part of a context; the last part takes the tree with it.
 
-    if query_scale_ptr is not None:
-        scale *= tl.load(query_scale_ptr + kv_head * SCALE_BY_HEAD)
-    if key_scale_ptr is not None:
-        scale *= tl.load(key_scale_ptr + kv_head * SCALE_BY_HEAD)
+    Args:
+        part, share: see ``_find_part``; read only with splits.
+
+    Returns:
+        The parts of this context; maximum, sum and weighted values of the part's softmax.
+    """
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, HEAD_PADDED], 0.0, tl.float32)
@@ -204,9 +176,68 @@ def _tree_attention_kernel(
         )  # fmt: skip
         if sinks_ptr is not None:
             top, total, acc = add_sinks(sinks_ptr, tile, top, total, acc)
-    if value_scale_ptr is not None:
-        acc *= tl.load(value_scale_ptr + kv_head * SCALE_BY_HEAD)
+    return num_parts, top, total, acc
 
+
+@triton.jit
+def _store_part(parts_ptr, tops_ptr, totals_ptr, line, tile, top, total, acc, HEAD_SIZE: tl.constexpr):
+    """Store the unfinished softmax of a part; ``line``: where, for each line of the tile."""
+    _, _, in_query, _, _, dims, in_head = tile
+    tl.store(parts_ptr + line[:, None] * HEAD_SIZE + dims[None, :], acc, mask=in_query[:, None] & in_head[None, :])
+    tl.store(tops_ptr + line, top, mask=in_query)
+    tl.store(totals_ptr + line, total, mask=in_query)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _tree_attention_kernel(
+    query_ptr, query_stride, query_head_stride,
+    output_ptr, output_stride, output_head_stride,
+    cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride,
+    block_table_ptr, block_table_stride,
+    context_lens_ptr, query_start_ptr, query_lens_ptr,
+    key_ptr, key_stride, key_head_stride,
+    value_ptr, value_stride, value_head_stride,
+    tree_start_ptr, tree_lens_ptr,
+    bits_ptr, bits_stride, bits_row_stride,
+    part_of_ptr, parts_ptr, tops_ptr, totals_ptr,
+    sinks_ptr, slopes_ptr, query_scale_ptr, key_scale_ptr, value_scale_ptr,
+    scale, num_heads, num_reqs, num_items, max_query_len, num_row_blocks,
+    WINDOW: tl.constexpr, TREE_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALE_BY_HEAD: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend from one tile of queries to a context, or to one share of it."""
+    item, row_block = tl.program_id(0) // num_row_blocks, tl.program_id(0) % num_row_blocks
+    kv_head = tl.program_id(1)
+    request, part, share = item, 0, 0
+    if SPLIT:
+        request, part, share = _find_part(item, num_items, num_reqs, context_lens_ptr, WINDOW, BLOCK_N)
+    query_len = tl.load(query_lens_ptr + request, mask=request < num_reqs, other=0)
+    if row_block * BLOCK_M >= query_len * GROUP:
+        return
+    tile = load_queries(
+        query_ptr, query_stride, query_head_stride, query_start_ptr, output_ptr, request, kv_head, row_block, query_len,
+        GROUP, HEAD_SIZE, HEAD_PADDED, BLOCK_M,
+    )  # fmt: skip
+    cache = (
+        cache_ptr, cache_block_stride, cache_head_stride, cache_slot_stride, block_table_ptr, block_table_stride,
+    )  # fmt: skip
+    tree = (
+        key_ptr, key_stride, key_head_stride, value_ptr, value_stride, value_head_stride,
+        tree_start_ptr, tree_lens_ptr, bits_ptr, bits_stride, bits_row_stride,
+    )  # fmt: skip
+
+    factor = kv_head * SCALE_BY_HEAD
+    if query_scale_ptr is not None:
+        scale *= tl.load(query_scale_ptr + factor)
+    if key_scale_ptr is not None:
+        scale *= tl.load(key_scale_ptr + factor)
+    num_parts, top, total, acc = _attend_part(
+        tile, cache, tree, context_lens_ptr, sinks_ptr, slopes_ptr, request, kv_head, part, share, scale,
+        WINDOW, TREE_WINDOW, SOFT_CAP, SPLIT, HEAD_SIZE, HEAD_PADDED, PAGE, BLOCK_M, BLOCK_N, PRECISION, WIDEN,
+    )  # fmt: skip
+    if value_scale_ptr is not None:
+        acc *= tl.load(value_scale_ptr + factor)
     if not SPLIT:
         store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
     else:
@@ -216,13 +247,8 @@ def _tree_attention_kernel(
         if num_parts == 1:
             store_output(output_ptr, output_stride, output_head_stride, tile, total, acc)
         else:
-            _, row, in_query, _, head, dims, in_head = tile
-            line = (item * max_query_len + row).to(tl.int64) * num_heads + head
-            tl.store(
-                parts_ptr + line[:, None] * HEAD_SIZE + dims[None, :], acc, mask=in_query[:, None] & in_head[None, :]
-            )
-            tl.store(tops_ptr + line, top, mask=in_query)
-            tl.store(totals_ptr + line, total, mask=in_query)
+            line = (item * max_query_len + tile[1]).to(tl.int64) * num_heads + tile[4]
+            _store_part(parts_ptr, tops_ptr, totals_ptr, line, tile, top, total, acc, HEAD_SIZE)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -284,8 +310,7 @@ def tree_attention(
     A row without visible keys gets zeros.
 
     Args:
-        query: float32, float16, bfloat16 or float8_e4m3fn ``[num_tokens, num_heads, head_size]``; any strides but
-            the last.
+        query: float of 8 (e4m3fn) to 32 bits ``[num_tokens, num_heads, head_size]``; any strides but the last.
         output: as ``query``, with 16 bits or more; only rows that the tree names are written.
         pages: with any strides but the last; a type with no more bits than the output's.
         tree: the rows; those of ``query`` and of ``tree_key``.
@@ -297,34 +322,26 @@ def tree_attention(
         scales: factors of 8-bit numbers.
     """
     kv_cache, block_table, _ = pages
-    context_lens, max_query_len = tree.context_lens, tree.max_query_len
+    num_reqs, max_query_len = len(tree.context_lens), tree.max_query_len
     num_heads, head_size = query.shape[1:]
     _, num_kv_heads, page, _ = kv_cache.shape
     group = num_heads // num_kv_heads
-    num_reqs = context_lens.shape[0]
     tiles = tile_options(output, max_query_len * group)
     num_row_blocks = triton.cdiv(max_query_len * group, tiles["BLOCK_M"])
     if num_splits is None:
-        longest = min((n for n in (tree.max_context_len, traits.window) if n), default=None)
-        num_splits = _num_splits(query.device, num_reqs * num_row_blocks * num_kv_heads, longest, tiles)
+        num_programs = num_reqs * num_row_blocks * num_kv_heads
+        num_splits = _num_splits(query.device, num_programs, tree.max_context_len, traits.window, tiles)
     # Requests get parts by their contexts' lengths; as many as there are requests may be the rest of a division.
     num_items = num_reqs * (num_splits + 1 if num_splits > 1 else 1)
-    part_of = parts = tops = totals = query  # never read without splits
-    if num_splits > 1:
-        part_of = torch.empty(num_reqs, 2, dtype=torch.int32, device=query.device)  # first part, number of parts
-        tops = torch.empty(num_items, max_query_len, num_heads, dtype=torch.float32, device=query.device)
-        totals, parts = torch.empty_like(tops), tops.new_empty(*tops.shape, head_size)
+    room = _room_for_parts(query, num_reqs, num_items, max_query_len) if num_splits > 1 else (query,) * 4  # not read
     _tree_attention_kernel[(num_items * num_row_blocks, num_kv_heads)](
         query, query.stride(0), query.stride(1),
         output, output.stride(0), output.stride(1),
         kv_cache, kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
         block_table, block_table.stride(0),
-        context_lens, tree.query_start, tree.query_lens,
-        tree_key, tree_key.stride(0), tree_key.stride(1),
-        tree_value, tree_value.stride(0), tree_value.stride(1),
-        tree.tree_start, tree.tree_lens,
-        tree.bits, tree.bits.stride(0), tree.bits.stride(1),
-        part_of, parts, tops, totals,
+        tree.context_lens, tree.query_start, tree.query_lens,
+        *tree_arguments(tree, tree_key, tree_value),
+        *room,
         scale=scale, num_heads=num_heads, num_reqs=num_reqs, num_items=num_items, max_query_len=max_query_len,
         num_row_blocks=num_row_blocks, **trait_options(traits, tree.bits), **scale_options(scales),
         SPLIT=num_splits > 1, GROUP=group, PAGE=page, **tiles,
@@ -332,16 +349,28 @@ def tree_attention(
     if num_splits > 1:
         _merge_kernel[(num_reqs * max_query_len, num_heads)](
             output, output.stride(0), output.stride(1), tree.query_start, tree.query_lens,
-            part_of, parts, tops, totals, num_heads, max_query_len,
+            *room, num_heads, max_query_len,
             HEAD_SIZE=head_size, HEAD_PADDED=tiles["HEAD_PADDED"], num_warps=1,
         )  # fmt: skip
 
 
-def _num_splits(device: torch.device, num_programs: int, max_context_len: int | None, tiles: dict[str, Any]) -> int:
+def _room_for_parts(
+    query: torch.Tensor, num_reqs: int, num_items: int, max_query_len: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return empty tensors: each request's first part and number of parts; weighted values, maxima, sums of parts."""
+    part_of = torch.empty(num_reqs, 2, dtype=torch.int32, device=query.device)
+    tops = torch.empty(num_items, max_query_len, query.shape[1], dtype=torch.float32, device=query.device)
+    return part_of, tops.new_empty(*tops.shape, query.shape[2]), tops, torch.empty_like(tops)
+
+
+def _num_splits(
+    device: torch.device, num_programs: int, max_context_len: int | None, window: int, tiles: dict[str, Any]
+) -> int:
     """Return how many programs should share a context, so that every multiprocessor gets the warps that fit on it."""
     wanted = 8 // tiles["num_warps"] * _num_processors(device) // max(num_programs, 1)
-    if max_context_len is not None:
-        wanted = min(wanted, max_context_len // (MIN_SHARE.value * tiles["BLOCK_N"]))
+    longest = min((n for n in (max_context_len, window) if n), default=None)
+    if longest is not None:
+        wanted = min(wanted, longest // (MIN_SHARE.value * tiles["BLOCK_N"]))
     return max(1, min(wanted, MAX_SPLITS))
 
 

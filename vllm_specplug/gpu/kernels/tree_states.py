@@ -39,6 +39,17 @@ class StateTrees:
             *(self.bits, self.bits.stride(0), self.bits.shape[2]),
         )
 
+    def paths(self, source_rows: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
+        """Return the paths that a kernel's programs follow: accepted rows, the most rows of one, and the programs.
+
+        Args:
+            source_rows: int64 ``[num_reqs, max_emitted]``, contiguous; see ``StepPlan``; trees come first.  None: each
+                row of a tree has a program, which finds its path by ``bits``.
+        """
+        if source_rows is None:
+            return self.lens, self.max_rows, len(self.lens) * self.max_rows
+        return source_rows, source_rows.shape[1], len(self.lens)
+
 
 @triton.jit
 def is_above(bits_ptr, row, other):
