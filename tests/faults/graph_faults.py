@@ -49,6 +49,14 @@ GRAPH_FAULTS = [
         "tests/v2/test_identity.py::test_cuda_graphs[False]",
     ),
     Fault(
+        "attention reserves partial results for graphs of trees",
+        "graphs",
+        GPU + "flash.py",
+        "if self.max_num_splits and self._exceeds_vllms_graphs(common_attn_metadata):",
+        "if False:",
+        "tests/unit/hosts/test_graph_sizes.py::test_graphs_of_trees_reserve_no_more_than_vllms",
+    ),
+    Fault(
         "a guard hides an error from other ranks",
         "ranks",
         "vllm_specplug/core/guard.py",
@@ -79,5 +87,31 @@ GRAPH_FAULTS = [
         '_switched_on(s, "kv_sharing_fast_prefill")',
         "None",
         SWITCHES + "test_refused_switches_are_refused",
+    ),
+    Fault(
+        "experts in answers are served",
+        "switches",
+        "vllm_specplug/vllm/features.py",
+        'any(getattr(place, "enable_return_routed_experts", False) for place in places)',
+        "False",
+        SWITCHES + "test_refused_switches_are_refused",
+    ),
+    Fault(
+        "elastic expert parallelism is served",
+        "switches",
+        GPU + "runner.py",
+        "(self.parallel_config.enable_elastic_ep,",
+        "(False,",
+        SWITCHES + "test_the_v2_runner_refuses",
+    ),
+    Fault(
+        "the compiler may let attention quantise its output",
+        "switches",
+        GPU + "attention.py",
+        """kernels of trees do not.\"\"\"
+        return False""",
+        """kernels of trees do not.\"\"\"
+        return True""",
+        SWITCHES + "test_attention_of_trees_quantises_no_output",
     ),
 ]

@@ -61,6 +61,10 @@ class TreeImpl:
 
     context: ContextAttention | None = None
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Return whether the compiler may let attention quantise its output: the kernels of trees do not."""
+        return False
+
     @cached_property
     def traits(self) -> AttentionTraits:
         """Additions of the layer to plain softmax.  Sinks are vLLM's own weights, of the model's dtype."""

@@ -170,6 +170,8 @@ class TreeRunner:
         for used, what, fix in (
             (self.model_config.return_sampling_mask, "sampling masks", "leave return_sampling_mask out"),
             (self.model_config.enable_trace_replay, "trace replay", "leave enable_trace_replay out"),
+            # vLLM warms up again when it changes the replicas, and the proof at start then forgets running requests.
+            (self.parallel_config.enable_elastic_ep, "elastic expert parallelism", "leave out --enable-elastic-ep"),
             (self.vllm_config.watermark_config is not None, "watermarks", "leave the watermark config out"),
             (
                 self.parallel_config.prefill_context_parallel_size > 1

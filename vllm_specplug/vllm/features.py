@@ -94,6 +94,14 @@ def _switched_on(setting: Setting, name: str) -> str | None:
     return _given(getattr(setting.engine_args, name, False), "--" + name.replace("_", "-"))
 
 
+def _returns_experts(setting: Setting) -> str | None:
+    """Return the option that lets answers name the experts of their tokens, however it was given."""
+    args = setting.engine_args
+    places = (args, getattr(args, "aux_output_config", None))
+    given = any(getattr(place, "enable_return_routed_experts", False) for place in places)
+    return _given(given, "--enable-return-routed-experts")
+
+
 def _connector(setting: Setting) -> str | None:
     """Return the name of the KV connector, if any."""
     found = setting.engine_args.kv_transfer_config
@@ -196,6 +204,13 @@ REFUSED = (
         "other places in these layers than in the others",
         "leave the option out",
         {"kv_sharing_fast_prefill": True},
+    ),
+    Refusal(
+        "routed experts in answers",
+        _returns_experts,
+        "vLLM reads them from the first rows of each request, but the accepted rows of a tree are not the first ones",
+        "leave the option out",
+        {"enable_return_routed_experts": True},
     ),
     Refusal(
         "dual batch overlap",
