@@ -187,7 +187,14 @@ EXAONE = Architecture(
 HY = Architecture(
     "HYV3Config",
     "",
-    {"head_dim": 32, "first_k_dense_replace": 1, "expert_hidden_dim": INTERMEDIATE, "route_norm": True, **EXPERTS},
+    {
+        "head_dim": 32,
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": INTERMEDIATE,
+        "qk_norm": True,  # vLLM reads these three; transformers does not know them
+        "route_norm": True,
+        **EXPERTS,
+    },
 )
 _OF_ATTENTION = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention"]}
 NEMOTRON = Architecture("NemotronHConfig", "", ARCHITECTURES["Nemotron-H"].settings | _OF_ATTENTION)

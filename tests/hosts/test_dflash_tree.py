@@ -7,7 +7,7 @@ import pytest
 from tests.doubles import dflash
 from tests.hosts.conftest import answers_of, drafts_after_pauses
 from tests.hosts.same_as_plain import LONG, PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
-from tests.hosts.test_draft_tree import check_further
+from tests.hosts.test_draft_tree import check_compiled, check_further
 
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
 #: Like one of the others.
@@ -28,6 +28,11 @@ def test_same_as_plain(engine, head):
     plain, llm = engine(**SETTINGS), engine(head, TREE, **SCARCE, **SETTINGS)
     assert check_as_plain(plain, llm) > 1.2
     check_further(plain, llm)
+
+
+@pytest.mark.wide
+def test_torch_compile(engine, head):
+    check_compiled(engine, head, TREE)
 
 
 @pytest.mark.parametrize("form", FORMS)

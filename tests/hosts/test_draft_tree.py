@@ -8,6 +8,7 @@ from tests.doubles import tiny
 from tests.hosts.conftest import (
     SEEDED,
     WHOLE,
+    acceptance_length,
     answers_of,
     check_prefix_cache_hits,
     drafts_after_pauses,
@@ -35,10 +36,24 @@ def check_further(plain, llm):
     check_prefix_cache_hits(plain, llm, PROMPTS[:2])
 
 
+def check_compiled(engine, drafter, tree, target="target"):
+    """Compiled target and drafter: the tokens of the plain target that is not compiled, and drafts are accepted."""
+    expected = answers_of(engine(target=target, **SETTINGS), PROMPTS, PARAMS)
+    tree = {"tree": tree} if drafter else {"speculative_config": tree}
+    llm = engine(drafter, target=target, enforce_eager=False, **tree, **SETTINGS)
+    assert answers_of(llm, PROMPTS, PARAMS) == expected
+    assert acceptance_length(llm) > 1.2
+
+
 def test_same_as_plain(engine, small):
     plain, llm = engine(**SETTINGS), engine(small, TREE, **SCARCE, **SETTINGS)
     assert check_as_plain(plain, llm) > 1.5
     check_further(plain, llm)
+
+
+@pytest.mark.wide
+def test_torch_compile(engine, small):
+    check_compiled(engine, small, TREE)
 
 
 def test_a_tree_accepts_more_than_vllms_chain(engine, checkpoints, small):

@@ -15,6 +15,8 @@ from tests.hosts.conftest import (
     runner_of,
 )
 from tests.hosts.same_as_plain import PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
+from tests.hosts.test_architectures import has_reference_mla
+from tests.hosts.test_draft_tree import check_compiled
 from vllm_specplug.config import ConfigError
 
 TREE = {"method": "mtp_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
@@ -50,12 +52,20 @@ def test_same_as_plain(engine, target, expert_group):
     architecture = OPTIONS.get(target, Architecture("", ""))
     settings = {**SETTINGS, **architecture.options}
     plain = engine(target=target, **settings, **architecture.plain)
-    scarce = {**SCARCE, "num_gpu_blocks_override": BLOCKS.get(target, 12)}
+    has_reference = has_reference_mla(architecture)
+    num_blocks = BLOCKS.get(target, 12) * (2 if has_reference else 1)
+    scarce = {**SCARCE, "num_gpu_blocks_override": num_blocks}
     llm = engine(target=target, speculative_config=TREE, **scarce, **settings)
     assert check_as_plain(plain, llm) > 1.2
     assert runner_of(llm).drafter.draft_layers
-    if target not in BLOCKS:
+    if target not in BLOCKS and not has_reference:
         check_prefix_cache_hits(plain, llm, PROMPTS[:2])
+
+
+@pytest.mark.wide
+def test_torch_compile(engine, checkpoints, tmp_path):
+    checkpoints["compiled"] = mtp.write_with_mtp(tmp_path / "compiled", "MiMo")
+    check_compiled(engine, None, TREE, target="compiled")
 
 
 def test_a_target_without_mtp_layers(engine):

@@ -560,13 +560,17 @@ def test_keys_in_pages_and_in_tree_rows_give_the_same_bits(kv_layout, dtype, nam
     assert torch.equal(inputs["output"], as_trees["output"])
 
 
-@pytest.mark.parametrize("name", ["nothing", *TRAITS])
+#: What layers add, and KV heads of 9 query heads: with 9, a row alone is the only one of its tile.
+BITS = [*((name, 3) for name in ("nothing", *TRAITS)), ("nothing", 9)]
+
+
+@pytest.mark.parametrize("name, num_kv_heads", BITS)
 @pytest.mark.parametrize("block_size", [16, 48, 128])
 @pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
-def test_a_row_alone_has_the_bits_that_it_has_in_a_prompt(kv_layout, dtype, block_size, name):
+def test_a_row_alone_has_the_bits_that_it_has_in_a_prompt(kv_layout, dtype, block_size, name, num_kv_heads):
     requires_operators()
-    traits = TRAITS.get(name, NO_TRAITS)
-    inputs, _ = prompt_inputs((300,), (300,), kv_layout=kv_layout, dtype=dtype, block_size=block_size, garbage=0.0)
+    traits, shape = TRAITS.get(name, NO_TRAITS), {"block_size": block_size, "num_kv_heads": num_kv_heads}
+    inputs, _ = prompt_inputs((300,), (300,), kv_layout=kv_layout, dtype=dtype, garbage=0.0, **shape)
     attend_causally(**inputs, traits=traits)
     for position in (0, 5, 127, 128, 129, 200, 299):
         row = int(inputs["query_start"][0]) + position
@@ -577,14 +581,14 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_prompt(kv_layout, dtype, bloc
         assert torch.equal(output[row], inputs["output"][row]), position
 
 
-@pytest.mark.parametrize("name", ["nothing", *TRAITS])
+@pytest.mark.parametrize("name, num_kv_heads", BITS)
 @pytest.mark.parametrize("context", [0, 126, 200])
 @pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
-def test_a_node_has_the_bits_of_its_path_alone(kv_layout, dtype, context, name):
+def test_a_node_has_the_bits_of_its_path_alone(kv_layout, dtype, context, name, num_kv_heads):
     """Whatever other nodes the tree has."""
     requires_operators()
     traits = TRAITS.get(name, NO_TRAITS)
-    whole = make_inputs((context,), (40,), dtype=dtype, kv_layout=kv_layout, garbage=0.0)
+    whole = make_inputs((context,), (40,), num_kv_heads=num_kv_heads, dtype=dtype, kv_layout=kv_layout, garbage=0.0)
     tree_attention(**whole, traits=traits)
     q0, t0 = int(whole["query_start"][0]), int(whole["tree_start"][0])
     for node in (0, 1, 7, 20, 39):

@@ -82,7 +82,15 @@ inline float to_float(uint16_t bits) {
 }
 inline VecUint widen(const uint32_t* p) { return load<VecUint>(p); }
 inline VecUint splat(uint32_t x) { return VecUint{} + x; }
+// Returns sum + x * y, rounded once where the CPU can.  Where `sum` is a product too, a compiler may choose which of the
+// two it rounds, and choose otherwise in another copy of a loop.
+#if defined(__AVX512F__)
+inline Vec accumulate(Vec sum, Vec x, Vec y) { return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum); }
+#elif defined(__FMA__)
+inline Vec accumulate(Vec sum, Vec x, Vec y) { return (Vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum); }
+#else
 inline Vec accumulate(Vec sum, Vec x, Vec y) { return sum + x * y; }
+#endif
 
 // For words of two bfloat16, neighbours in the head dimension: two exact products per lane.
 #ifdef __AVX512BF16__
@@ -92,7 +100,7 @@ inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
 #else
 inline Vec accumulate(Vec sum, VecUint x, VecUint y) {
   const VecUint upper = splat(0xffff0000u);
-  return sum + (Vec)(x << 16) * (Vec)(y << 16) + (Vec)(x & upper) * (Vec)(y & upper);
+  return accumulate(accumulate(sum, (Vec)(x << 16), (Vec)(y << 16)), (Vec)(x & upper), (Vec)(y & upper));
 }
 #endif
 
