@@ -1,4 +1,4 @@
-"""Rules for single requests in the schedulers of both runners: ends of turns, and namespaces of shared texts."""
+"""Rules for single requests in the schedulers of both runners: ends of turns, whole prompts, namespaces of texts."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def takes_drafts(request: Any) -> bool:
 
 class TreeRequestRules:
     """Mixed into a scheduler of vLLM."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if not self.scheduler_config.enable_chunked_prefill:
+            # With drafts vLLM keeps the limit of before it turned chunks off: longer prompts would wait for ever.
+            most = self.scheduler_config.max_num_batched_tokens
+            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, most)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
