@@ -152,7 +152,7 @@ def results() -> Iterator[dict[str, dict[str, Any]]]:
 
 
 def has_reference_mla(architecture: Architecture) -> bool:
-    """Return whether vLLM takes blocks of 16 tokens and caches no prefix: with latents, where there is no AMX."""
+    """Return whether vLLM caches no prefix and reads whole prompts: with latents, where there is no AMX."""
     return "kv_lora_rank" in architecture.settings and not torch.cpu._is_amx_tile_supported()
 
 
@@ -163,7 +163,6 @@ def start_trees(start: Callable[..., Any], name: str, folder: Path, method: str)
     if "layer_types" in architecture.settings or "enable_prefix_caching" in architecture.plain:
         # Several groups; the head is one of its own.
         num_blocks += 8 if with_head else 4
-    num_blocks *= 2 if has_reference_mla(architecture) else 1
     return start(
         folder / "target",
         speculative_config=speculative,

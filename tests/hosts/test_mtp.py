@@ -52,13 +52,11 @@ def test_same_as_plain(engine, target, expert_group):
     architecture = OPTIONS.get(target, Architecture("", ""))
     settings = {**SETTINGS, **architecture.options}
     plain = engine(target=target, **settings, **architecture.plain)
-    has_reference = has_reference_mla(architecture)
-    num_blocks = BLOCKS.get(target, 12) * (2 if has_reference else 1)
-    scarce = {**SCARCE, "num_gpu_blocks_override": num_blocks}
+    scarce = {**SCARCE, "num_gpu_blocks_override": BLOCKS.get(target, 12)}
     llm = engine(target=target, speculative_config=TREE, **scarce, **settings)
     assert check_as_plain(plain, llm) > 1.2
     assert runner_of(llm).drafter.draft_layers
-    if target not in BLOCKS and not has_reference:
+    if target not in BLOCKS and not has_reference_mla(architecture):
         check_prefix_cache_hits(plain, llm, PROMPTS[:2])
 
 

@@ -62,11 +62,6 @@ class TreeScheduler(TreeRequestRules, Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        config = self.scheduler_config
-        if not config.enable_chunked_prefill:
-            # Where vLLM 0.32 turns chunks off (latents without AMX), it raises this limit too late for its scheduler: a
-            # longer prompt would wait forever.
-            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, config.max_num_batched_tokens)
         #: Whether the last worker output contained its drafts.
         self.has_drafts = False
         apply_all([POST_STEP])

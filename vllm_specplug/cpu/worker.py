@@ -26,6 +26,9 @@ from vllm_specplug.vllm.proof.driver import attributes
 from vllm_specplug.vllm.proof.worker import ProvesTrees
 from vllm_specplug.vllm.states import by_state
 
+#: vLLM's attention on a CPU takes blocks of multiples of so many tokens.
+_BLOCK_STEP = 32
+
 
 class TreeCPUWorker(ProvesTrees, CPUWorker):
     """Selected through ``worker_cls`` on a CPU with the V1 runner."""
@@ -33,6 +36,7 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
     def init_device(self) -> None:
         if self.use_v2_model_runner:
             raise ConfigError("on a CPU, trees run on vLLM's V1 model runner only: set VLLM_USE_V2_MODEL_RUNNER=0")
+        self._widen_blocks()
         # vLLM's own proposer of draft models, which each runner makes first, takes padded batches only.
         with attributes(self.vllm_config.speculative_config, disable_padded_drafter_batch=False):
             with custom_processors_hidden(self.model_config), _triton_operators_left_out():
@@ -77,6 +81,13 @@ class TreeCPUWorker(ProvesTrees, CPUWorker):
         if self.vllm_config.compilation_config.mode == CompilationMode.NONE:
             check_rotary_positions(self.model_runner.get_model())
         self.model_runner.state_layers = StateLayers(with_states, self.vllm_config)
+        self._widen_blocks()  # vLLM sets the size again when it makes a drafter's configuration
+
+    def _widen_blocks(self) -> None:
+        """Take blocks of latents beside which a head can lie: without AMX vLLM takes 16 tokens, for its own kernel."""
+        cache = self.vllm_config.cache_config
+        if self.model_config.use_mla and cache.block_size % _BLOCK_STEP:
+            cache.block_size = _BLOCK_STEP
 
 
 @contextmanager

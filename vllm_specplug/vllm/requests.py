@@ -1,4 +1,4 @@
-"""Rules for single requests in the schedulers of both runners: ends of turns, whole prompts, namespaces of texts."""
+"""Rules for single requests in the schedulers of both runners: ends of turns, and namespaces of shared texts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class TreeRequestRules:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if not self.scheduler_config.enable_chunked_prefill:
-            # With drafts vLLM keeps the limit of before it turned chunks off: longer prompts would wait for ever.
-            most = self.scheduler_config.max_num_batched_tokens
-            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, most)
+        config = self.scheduler_config
+        if not config.enable_chunked_prefill:
+            # Where vLLM 0.32 turns chunks off (latents on a CPU without AMX), it raises the tokens of a batch after it
+            # has copied them to this limit: a prompt between the two would wait forever.
+            self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, config.max_num_batched_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)

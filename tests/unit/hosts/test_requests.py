@@ -1,4 +1,4 @@
-"""Namespaces of requests: those of vLLM's prefix caches; prompts that vLLM reads as a whole."""
+"""Namespaces of requests: those of vLLM's prefix caches; how many tokens a step may have."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -30,16 +30,18 @@ def test_another_adapter_under_the_same_name():
     assert namespace_of(old) != namespace_of(new)
 
 
-@pytest.mark.parametrize(("chunks", "most"), [(True, 40), (False, 128)])
-def test_a_step_has_room_for_a_whole_prompt(chunks, most):
-    """Where vLLM turns chunks off (MLA on a CPU without AMX), it raises one limit of a step and forgets the other."""
+class Host:
+    """What is read of vLLM's scheduler."""
 
-    class Scheduler:
-        def __init__(self, config):
-            self.scheduler_config, self.max_num_scheduled_tokens = config, config.max_num_scheduled_tokens
+    def __init__(self, has_chunks):
+        self.scheduler_config = SimpleNamespace(enable_chunked_prefill=has_chunks, max_num_batched_tokens=2048)
+        self.max_num_scheduled_tokens = 64
 
-    config = SimpleNamespace(
-        enable_chunked_prefill=chunks, max_num_scheduled_tokens=40, max_num_batched_tokens=40 if chunks else 128
-    )
-    kind = type("TreeScheduler", (TreeRequestRules, Scheduler), {})
-    assert kind(config).max_num_scheduled_tokens == most
+
+class Scheduler(TreeRequestRules, Host):
+    pass
+
+
+@pytest.mark.parametrize(("has_chunks", "most"), [(True, 64), (False, 2048)])
+def test_prompts_that_are_not_read_in_chunks_fit_into_a_step(has_chunks, most):
+    assert Scheduler(has_chunks).max_num_scheduled_tokens == most

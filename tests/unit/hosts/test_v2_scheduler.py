@@ -20,6 +20,8 @@ EVERYTHING = [2**32 - 1, 2**32 - 1]
 class Host:
     """What is called of the host's scheduler."""
 
+    scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+
     def update_draft_token_ids(self, drafts):
         for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             self.requests[req_id].spec_token_ids = token_ids
