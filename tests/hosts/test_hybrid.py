@@ -167,16 +167,14 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.usefixtures("kept_nothing")
-def test_the_proof_finds_faults(served, fault):
+def test_the_proof_finds_faults(served, kept_nothing, fault):  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises(ProofFailed, match="differs from plain decoding"):
             prove_again(served)
 
 
-@pytest.mark.usefixtures("kept_nothing")
-def test_the_proof_passes(served, caplog, monkeypatch, tmp_path_factory):
+def test_the_proof_passes(served, kept_nothing, caplog, monkeypatch, tmp_path_factory):  # noqa: F811
     monkeypatch.setattr(proof_files, "FOLDER", tmp_path_factory.mktemp("again"))  # the one at the start may be kept
     caplog.set_level("INFO")
     prove_again(served)

@@ -158,7 +158,7 @@ def test_tokens_with_lookup(engine, latent):
     """Answers of two tokens, so that they repeat; a request is preempted, and a prompt is sent again."""
     params = make_params(logit_bias={7: 100.0, 11: 100.0})
     plain = answers(engine(target=latent, **PLAIN), PROMPTS, params)
-    llm = engine(target=latent, speculative_config=LOOKUP, num_gpu_blocks_override=8, **ENGINE)
+    llm = engine(target=latent, speculative_config=LOOKUP, num_gpu_blocks_override=9, **ENGINE)
     assert same(answers(llm, PROMPTS, params), plain)
     assert acceptance_length(llm) > 1.2 and counters(llm)["preemptions"]
     longest = max(range(3), key=lambda i: len(PROMPTS[i]["prompt_token_ids"]))
@@ -204,8 +204,8 @@ def context_of_less_weight(patch, runner):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("fault", [without_rotary_part, not_committed, context_of_less_weight])
-@pytest.mark.usefixtures("kept_nothing", "expert_group")
-def test_the_proof_finds_faults(served, fault):
+@pytest.mark.usefixtures("expert_group")
+def test_the_proof_finds_faults(served, kept_nothing, fault):  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         fault(patch, runner_of(served))
         with pytest.raises(ProofFailed, match="differs by .* from plain decoding"):
