@@ -158,7 +158,8 @@ def test_tokens_with_lookup(engine, latent):
     """Answers of two tokens, so that they repeat; a request is preempted, and a prompt is sent again."""
     params = make_params(logit_bias={7: 100.0, 11: 100.0})
     plain = answers(engine(target=latent, **PLAIN), PROMPTS, params)
-    llm = engine(target=latent, speculative_config=LOOKUP, num_gpu_blocks_override=9, **ENGINE)
+    few = {**ENGINE, "max_model_len": 96, "num_gpu_blocks_override": 7}
+    llm = engine(target=latent, speculative_config=LOOKUP, **few)
     assert same(answers(llm, PROMPTS, params), plain)
     assert acceptance_length(llm) > 1.2 and counters(llm)["preemptions"]
     longest = max(range(3), key=lambda i: len(PROMPTS[i]["prompt_token_ids"]))
