@@ -153,7 +153,7 @@ TREE_FAULTS = [
         UNIT + "test_kv.py::test_accepted_rows_and_what_follows_from_them",
     ),
     Fault(
-        "scratch rows are written one too far",
+        "scratch keeps keys in place of values",
         "commit",
         CORE + "kv.py",
         "self.value.index_copy_(0, self.rows, value)",

@@ -75,7 +75,8 @@ def test_scratch_is_allocated_once_and_grows():
     scratch = DraftScratch({"a": (2, 4), "b": (1, 8)}, {"a": torch.float32, "b": torch.float32})
     rows = torch.tensor([3, 1])
     first = scratch.at(rows, 4)
-    written, _ = first["a"].write(torch.ones(2, 2, 4), torch.zeros(2, 2, 4))
-    assert written[rows].eq(1).all() and written[[0, 2]].eq(0).all()
+    keys, values = first["a"].write(torch.ones(2, 2, 4), torch.full((2, 2, 4), 2.0))
+    assert keys[rows].eq(1).all() and values[rows].eq(2).all()
+    assert keys[[0, 2]].eq(0).all() and values[[0, 2]].eq(0).all()
     assert scratch.at(torch.tensor([0]), 4)["a"].key is first["a"].key
     assert scratch.at(rows, 6)["b"].key.shape == (6, 1, 8)
