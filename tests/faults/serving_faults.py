@@ -9,12 +9,12 @@ UNIT = "tests/unit/"
 
 SERVING_FAULTS = [
     Fault(
-        "a grammar is not advanced along the path",
+        "a grammar is not taken back after a path",
         "grammar",
         VLLM + "grammars.py",
         "                grammar.rollback(1)\n",
         "                pass\n",
-        UNIT + "hosts/test_grammars.py::test_masks_lie_where_the_worker_looks",
+        UNIT + "hosts/test_grammars.py::test_no_reasoning",
     ),
     Fault(
         "content is free where reasoning ends within a tree",
