@@ -20,9 +20,11 @@ from vllm_specplug.vllm.proof.driver import DriverV2
 from vllm_specplug.vllm.proof.worker import prove
 
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "traffic_tokens": 1024, "budget": "fixed"}
+#: Not autouse: an engine that a test of another file starts would leave its proof in the empty folder.
+pytestmark = pytest.mark.usefixtures("kept_nothing")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def kept_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(proof_files, "FOLDER", tmp_path)
 
