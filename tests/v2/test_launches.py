@@ -78,7 +78,7 @@ def test_launches_outside_graphs(graph_engine, prompts, monkeypatch):
     for temperature, verify in ((0, 11), (0.8, 13)):
         steps.clear()
         llm.generate(prompts[:2], SamplingParams(temperature=temperature, seed=1, max_tokens=7, ignore_eos=True))
-        with_trees = [step for step in steps if "verify" in step]
+        with_trees = [step for step in steps if "verify" in step][:-1]  # vLLM 0.33 drafts nothing after the last step
         assert len(with_trees) > 1
         for step in with_trees:
             assert step == {"stage": (2, 0), "verify": (verify, 0), "draft": (17, 2)}
