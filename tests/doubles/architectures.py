@@ -331,9 +331,6 @@ ARCHITECTURES = {
     ),
 }
 
-#: Their tests are marked ``wide``: others have layers of the same kinds.
-MORE = ("Qwen3.5", "Qwen3.5 MoE", "Nemotron-H", "Granite 4")
-
 #: Models that are refused: a layer that the message names, and what it says of it.
 REFUSED = {
     "Jamba": (

@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,11 @@ def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[dict[str,
     rng = random.Random(seed)
     lengths = [rng.randrange(2, longest) for _ in range(count)]
     return [{"prompt_token_ids": [rng.randrange(3, tiny.VOCAB) for _ in range(n)]} for n in lengths]
+
+
+def some(values: Iterable[Any], kept: Container[Any]) -> list[Any]:
+    """Test parameters: those that are not ``kept`` are marked ``wide``."""
+    return [pytest.param(value, marks=() if value in kept else pytest.mark.wide) for value in values]
 
 
 def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
@@ -222,6 +227,17 @@ def quick_starts() -> Iterator[None]:
         patch.setattr(speculative_config, "installed_sources", functools.cache(speculative_config.installed_sources))
         if hasattr(platform, replace):  # since vLLM 0.32
             patch.setattr(platform, replace, staticmethod(functools.cache(getattr(platform, replace))))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def proofs_at_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The proof takes as long as the rest of a start: only engines of modules with ``PROVEN`` have it."""
+    from vllm_specplug.vllm.proof import worker
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "PROVEN", False):
+            patch.setattr(worker, "prove", lambda driver: None)
         yield
 
 

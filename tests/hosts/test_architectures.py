@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from tests.architecture_table import METHODS, RESULTS, ROOT, listed, written
 from tests.doubles import images, tiny
 from tests.doubles.adapters import write_adapter
-from tests.doubles.architectures import ARCHITECTURES, MORE, REFUSED, Architecture, write_head, write_target
+from tests.doubles.architectures import ARCHITECTURES, REFUSED, Architecture, write_head, write_target
 from tests.doubles.gated_delta import in_float32
 from tests.doubles.quantised import write_quantised
 from tests.host_versions import TAKES_FLOAT32_SINKS
@@ -39,10 +39,16 @@ from tests.hosts.same_as_plain import PARAMS, PROMPTS
 from vllm_specplug.config import ConfigError
 from vllm_specplug.core.attention_traits import NO_TRAITS
 
+PROVEN = True
 SETTINGS = {**ENGINE, "block_size": 32, "kv_cache_memory_bytes": 8 << 20}
 #: Prompts of more tokens are read in chunks.  (Plain vLLM fails there on a CPU where a sampled request has a seed.)
 CHUNK = 64
 SPECULATIVE = {"eagle2": TREE, "lookup": {"method": "lookup", "num_speculative_tokens": 12, "budget": "fixed"}}
+#: Of many kinds of layers; ``test_same_bits`` has others.  The rest are compared with ``-m wide``.
+KINDS = (
+    "GPT-2", "BLOOM", "Gemma 2", "Cohere2", "Qwen2-VL", "Qwen3-MoE", "gpt-oss", "Qwen3-Next", "Falcon-H1", "Llama 4",
+    "DeepSeek-V3", "Granite LoRA",
+)  # fmt: skip
 #: Where vLLM finds no prefix of these lengths if a head lies beside the target.
 FEW_PREFIXES = ("Gemma 4", "Qwen3-Next", "Qwen3.5", "Qwen3.5 MoE", "Falcon-H1")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -120,7 +126,7 @@ def parameter(name: str) -> Any:
         name == "Granite W8A8" and torch.cpu._is_amx_tile_supported(),
         reason="with AMX vLLM's 8-bit products refuse float32",
     )
-    return pytest.param(name, marks=[skip, fails, *([pytest.mark.wide] if name in MORE else [])])
+    return pytest.param(name, marks=[skip, fails, *([] if name in KINDS else [pytest.mark.wide])])
 
 
 @pytest.fixture(scope="module", params=[parameter(name) for name in ARCHITECTURES])

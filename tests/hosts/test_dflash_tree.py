@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.doubles import dflash
-from tests.hosts.conftest import answers_of, drafts_after_pauses
+from tests.hosts.conftest import answers_of, drafts_after_pauses, some
 from tests.hosts.same_as_plain import LONG, PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
 from tests.hosts.test_draft_tree import check_compiled, check_further
 
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
-#: Like one of the others.
-RARE = ("windows of blocks", "DSpark, speculators", "DFlash 2, speculators")
-FORMS = [pytest.param(form, marks=[pytest.mark.wide] * (form in RARE)) for form in dflash.FORMS]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,7 @@ def test_torch_compile(engine, head):
     check_compiled(engine, head, TREE)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(dflash.FORMS, ["DSpark"]))
 def test_other_forms(engine, checkpoints, tmp_path, form):
     """As they are published."""
     known = [prompt["prompt_token_ids"] for prompt in PROMPTS[::2]]

@@ -29,6 +29,7 @@ from vllm_specplug.vllm.proof.driver import DriverV1
 from vllm_specplug.vllm.proof.proof import Proof
 from vllm_specplug.vllm.proof.worker import facts_of, prove
 
+PROVEN = True
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 

@@ -17,7 +17,7 @@ from vllm.platforms.cpu import CpuPlatform
 from tests.doubles import tiny
 from tests.doubles.constants import with_constants
 from tests.doubles.forked import answer_in_new_process, needs_two_cores
-from tests.hosts.conftest import ENGINE, SWIFT, TREE, acceptance_length, make_prompts, needs_bytes, token_ids
+from tests.hosts.conftest import ENGINE, SWIFT, TREE, acceptance_length, make_prompts, needs_bytes, some, token_ids
 from vllm_specplug.proposers.eagle2.checkpoint import save_head
 from vllm_specplug.proposers.medusa.heads import MedusaHeads
 from vllm_specplug.proposers.swift.options import SwiftOptions
@@ -143,7 +143,7 @@ def with_model(speculative: dict, path: Path) -> dict:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("budget", ["fixed", "measured"])
+@pytest.mark.parametrize("budget", some(["fixed", "measured"], ["fixed"]))
 def test_same_as_plain(checkpoints, plain, tmp_path, budget):
     """A union of a drafter with a reduced vocabulary (its rows of the LM head lie on both ranks) and lookup."""
     union = {**with_model(UNION, checkpoints["reduced"]), "budget": budget}
@@ -168,6 +168,7 @@ def test_measured_budget_of_levels(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
+@pytest.mark.wide
 def test_medusa(checkpoints, plain, tmp_path):
     save_head(tmp_path / "medusa", {}, MedusaHeads(3, 1, tiny.HIDDEN).checkpoint_state())
     medusa = {"method": "medusa", "model": str(tmp_path / "medusa"), "num_speculative_tokens": 8}
@@ -187,7 +188,7 @@ def test_swift(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
-@pytest.mark.parametrize("verification", ["typical", "rejection"])
+@pytest.mark.parametrize("verification", some(["typical", "rejection"], ["rejection"]))
 def test_verification(checkpoints, plain, tmp_path, verification):
     """Both draw random numbers or take other tokens than plain decoding; greedy requests do not."""
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "verification": verification}
@@ -201,6 +202,7 @@ def test_verification(checkpoints, plain, tmp_path, verification):
 
 @needs_two_cores
 @needs_bytes
+@pytest.mark.wide
 def test_draft_int8(checkpoints, plain, tmp_path):
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "draft_int8": True}
     found = run(checkpoints["target"], speculative, tmp_path)
@@ -211,7 +213,7 @@ def test_draft_int8(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
-@pytest.mark.parametrize("kind", ["reduced", "eagle3"])
+@pytest.mark.parametrize("kind", some(["reduced", "eagle3"], ["eagle3"]))
 def test_both_ranks_take_a_new_version(checkpoints, plain, tmp_path, kind):
     """Weights that each rank has a part of, and a draft vocabulary; the ranks draft the same in every step."""
     head, new = tmp_path / "head", tmp_path / "new"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.doubles import dflash
-from tests.hosts.conftest import acceptance_length
+from tests.hosts.conftest import acceptance_length, some
 from tests.v2.conftest import (
     ENGINE,
     SAMPLED,
@@ -64,10 +64,7 @@ def test_dflash(engine, prompts, plain, plainly, checkpoints, tmp_path, monkeypa
     assert len(rounds) > 4
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(one, marks=[] if one in ("DFlash 2", "DSpark") else [pytest.mark.wide]) for one in dflash.FORMS],
-)
+@pytest.mark.parametrize("form", some(dflash.FORMS, ["DSpark"]))
 def test_other_forms(engine, prompts, plain, checkpoints, tmp_path, form):
     llm = engine(write_head(checkpoints, prompts, tmp_path / form, dflash.FORMS[form]), TREE, **ENGINE)
     assert same(answers(llm, prompts), plain)

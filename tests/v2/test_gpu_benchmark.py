@@ -24,6 +24,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for the
 
 
 @without_gpu
+@pytest.mark.wide
 def test_parts_without_vllm(tmp_path, capsys):
     """All of them, as a user starts them, at tiny sizes in the interpreter."""
     output = tmp_path / "gpu.jsonl"

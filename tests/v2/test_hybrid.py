@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from tests.doubles.architectures import ARCHITECTURES, write_head, write_target
 from tests.doubles.gated_delta_on_gpu import as_on_gpus
 from tests.hosts.conftest import TREE as DYNAMIC
-from tests.hosts.conftest import acceptance_length, counters, expert_group, make_prompts, runner_of  # noqa: F401
+from tests.hosts.conftest import acceptance_length, counters, expert_group, make_prompts, runner_of, some  # noqa: F401
 from tests.v2.conftest import answers, same, watch_rounds
 from tests.v2.test_proof import kept_nothing, prove_again  # noqa: F401
 from vllm_specplug.core.proof import ProofFailed
@@ -79,6 +79,7 @@ def test_tokens(served, expected, monkeypatch):
     assert acceptance_length(served) > 1.2 and len(rounds) > 4
 
 
+@pytest.mark.wide
 def test_tokens_with_lookup(engine, hybrid):
     """Answers of two tokens, so that they repeat; a request is preempted."""
     params = make_params(logit_bias={7: 100.0, 11: 100.0})
@@ -87,6 +88,7 @@ def test_tokens_with_lookup(engine, hybrid):
     assert acceptance_length(llm) > 1.2 and counters(llm)["preemptions"]
 
 
+@pytest.mark.wide
 def test_cuda_graphs(graph_engine, hybrid, expected, monkeypatch):
     """Trees from recorded graphs."""
     monkeypatch.setattr(torch.ops.vllm, "mamba_mixer2", mamba_mixer2.mamba_mixer2)  # or the stand-in sees one operator
@@ -176,10 +178,10 @@ def commits_first_rows(patch):
     patch.setattr(states.StateLayers, "commit", faulty)
 
 
-WIDE = [pytest.param(fault, marks=pytest.mark.wide) for fault in (not_restored, shifted_window, commits_first_rows)]
+FAULTS = (wrong_parents, not_committed, not_restored, shifted_window, commits_first_rows)
 
 
-@pytest.mark.parametrize("fault", [wrong_parents, not_committed, *WIDE])
+@pytest.mark.parametrize("fault", some(FAULTS, [wrong_parents]))
 def test_the_proof_finds_faults(served, kept_nothing, fault):  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

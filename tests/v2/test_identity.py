@@ -7,7 +7,7 @@ import torch
 
 from tests.doubles.cuda_graphs import Capture
 from tests.host_versions import SKIPS_DRAFTS
-from tests.hosts.conftest import acceptance_length, counters, runner_of, token_ids
+from tests.hosts.conftest import acceptance_length, counters, runner_of, some, token_ids
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -139,7 +139,7 @@ def test_controls(llm, prompts, plain, monkeypatch, spoil):
     check_control(llm, prompts, plain)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("async_scheduling", some([True, False], [False]))
 def test_cuda_graphs(graph_engine, llm, prompts, plain, monkeypatch, async_scheduling):
     """Verification and the drafter's forwards with their attention from recorded graphs; they draft as without."""
     honest, have_cache = eagle.DeviceLevels, []

@@ -129,6 +129,7 @@ def test_asynchronous_scheduling(engine, repeating, expected, sessions, asynchro
     assert run_sessions(llm, sessions, SHORT) == turns
 
 
+@pytest.mark.wide
 def test_cuda_graphs(graph_engine, repeating, expected):
     """Verification and the search from recorded graphs."""
     llm = graph_engine(speculative_config=LOOKUP, async_scheduling=True, max_num_seqs=3, **OWN)

@@ -54,6 +54,7 @@ def test_forced_preemption_and_chunked_prefill(engine, heads, prompts, plain):
     check_preemption(engine(heads, TREE, **SCARCE), prompts, plain)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [TREE, DYNAMIC], ids=["static", "dynamic"])
 def test_cuda_graphs(graph_engine, heads, prompts, plain, shape):
     """Verification and the heads from recorded graphs."""
