@@ -14,6 +14,8 @@ from tests.hosts.conftest import WHOLE, answers_of, check_prefix_cache_hits
 from tests.hosts.same_as_plain import PARAMS, PROMPTS, SCARCE, SETTINGS, check_as_plain
 from tests.hosts.test_draft_tree import TREE
 
+#: In ``make test`` other files have each drafter, and each kind of layer of these targets.
+pytestmark = pytest.mark.wide
 GROWN = {"num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 TREES = {
     "eagle2": {"method": "eagle2", **GROWN},
@@ -22,9 +24,7 @@ TREES = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(one, marks=[pytest.mark.wide] * (one != "Qwen3")) for one in FAMILIES]
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, engine, checkpoints, tmp_path_factory) -> tuple[str, Any, list[Any]]:
     """Name of the target, plain engine, and its greedy answers: heads know them."""
     name = request.param

@@ -13,6 +13,7 @@ from tests.hosts.conftest import (
     answers_of,
     check_prefix_cache_hits,
     runner_of,
+    some,
 )
 from tests.hosts.same_as_plain import PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
 from tests.hosts.test_architectures import has_reference_mla
@@ -32,16 +33,13 @@ def float32_operators():
 #: Windows and states have blocks of their own; with them vLLM finds no cached prefix at these lengths.
 BLOCKS = {"Step 3.5": 18, "Qwen3-Next": 22, "Qwen3.5": 22, "Qwen3.5 MoE": 22, "Nemotron-H": 22}
 #: Families that `make test` runs; their forwards and names of tensors differ.
-OFTEN = ("MiMo", "GLM-4 MoE", "ERNIE", "Step 3.5", "DeepSeek-V3")
+OFTEN = ("MiMo", "Step 3.5", "DeepSeek-V3")
 _TEXT = Architecture("", "", options={"language_model_only": True})
 #: Options of further targets.
 OPTIONS = {**ARCHITECTURES, "GLM-OCR": _TEXT, "EXAONE 4.5": _TEXT}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(one, marks=[pytest.mark.wide] * (one not in OFTEN)) for one in mtp.FAMILIES],
-)
+@pytest.fixture(scope="module", params=some(mtp.FAMILIES, OFTEN))
 def target(request, checkpoints, tmp_path_factory) -> str:
     checkpoints[request.param] = mtp.write_with_mtp(tmp_path_factory.mktemp("mtp") / "target", request.param)
     return request.param

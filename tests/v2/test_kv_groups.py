@@ -38,6 +38,7 @@ def pictures(checkpoints, tmp_path_factory):
         yield "images"
 
 
+@pytest.mark.wide
 def test_images(engine, pictures, prompts, monkeypatch):
     texts = [[token % 150 for token in prompt["prompt_token_ids"]] for prompt in prompts]
     prompts = [images.prompt_with_images(text, *[images.image(i)] * (i > 0)) for i, text in enumerate(texts)]

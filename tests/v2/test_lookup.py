@@ -120,6 +120,7 @@ def test_forced_preemption_and_chunked_prefill(engine, repeating, expected):
     check_preemption(engine(speculative_config=LOOKUP, **{**SCARCE, "max_logprobs": 21}), repeating, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the default")
 def test_asynchronous_scheduling(engine, repeating, expected, sessions, asynchronous):
     turns = run_sessions(engine(**PLAIN), sessions, SHORT)
