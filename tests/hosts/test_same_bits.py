@@ -175,7 +175,7 @@ def test_architectures(tmp_path, start, known, name):  # noqa: F811
     assert int(counters(asking.llm)["preemptions"]) > 0 or "enable_lora" in ARCHITECTURES[name].options
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", wide("float32")])
 def test_other_dtypes(tmp_path, start, known, dtype):  # noqa: F811
     write_checkpoints(tmp_path, "Cohere2", with_head=False)
     check(start_knowing(start, tmp_path, "Cohere2", dtype), known)

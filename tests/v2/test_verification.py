@@ -63,6 +63,7 @@ def replace_seed(params, seed):
     return found
 
 
+@pytest.mark.wide
 def test_control_noise_of_another_position(coupled, many, monkeypatch):
     """Drafts that look at other noise are accepted less often; the tokens stay."""
     params = [replace_seed(one, i) for i, one in enumerate(parameters(1) * 5)]
