@@ -226,7 +226,7 @@ def simulate(setting: Setting, scenario: Scenario, num_reqs: int, rounds: int, s
         while late:
             known, accepted, took = late.popleft()
             budget.learn(known, accepted, num_reqs)
-            budget.took(known, num_reqs, took)
+            budget.cost.observe(known, num_reqs, took)
         shape = by_nodes[nodes]
         accepted = 0
         if shape is not None:

@@ -205,7 +205,7 @@ def chosen_shapes(llm, prompts, monkeypatch, learns=True):
     chosen, plan = [], budget.plan
     monkeypatch.setattr(serving, "budget", budget)
     monkeypatch.setattr(budget, "plan", lambda num_reqs: (chosen.append(plan(num_reqs)), chosen[-1])[1])
-    monkeypatch.setattr(budget, "took", lambda *_: None)
+    monkeypatch.setattr(budget.cost, "observe", lambda *_: None)
     # The model repeats itself at times, so that some drafts would be accepted.
     learn = budget.learn if learns else lambda *_: None
     monkeypatch.setattr(budget, "learn", lambda nodes, _, num_reqs: learn(nodes, 0, num_reqs))

@@ -357,7 +357,7 @@ class ShapeBudget:
     """Chooses one shape for each round of a batch; the outcome of a round arrives one or two rounds later.
 
     Args:
-        cost: seconds of rounds, which ``took`` updates.
+        cost: seconds of rounds, which the caller updates.
         shapes: with drafts, smallest first.
         max_rows: most rows of a step.
     """
@@ -383,7 +383,3 @@ class ShapeBudget:
         if nodes:
             self.acceptance.learn(nodes, num_accepted, num_reqs, self._step - self._last_draft)
             self._last_draft = self._step
-
-    def took(self, nodes: int, num_reqs: int, seconds: float) -> None:
-        """Add the seconds of a step in which ``num_reqs`` requests had ``nodes`` each and nothing else ran."""
-        self.cost.observe(nodes, num_reqs, seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,16 @@ class Filter:
         weights: the start, float ``[n]``.
         covariance: of the start, float ``[n, n]``.
         forgetting: share of the certainty that is lost with each observation.
+
+    Raises:
+        ValueError: the start has another number of weights, as one that an earlier version saved.
     """
 
     def __init__(self, weights: Any, covariance: Any, forgetting: float = FORGETTING):
         self.weights, self._prior = np.array(weights, dtype=np.float64), np.array(covariance, dtype=np.float64)
         self._covariance, self._forgetting = self._prior.copy(), forgetting
+        if len(self.weights) != len(self._prior):
+            raise ValueError(f"{len(self.weights)} weights where there are {len(self._prior)}")
 
     @property
     def variances(self) -> np.ndarray:
@@ -81,7 +86,7 @@ class StepCost:
         measured: seconds by rows of ``verify`` (the target's forward), and of a drafter that grows by levels of
             ``read`` (its first forward) and ``level`` (a further one).
         most_rows: largest number of rows of a step.
-        weights: of an earlier ``to_json``.
+        weights: as learned by an earlier server.
     """
 
     #: Start of the weights, and how uncertain it is; assumed, not measured.  The first steps replace the second one.
@@ -134,19 +139,11 @@ class StepCost:
             features = np.array([self._tables[part].at(num_rows)])
             self._factors[part].observe(features, seconds, NOISE * float(features[0]))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return ``measured`` and ``weights`` of the constructor."""
+    @property
+    def weights(self) -> dict[str, list[float]]:
+        """Weights of the constructor, as they are now."""
         factors = {part: one.weights.tolist() for part, one in self._factors.items()}
-        return {"measured": self.measured, "weights": {"verify": self._step.weights.tolist(), **factors}}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any], most_rows: int) -> StepCost:
-        """Read the result of ``to_json``, from JSON, whose keys are texts."""
-        measured = {
-            part: {int(count): seconds for count, seconds in points.items()}
-            for part, points in saved["measured"].items()
-        }
-        return cls(measured, most_rows, saved["weights"])
+        return {"verify": self._step.weights.tolist(), **factors}
 
 
 class RoundCost:
@@ -158,6 +155,7 @@ class RoundCost:
     Args:
         measured: by nodes of a shape (0: plain), seconds by number of requests.
         max_num_reqs: largest number of requests.
+        weights: as learned by an earlier server.
 
     Raises:
         ValueError: plain rounds are missing.
@@ -167,7 +165,9 @@ class RoundCost:
     #: beyond.
     COMMON, OWN, BEYOND = 0.15, 0.05, 0.15
 
-    def __init__(self, measured: Mapping[int, Mapping[int, float]], max_num_reqs: int):
+    def __init__(
+        self, measured: Mapping[int, Mapping[int, float]], max_num_reqs: int, weights: Sequence[float] | None = None
+    ):
         if 0 not in measured:
             raise ValueError("the seconds of plain steps are missing")
         self.measured = {nodes: dict(points) for nodes, points in measured.items()}
@@ -178,7 +178,12 @@ class RoundCost:
         covariance[1:shapes, 1:shapes] = self.COMMON**2
         covariance[range(1, shapes), range(1, shapes)] += self.OWN**2
         covariance[shapes:, shapes:] = self.BEYOND**2 / 2 * (1 + np.eye(sizes))
-        self._filter = Filter([1.0] * shapes + [0.0] * sizes, covariance, 5 * FORGETTING)
+        self._filter = Filter(weights or [1.0] * shapes + [0.0] * sizes, covariance, 5 * FORGETTING)
+
+    @property
+    def weights(self) -> list[float]:
+        """Weights of the constructor, as they are now."""
+        return self._filter.weights.tolist()
 
     def _features(self, nodes: int, num_reqs: int) -> np.ndarray:
         features, shapes = np.zeros(len(self._filter.weights)), len(self._tables)
@@ -195,19 +200,6 @@ class RoundCost:
         """Learn from a round in which all requests decode."""
         if nodes in self._index and num_reqs:
             self._filter.observe(self._features(nodes, num_reqs), seconds, NOISE / 3 * self.at(nodes, num_reqs))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the measurements."""
-        return {"measured": self.measured}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any], max_num_reqs: int) -> RoundCost:
-        """Read the result of ``to_json``, from JSON, whose keys are texts."""
-        measured = {
-            int(nodes): {int(count): seconds for count, seconds in points.items()}
-            for nodes, points in saved["measured"].items()
-        }
-        return cls(measured, max_num_reqs)
 
 
 def counts_up_to(limit: int) -> list[int]:

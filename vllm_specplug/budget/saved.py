@@ -16,6 +16,8 @@ logger = logging.getLogger("vllm_specplug")
 Costs = TypeVar("Costs", StepCost, RoundCost)
 #: Folders in the user's cache, of both kinds of costs.
 FOLDER, ROUNDS = "costs", "step_times"
+#: Raised for a file that cannot be read, or holds something else.
+WRONG = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> Costs | None:
@@ -28,10 +30,10 @@ def load(kind: type[Costs], facts: Mapping[str, Any], most: int) -> Costs | None
     """
     path = kept_path(_folder(kind), facts)
     try:
-        return kind.from_json(json.loads(path.read_text()), most)
+        return _read(kind, path, most)[1]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except WRONG as error:
         logger.warning("vllm-specplug: the cost model %s cannot be used, costs are measured again: %s", path, error)
         return None
 
@@ -40,7 +42,7 @@ def save(facts: Mapping[str, Any], costs: StepCost | RoundCost) -> Path | None:
     """Write costs; return None if that fails, which the server survives."""
     path = kept_path(_folder(type(costs)), facts)
     try:
-        write_json(path, {"facts": dict(facts), **costs.to_json()})
+        write_json(path, {"facts": dict(facts), "measured": costs.measured, "weights": costs.weights})
     except OSError as error:
         logger.warning("vllm-specplug: the cost model is not saved: %s", error)
         return None
@@ -52,11 +54,20 @@ def saved_costs() -> list[tuple[dict[str, Any], StepCost]]:
     found = []
     for path in kept_paths(FOLDER):
         try:
-            saved = json.loads(path.read_text())
-            found.append((saved["facts"], StepCost.from_json(saved, 64)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            found.append(_read(StepCost, path, 64))
+        except WRONG:
             continue
     return found
+
+
+def _read(kind: type[Costs], path: Path, most: int) -> tuple[dict[str, Any], Costs]:
+    """Return facts and costs of a file.  Keys of JSON are texts: rows, requests and nodes are read as numbers."""
+    saved = json.loads(path.read_text())
+    measured = {
+        int(name) if name.isdigit() else name: {int(count): seconds for count, seconds in points.items()}
+        for name, points in saved["measured"].items()
+    }
+    return saved["facts"], kind(measured, most, saved.get("weights"))
 
 
 def _folder(kind: type) -> str:

@@ -86,7 +86,7 @@ class RoundBudget:
         nodes = next(iter(drafts.values()), 0)
         alike = all(count == nodes + 1 == drafts.get(name, 0) + 1 for name, count in rows.items())
         if rows and alike and last and not scheduler_output.scheduled_new_reqs:
-            self.budget.took(nodes, len(rows), now - max(last, scheduled_at))
+            self.budget.cost.observe(nodes, len(rows), now - max(last, scheduled_at))
 
 
 class BudgetedRounds:

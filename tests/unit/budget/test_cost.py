@@ -63,12 +63,17 @@ def test_costs_are_kept_in_a_file(tmp_path, monkeypatch, caplog):
     assert saved.load(StepCost, {"machine": "b"}, 64) is None
     assert again.verification(8) == pytest.approx(cost.verification(8)) and again.measured == cost.measured
     assert [known for known, _ in saved.saved_costs()] == [facts]
-    for wrong in ("{", json.dumps({"facts": facts, "seconds": {}}), json.dumps({"measured": {"level": {"1": 1}}})):
+    outdated = {"facts": facts, "measured": cost.measured, "weights": {"verify": [1.0, 0.1]}}
+    without_steps = {"facts": facts, "measured": {"level": {"1": 1}}}
+    for wrong in ("{", *map(json.dumps, ({"facts": facts, "seconds": {}}, without_steps, outdated))):
         path.write_text(wrong)
         assert saved.load(StepCost, facts, 64) is None and saved.saved_costs() == []
-    assert "cannot be used" in caplog.text
+    assert caplog.text.count("cannot be used, costs are measured again") == 4
     rounds = RoundCost({0: {1: 1.0}, 7: {1: 1.2, 8: 2.0}}, 8)
     assert saved.save(facts, rounds).parent.name == "step_times"
+    assert saved.load(RoundCost, facts, 8).at(7, 4) == rounds.at(7, 4)
+    path = tmp_path / "vllm-specplug" / "step_times" / path.name
+    path.write_text(json.dumps({"facts": facts, "measured": rounds.measured}))  # as earlier versions wrote it
     assert saved.load(RoundCost, facts, 8).at(7, 4) == rounds.at(7, 4)
 
 

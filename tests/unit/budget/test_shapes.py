@@ -40,7 +40,7 @@ def drive(budget, num_reqs, accepted, steps, lag=1, costs=COSTS, learns=True):
             done = waiting.pop(0)
             if learns:
                 budget.learn(done, accepted[done] * num_reqs, num_reqs)
-            budget.took(done, num_reqs, sum(np.array(costs[done]) * (1, num_reqs)))
+            budget.cost.observe(done, num_reqs, sum(np.array(costs[done]) * (1, num_reqs)))
     return chosen
 
 

@@ -48,8 +48,8 @@ class Heard(list):
 
     def __init__(self, budget, monkeypatch):
         super().__init__()
-        for name in ("learn", "took"):
-            monkeypatch.setattr(budget, name, lambda *args, name=name: self.append((name, *args)))
+        monkeypatch.setattr(budget, "learn", lambda *args: self.append(("learn", *args)))
+        monkeypatch.setattr(budget.cost, "observe", lambda *args: self.append(("took", *args)))
 
 
 def step(rows, drafts, new=()):
@@ -143,7 +143,7 @@ def test_a_fixed_budget_leaves_the_scheduler_alone(config):
 def test_the_budget_adapts_to_outcomes_given_by_the_scheduler(rounds, monkeypatch):
     """Drafts that nobody accepts: one step late, the rounds become plain."""
     assert isinstance(rounds.budget, ShapeBudget)
-    monkeypatch.setattr(rounds.budget, "took", lambda *_: None)
+    monkeypatch.setattr(rounds.budget.cost, "observe", lambda *_: None)
     late, chosen = [], []
     for _ in range(40):
         nodes = rounds.plan(2)
