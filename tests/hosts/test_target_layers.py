@@ -64,6 +64,8 @@ def test_other_mechanisms_are_refused(odd, reason):
         check_layers({"first": layer(), "odd": odd})
 
 
+#: Its first forward refuses a model.
+PROVEN = True
 #: Config class and fields of a target, and the reason for which it is refused.
 REFUSED = {
     "MLA with wrong rotary positions": (
