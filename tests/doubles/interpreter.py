@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import random
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -125,3 +126,22 @@ def _know_types(interpreter: ModuleType) -> None:
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
     semantic.TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def shuffle_programs() -> None:
+    """Run the programs of each launch in a random order: on a GPU none can rely on an earlier one."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    chance, set_dim, set_idx = random.Random(0), InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx
+
+    def set_grid_dim(builder, *grid):
+        set_dim(builder, *grid)
+        count = math.prod(grid)
+        builder.order = iter(chance.sample(range(count), count))
+
+    def set_grid_idx(builder, *_):
+        _, second, third = builder.grid_dim
+        others, z = divmod(next(builder.order), third)
+        set_idx(builder, *divmod(others, second), z)
+
+    InterpreterBuilder.set_grid_dim, InterpreterBuilder.set_grid_idx = set_grid_dim, set_grid_idx

@@ -22,10 +22,11 @@ if torch.cuda.is_available():
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
 else:
     from tests.doubles.bounds import check_addresses
-    from tests.doubles.interpreter import use_interpreter
+    from tests.doubles.interpreter import shuffle_programs, use_interpreter
 
     use_interpreter()
     check_addresses()
+    shuffle_programs()
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks triton's driver, of which there is only the name
 os.environ.update(
     VLLM_USE_V2_MODEL_RUNNER="1",

@@ -1,4 +1,7 @@
-"""The interpreter's bounds can fail: kernels that leave their tensors are found, masked lanes are not."""
+"""The interpreter's checks can fail: kernels that leave their tensors, or rely on the order of programs, are found.
+
+Masked lanes are not.
+"""
 
 import pytest
 import torch
@@ -77,3 +80,25 @@ def test_addresses_of_a_table():
 def test_new_memory_is_poisoned():
     assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(2).isnan().all()
     assert (torch.empty(3, dtype=torch.int32) == 2**31 - 1).all() and torch.empty(3, dtype=torch.bool).all()
+
+
+@triton.jit
+def _count_on(values_ptr):
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(values_ptr + program + 1, tl.load(values_ptr + program) + 1)
+
+
+@triton.jit
+def _number(values_ptr):
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.atomic_add(values_ptr + program, program + 1)
+
+
+@pytest.mark.parametrize("grid", [(24,), (2, 3, 4)])
+def test_programs_run_in_any_order(grid):
+    """Each runs once; what reads the result of another one of its launch is wrong."""
+    values, numbers = torch.zeros(25, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)
+    _count_on[grid](values)
+    _number[grid](numbers)
+    assert not torch.equal(values, torch.arange(25).int())
+    assert torch.equal(numbers, torch.arange(24).int() + 1)

@@ -82,6 +82,8 @@ def test_launches_outside_graphs(graph_engine, prompts, monkeypatch):
         assert len(with_trees) > 1
         for step in with_trees:
             assert step == {"stage": (2, 0), "verify": (verify, 0), "draft": (17, 2)}
+    # The plan of the accepted rows is as long as the forward, at most three trees of ten rows, not as the largest step.
+    assert runner.speculator.trees.plan.path_index.numel() <= 3 * 10 < runner.max_num_tokens
 
 
 # ---- looks at values
