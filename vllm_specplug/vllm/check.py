@@ -22,7 +22,7 @@ OLDEST = Version("0.29.0.dev0")
 #: Versions on which our tests have run, by (model runner, whether on a CPU).  They are shown, and decide nothing.
 TESTED_VERSIONS = {
     ("V1", True): ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
-    ("V2", False): ("0.32.0",),
+    ("V2", False): ("0.32.0", "0.33.0"),
 }
 
 #: Versions without a CPU wheel, and what of them has run on a CPU (``tests/vllm_on_cpu.py``).
@@ -62,8 +62,8 @@ def describe_tests(found: str, runner: str, on_cpu: bool) -> str:
     """Say on which versions the tests of this runner, ``V1`` or ``V2``, have run, and whether ``found`` is one."""
     tested = TESTED_VERSIONS.get((runner, on_cpu), ())
     where = f"the {runner} runner on {'a CPU' if on_cpu else 'CUDA'}"
-    parts = PARTS_ON_CPU if on_cpu else {}
-    versions = ", ".join(f"{one} ({parts[one]})" if one in parts else one for one in tested) or "no version"
+    names = [f"{one} ({PARTS_ON_CPU[one]})" if one in PARTS_ON_CPU else one for one in tested]
+    versions = ", ".join(names) or "no version"
     how = "" if on_cpu else " in Triton's interpreter on a CPU, and on no GPU,"
     return f"tests of {where} have run{how} on {versions}{'' if found in tested else ', not on this one'}"
 
