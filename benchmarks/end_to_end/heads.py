@@ -1,18 +1,16 @@
-"""Compares drafters of one target by what they accept, one engine after the other: for machines with little memory.
+"""Compares drafters of one target by what they accept: engines in one process, one after the other.
 
     python -m benchmarks.end_to_end.heads --target DIR --questions FILE --out FILE NAME=JSON [NAME=JSON ...]
 
-JSON is a speculative configuration, vLLM's or the plugin's, or null. Each engine runs eagerly, in float32, in a process
-of its own, and answers one question at a time. `specplug bench` keeps all engines in memory and asks them in turns, so
-its speeds can be compared; the milliseconds here depend on what else runs.
+JSON is a speculative configuration, vLLM's or the plugin's, or null. Each engine runs eagerly, in float32, and answers
+one question at a time. `specplug bench` asks all engines in turns, so its speeds can be compared; the milliseconds here
+depend on what else runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from vllm_specplug.bench.questions import read_questions
 from vllm_specplug.utils.environment import provenance
 
 NODES = "vllm:spec_decode_num_draft_tokens"
-RESULT = "RESULT "
+#: vLLM's engines in one process cannot be freed one by one.
+KEPT: list[Any] = []
 
 
 def nodes_of(llm: Any) -> int:
@@ -29,14 +28,15 @@ def nodes_of(llm: Any) -> int:
 
 
 def measure(config: dict[str, Any] | None, args: argparse.Namespace) -> dict[str, Any]:
-    """Start an engine in this process and answer the questions; the first one is asked before, too."""
+    """Start an engine and answer the questions; a part of the first answer is asked before, too."""
     from vllm_specplug.vllm.probes.bench_worker import answer
     from vllm_specplug.vllm.probes.in_process import start_in_process
     from vllm_specplug.vllm.probes.step_parts_probe import PartsClock
 
-    engine = {"model": args.target, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True}
-    engine |= {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False, "disable_log_stats": False}
+    engine = {"model": args.target, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "enforce_eager": True}
+    engine |= {"kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False, "disable_log_stats": False}
     llm = start_in_process(engine | ({"speculative_config": config} if config else {}))
+    KEPT.append(llm)
     clock, texts = PartsClock(llm), [question.text for question in read_questions(args.questions)]
     answer(llm, texts[:1], 8)
     clock.steps.clear()
@@ -56,34 +56,21 @@ def measure(config: dict[str, Any] | None, args: argparse.Namespace) -> dict[str
     }
 
 
-def in_own_process(text: str) -> dict[str, Any]:
-    """Measure a configuration, given as JSON, in a new process with the same arguments."""
-    run = subprocess.run([sys.executable, "-m", __spec__.name, *sys.argv[1:], "--one", text], stdout=subprocess.PIPE)
-    lines = [line for line in run.stdout.decode().splitlines() if line.startswith(RESULT)]
-    if run.returncode or not lines:
-        raise RuntimeError(f"no result of {text}: its log is above")
-    return json.loads(lines[-1].removeprefix(RESULT))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--questions", required=True, type=Path)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--out", required=True, type=Path, help="methods that it has already are not measured again")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("methods", nargs="+", metavar="NAME=JSON")
     args = parser.parse_args()
-    if args.one is not None:
-        print(RESULT + json.dumps(measure(json.loads(args.one), args)))
-        return
     report = {"provenance": provenance("the first method, same questions"), "methods": {}}
     if args.out.exists():
         report = json.loads(args.out.read_text())
     for name, _, text in (method.partition("=") for method in args.methods):
         if name in report["methods"]:
             continue
-        row = in_own_process(text)
+        row = measure(json.loads(text), args)
         token_ids = row.pop("token_ids")
         first = report.setdefault("answers", token_ids)
         row["same_answers"] = f"{sum(map(list.__eq__, first, token_ids))} of {len(first)}"
