@@ -28,7 +28,7 @@ class ScoredDraft:
         num_tokens: int ``[num_reqs]``; tokens that each request had.
         arm: index of the arm that drafted.
         token_ids, depths: int64 ``[num_reqs, num_rows]``.
-        parents: int64 ``[num_reqs, num_rows]``; places in the flat arrays; the root's for itself and for padding.
+        ancestors: int64 ``[num_reqs, num_rows]``, one for each of 1, 2, 4, ... levels above: places in the flat arrays.
         features: float64 ``[num_reqs, num_rows, 4]``: 1, the drafter's log odds of the node given its parent, the
             logarithm of the depth, and the request's record.
         values: float64 ``[num_reqs, num_rows]``; probabilities of acceptance, 0 where there is no node.
@@ -39,7 +39,7 @@ class ScoredDraft:
     arm: int
     token_ids: np.ndarray
     depths: np.ndarray
-    parents: np.ndarray
+    ancestors: list[np.ndarray]
     features: np.ndarray
     values: np.ndarray
 
@@ -72,23 +72,20 @@ class NodeAcceptance:
         tree, depths = draft.tree, draft.tree.depths.numpy()
         is_node = np.arange(depths.shape[1]) < tree.num_rows.numpy()[:, None]
         is_node[:, 0] = False
-        num_reqs, num_rows = depths.shape
-        roots = np.arange(0, num_reqs * num_rows, max(num_rows, 1))[:, None]
-        parents = np.where(is_node, tree.parents.numpy(), 0) + roots
+        ancestors = _ancestors(np.where(is_node, tree.parents.numpy(), 0), int(depths.max(initial=0)))
         log_values = np.where(is_node, draft.log_values.numpy(), 0.0)
         log_values = np.maximum(log_values.astype(np.float64), -1e9)  # below this, differences are no numbers
         features = np.ones((*depths.shape, 4))
-        features[..., 1] = log_odds_of(np.minimum(log_values - log_values.take(parents), 0.0))
+        features[..., 1] = log_odds_of(np.minimum(log_values - log_values.take(ancestors[0]), 0.0))
         features[..., 2] = np.log2(np.maximum(depths, 1))
         features[..., 3] = [[log_ratio(*self._records.get(request_id, (0.0, 0.0)))] for request_id in request_ids]
-        edges = np.where(is_node, np.log(sigmoid(features @ self._calibration.weights[arm])), 0.0)
-        sums = edges
-        for _ in range(int(depths.max(initial=0)) - 1):  # each pass adds the edge of one level further up
-            sums = edges + sums.take(parents)
+        sums = np.where(is_node, np.log(sigmoid(features @ self._calibration.weights[arm])), 0.0)
+        for above in ancestors:  # after each pass a sum reaches twice as many levels up
+            sums += sums.take(above)
         values = np.where(is_node & wanted[:, None], np.exp(sums), 0.0)
         token_ids = tree.token_ids.numpy()
         self._last = ScoredDraft(
-            tuple(request_ids), num_tokens.copy(), arm, token_ids, depths, parents, features, values
+            tuple(request_ids), num_tokens.copy(), arm, token_ids, depths, ancestors, features, values
         )
         return self._last
 
@@ -128,6 +125,15 @@ class NodeAcceptance:
             self._records.pop(request_id, None)
 
 
+def _ancestors(parents: np.ndarray, max_depth: int) -> list[np.ndarray]:
+    """Return ``ScoredDraft.ancestors`` of parents int64 ``[num_reqs, num_rows]``, 0 for the root and padding."""
+    num_reqs, num_rows = parents.shape
+    found = [parents + np.arange(0, num_reqs * num_rows, max(num_rows, 1))[:, None]]
+    while 2 ** len(found) <= max_depth:
+        found.append(found[-1].take(found[-1]))
+    return found
+
+
 def _outcomes(
     last: ScoredDraft, token_ids: np.ndarray, now: np.ndarray, emitted: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -145,9 +151,9 @@ def _outcomes(
     places = np.minimum(last.num_tokens[:, None] + last.depths - 1, token_ids.shape[1] - 1)
     right = (token_ids[now[:, None], places] == last.token_ids) & is_known
     right[:, 0] = True
-    for _ in range(int(last.depths.max(initial=0)) - 1):  # a node is right where its parent is
-        right &= right.take(last.parents)
-    has_outcome = is_known & right.take(last.parents)
+    for above in last.ancestors:
+        right &= right.take(above)
+    has_outcome = is_known & right.take(last.ancestors[0])
     return has_outcome, right & has_outcome
 
 
