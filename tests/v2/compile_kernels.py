@@ -2,8 +2,8 @@
 
 ``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` of the attention kernels only.
 ``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: all
-rows of one GPU (``REFERENCE``) and the largest launches (``LARGEST``) of another (``FEW``); with ``--wide`` those and
-the small kernels of all.
+launches of one GPU (``REFERENCE``), of attention the largest ones (``LARGEST``), and these of another (``FEW``); with
+``--wide`` all of the reference, and the largest and the small ones of all.
 """
 
 from __future__ import annotations
@@ -261,13 +261,13 @@ def compile_all(gpus: Collection[int] = tuple(SHARED_MEMORY), largest_only: bool
 
     Args:
         gpus: their compute capabilities.
-        largest_only: of attention, on all GPUs but ``REFERENCE``.
+        largest_only: of attention, on all GPUs but ``REFERENCE``, or with ``FEW`` on both.
     """
     compiled = Compiled()
     JITFunction.run = lambda self, *args, **kwargs: compiled(self, *args, **kwargs)
     for capability in gpus:
         compiled.target(capability)
-        few = largest_only and capability != REFERENCE
+        few = largest_only and (capability != REFERENCE or gpus == FEW)
         heads, cases = LARGEST if few else (HEAD_SIZES, tuple(TRAITS))
         for head_size in heads:
             for compiled.case in cases:
@@ -275,7 +275,7 @@ def compile_all(gpus: Collection[int] = tuple(SHARED_MEMORY), largest_only: bool
         if capability >= 89 and (capability == REFERENCE or gpus != FEW):  # vLLM has fp8 caches there
             compiled.case = "fp8"
             attention_over_8_bits()
-        if few:
+        if few and capability != REFERENCE:
             continue
         compiled.case = "float32"
         attention(61, 256, dtype=torch.float32)
