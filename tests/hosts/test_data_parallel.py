@@ -36,6 +36,7 @@ def complete(server, prompt: list[int], seed: int) -> list[int]:
     return post_json(server, "/v1/completions", prompt=prompt, max_tokens=40, **sampling)["choices"][0]["token_ids"]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two replicas need two cores")
 def test_replicas_behind_one_server(engine, server):
     prompts = make_prompts(12, seed=7)

@@ -158,6 +158,7 @@ def test_same_as_plain(checkpoints, plain, tmp_path, budget):
 
 
 @needs_two_cores
+@pytest.mark.wide
 def test_measured_budget_of_levels(checkpoints, plain, tmp_path):
     """Whether one more level is drafted depends on the clock; at once with a second round, whose costs were learned."""
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "budget": "measured"}
@@ -178,6 +179,7 @@ def test_medusa(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
+@pytest.mark.wide
 def test_swift(checkpoints, plain, tmp_path):
     """The first rank searches for layer sets; the other one runs the same forwards."""
     found = run(checkpoints["deep"], {**SWIFT, "budget": "measured"}, tmp_path)
