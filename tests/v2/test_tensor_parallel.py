@@ -119,6 +119,7 @@ def test_union_that_learns(checkpoints, plain, tmp_path):
     assert found["tau"] > 1.1
 
 
+@pytest.mark.wide
 def test_measured_budget_and_a_reduced_vocabulary(checkpoints, plain, tmp_path):
     """The first rank's clock decides which steps are timed at start; the scheduler decides what is drafted.  Here it
     takes turns: in the interpreter drafts cost more than they save, so that it might draft nothing.  The rows of the
