@@ -63,7 +63,7 @@ def saved_costs() -> list[tuple[dict[str, Any], StepCost]]:
 def _read(kind: type[Costs], path: Path, most: int) -> tuple[dict[str, Any], Costs]:
     """Return facts and costs of a file.  Keys of JSON are texts: rows, requests and nodes are read as numbers."""
     saved = json.loads(path.read_text())
-    measured = {
+    measured: Any = {
         int(name) if name.isdigit() else name: {int(count): seconds for count, seconds in points.items()}
         for name, points in saved["measured"].items()
     }
