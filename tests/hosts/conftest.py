@@ -232,7 +232,7 @@ def quick_starts() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def proofs_at_start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The proof takes as long as the rest of a start: only engines of modules with ``PROVEN`` have it."""
+    """The proof takes nearly half of a start: only engines of modules with ``PROVEN`` have it."""
     from vllm_specplug.vllm.proof import worker
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,6 +19,7 @@ from tests.hosts.conftest import ENGINE, acceptance_length, answers_of, make_pro
 from vllm_specplug import proposer
 from vllm_specplug.core.tree_rows import CpuTreeRows
 
+PROVEN = True
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 WINDOW = 16
 CHUNK = 128  # a block of the KV cache

@@ -9,6 +9,7 @@ from tests.hosts.conftest import answers_of, drafts_after_pauses, some
 from tests.hosts.same_as_plain import LONG, PARAMS, PROMPTS, SCARCE, SETTINGS, check_against_chain, check_as_plain
 from tests.hosts.test_draft_tree import check_compiled, check_further
 
+PROVEN = True
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 12, "budget": "fixed", "min_node_value": 0.0}
 
 

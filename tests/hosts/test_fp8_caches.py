@@ -18,6 +18,7 @@ from vllm_specplug.vllm.attention_backends import FP8
 from vllm_specplug.vllm.proof import attention as attention_proof
 
 pytestmark = needs_avx512  # vLLM's fp8 caches need it
+PROVEN = True
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SCARCE = {"num_gpu_blocks_override": 14, "block_size": 32, "max_num_batched_tokens": 48}
 #: As a checkpoint's: numbers are divided by them before they are rounded.

@@ -25,6 +25,7 @@ from vllm_specplug.cpu.state_layers import hook
 from vllm_specplug.utils import proof_files
 
 pytestmark = pytest.mark.usefixtures("expert_group")
+PROVEN = True
 PROMPTS = [{"prompt_token_ids": [3 + token % 147 for token in one["prompt_token_ids"]]} for one in make_prompts(8)]
 NO_DRAFTS = {"speculation": False}
 

@@ -25,6 +25,7 @@ from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.utils import proof_files
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="latents need the operators")
+PROVEN = True
 #: Sizes that vLLM's own CPU kernels do not take.
 SMALL = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
 

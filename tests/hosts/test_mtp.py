@@ -20,6 +20,7 @@ from tests.hosts.test_architectures import has_reference_mla
 from tests.hosts.test_draft_tree import check_compiled
 from vllm_specplug.config import ConfigError
 
+PROVEN = True
 TREE = {"method": "mtp_tree", "num_speculative_tokens": 12, "draft_depth": 4, "draft_top_k": 3, **WHOLE}
 
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported(),
     reason="with AMX vLLM's 8-bit products refuse float32, and texts in bfloat16 differ more often",
 )
+PROVEN = True
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=32, ignore_eos=True)
 MEDUSA = {"method": "medusa", "num_speculative_tokens": 20, "budget": "fixed"}

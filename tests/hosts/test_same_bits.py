@@ -27,6 +27,7 @@ from vllm_specplug.cpu.kernels.state_scan import gated_delta_reference
 from vllm_specplug.vllm.speculative_config import _check_batch_invariance
 
 pytestmark = pytest.mark.skipif(operators() is None, reason="without the operators vLLM's kernels compute plain rows")
+PROVEN = True
 PROMPTS = [
     {"prompt_token_ids": [token_id % 150 for token_id in prompt["prompt_token_ids"]]}
     for prompt in make_prompts(8, seed=3, longest=100)

@@ -49,7 +49,6 @@ from tests.hosts.conftest import (  # noqa: F401
     engine,
     kept_files,
     make_prompts,
-    proofs_at_start,
     quick_starts,
     runner_of,
     token_ids,
