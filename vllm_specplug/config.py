@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
@@ -253,12 +254,12 @@ class GrownOptions(TreeOptions):
                 f"{'' if is_deepest else 'draft_depth or '}draft_top_k, or lower num_speculative_tokens"
             )
 
-    @property
+    @cached_property
     def node_floor(self) -> float:
         """Return ``min_node_value`` or its default."""
         return node_floor(self.min_node_value, self.budget)
 
-    @property
+    @cached_property
     def level_floor(self) -> float:
         """Return ``min_level_value`` or its default."""
         return _or(self.min_level_value, 0.5 if self.budget == "fixed" else 0.0)

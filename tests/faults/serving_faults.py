@@ -331,7 +331,7 @@ SERVING_FAULTS = [
     Fault(
         "a row of the drafter's input is not the accepted one",
         "re-seeding",
-        CPU + "drafters/accepted_rows.py",
+        CPU + "draft.py",
         "np.where(num_drafts > 0, num_drafts + 1 - num_emitted, 0)",
         "np.where(num_drafts > 0, num_drafts - num_emitted, 0)",
         UNIT + "hosts/test_recording.py::test_prompts_accepted_rows_and_chunks_are_put_together",

@@ -76,7 +76,7 @@ def test_a_request_has_one_state(served):
 def test_a_measurement_computes_states(served, monkeypatch):
     """The measured budget knows what they cost; the requests' own stay as they are."""
     found, honest, target = [], state_cores.compute, runner_of(served)
-    own = [one for layer in target.state_layers.layers for one in layer.kv_cache]
+    own = [one for layer in target.state_layers.layers.values() for one in layer.kv_cache]
     before = [one.clone() for one in own]
     monkeypatch.setattr(state_cores, "compute", lambda *args: (found.append(args), honest(*args)))
     for rows in (1, 6):

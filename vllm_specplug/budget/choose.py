@@ -8,9 +8,7 @@ step.  Time is counted in *plain steps*: the seconds that a step without drafts 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,15 +84,6 @@ class StepRecord:
     level_rows: int = 0
     level_seconds: list[float] = field(default_factory=list)
     beams: list[float] = field(default_factory=list)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Set an attribute to the seconds of the block."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, time.perf_counter() - begin)
 
 
 class Budget:

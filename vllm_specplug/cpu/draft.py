@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,9 @@ from vllm_specplug.budget.planner import PLAIN
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.cpu.budget import ServingBudget
-from vllm_specplug.cpu.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.cpu.drafters.base import make_v1_drafter
 from vllm_specplug.cpu.drafters.draft_noise import DraftNoise
-from vllm_specplug.cpu.drafters.flat_draft import FlatDraft, flatten
+from vllm_specplug.cpu.drafters.flat_draft import DrawnFrom, FlatDraft
 from vllm_specplug.cpu.drafters.model_free import make_drafting
 from vllm_specplug.cpu.recording import Recorder, make_recorder
 from vllm_specplug.cpu.reloading import Reloading
@@ -30,6 +30,42 @@ from vllm_specplug.utils.metrics import Counters
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds
 from vllm_specplug.vllm.ranks import leads
 from vllm_specplug.vllm.trace import TreeTrace
+
+
+@dataclass(frozen=True)
+class AcceptedRows:
+    """The accepted rows of all requests of a step, prompt rows included.
+
+    Attributes:
+        counts: int ``[num_reqs]``; rows of each request.
+        first: int ``[num_reqs]``; its first row in the forward.
+        path_index: ``StepPlan.path_index``; None if the step had no drafts.
+    """
+
+    counts: np.ndarray
+    first: np.ndarray
+    path_index: torch.Tensor | None
+
+    @classmethod
+    def make(
+        cls, query_start: np.ndarray, num_emitted: np.ndarray, num_drafts: np.ndarray, path_index: torch.Tensor
+    ) -> AcceptedRows:
+        """Count the rows.
+
+        Args:
+            query_start: int ``[num_reqs + 1]``; flat rows where the requests start.
+            num_emitted, num_drafts: int ``[num_reqs]``; tokens emitted and nodes verified.
+            path_index: of the step's plan.
+        """
+        counts = np.diff(query_start) - np.where(num_drafts > 0, num_drafts + 1 - num_emitted, 0)
+        return cls(counts, query_start[:-1], path_index if num_drafts.any() else None)
+
+    def of(self, chosen: np.ndarray) -> torch.Tensor:
+        """Return the flat rows of these requests (bool ``[num_reqs]``), in their order: int64 ``[num_rows]``."""
+        counts = self.counts[chosen]
+        ends = np.cumsum(counts)
+        flat = torch.from_numpy(np.arange(counts.sum()) + np.repeat(self.first[chosen] - ends + counts, counts))
+        return flat if self.path_index is None else self.path_index[flat]
 
 
 @dataclass
@@ -55,12 +91,21 @@ class ServedStep(StepRecord):
     accepted_rows: AcceptedRows | None = None
     counts: dict[str, float] = field(default_factory=dict)
 
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Set an attribute to the seconds of the block."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, time.perf_counter() - begin)
+
 
 class DraftPhase:
     """Mixed into the V1 runner."""
 
     _counters: Counters
-    _trace: TreeTrace
+    _trace: TreeTrace | None
     _verify_start: float
     reloading: Reloading | None
 
@@ -71,13 +116,17 @@ class DraftPhase:
         self._draft_guard = Guard(options.method)
         #: The last draft of each request: a request that is not scheduled keeps its draft.
         self._drafts: dict[str, FlatDraft] = {}
+        #: Requests that turn speculation off.
+        self._without_drafts: set[str] = set()
         self.draft_noise = DraftNoise(self, options, has_custom_processors)
         #: None: the budget is fixed.
         self.serving_budget = ServingBudget(self, options) if options.budget == "measured" else None
         self.recorder: Recorder | None = None
         self.served = ServedStep()
         #: Each takes the record of a step when it has ended.
-        self.observers: list[Callable[[ServedStep], None]] = [self._count_step, self._show_walk, self._record_rows]
+        self.observers: list[Callable[[ServedStep], None]] = [self._show_walk, self._record_rows]
+        if self._counters.is_open:
+            self.observers.append(self._count_step)
         #: None: another rank watches.
         self.draft_watch: StepWatch | None = None
         if leads():
@@ -94,9 +143,17 @@ class DraftPhase:
         if self.serving_budget is not None:
             self.serving_budget.prepare()
 
+    def _begin_request(self, new: Any) -> None:
+        """Take notice of a new request, or of a session's next turn; ``new`` is vLLM's data of it."""
+        self._drafting.add(new.req_id, getattr(new, "namespace", 0))  # the proof's requests have none
+        self._without_drafts.discard(new.req_id)
+        if new.sampling_params is not None and not wants_speculation(new.sampling_params.extra_args):
+            self._without_drafts.add(new.req_id)
+
     def _finish_requests(self, request_ids: set[str]) -> None:
         if self.recorder is not None:
             self.recorder.finish(request_ids)
+        self._without_drafts -= request_ids
         for req_id in request_ids:
             self._drafts.pop(req_id, None)
         for part in (self.draft_noise, self.drafter, self._drafting, self.serving_budget, self.reloading):
@@ -139,7 +196,8 @@ class DraftPhase:
     def _show_walk(self, step: ServedStep) -> None:
         if step.tree is None:
             return
-        self._trace.write(step.req_ids, step.tree, step.walk, step.drafts)
+        if self._trace is not None:
+            self._trace.write(step.req_ids, step.tree, step.walk, step.drafts)
         if self.reloading is not None:
             self.reloading.walked(step.req_ids, step.tree, step.walk)
 
@@ -176,8 +234,9 @@ class DraftPhase:
         began, failures = time.perf_counter(), Guard.total_failures
         wanted = self._wanted()
         plan = EVERYTHING if budget is None else budget.plan(wanted)
-        drafter.begin_phase(plan, step)
-        drafter.before_draft(wanted, hidden_states)
+        drafter.limits, drafter.record = plan, step
+        if drafter.before_draft is not None:
+            drafter.before_draft(wanted, hidden_states)
         planned, ran = time.perf_counter(), False
 
         # 2. Draft.  The model-free proposers come first; the model drafter catches up, then drafts.
@@ -186,19 +245,19 @@ class DraftPhase:
             if not plan.arm.model or not (budget is None or budget.wants_model(expected, wanted)):
                 return None
             ran = True
-            with step.timed("catching_up"):
-                if drafter.missed.num_rows:
+            if drafter.missed.num_rows:
+                with step.timed("catching_up"):
                     self._draft_guard.run(drafter.catch_up)
             with step.timed("by_model"):
                 if drafter.operator is not None:
-                    return drafter.propose_by_operator(hidden_states, sampled_token_ids, num_drafts)
+                    return drafter.propose_by_operator(hidden_states, step.accepted_rows)
                 return propose_by_vllm()
 
         draft = None
         if plan.arm is not PLAIN:
             draft = self._drafting.propose(self.input_batch, wanted, draft_by_model)
         if not ran:
-            drafter.skip_draft(hidden_states, aux_hidden_states, sampled_token_ids, num_drafts)
+            drafter.skip_draft(hidden_states, aux_hidden_states, step.accepted_rows)
         # 3. Select the nodes to verify, over all requests.
         step.drafting = time.perf_counter() - began
         if budget is not None and plan.arm is not PLAIN:
@@ -210,14 +269,21 @@ class DraftPhase:
             step.counts["not read by the drafter"] = len(unread)
         # 4. Keep the trees until they are verified.
         flat = self._keep(draft)
-        with step.timed("searching"):
-            self._draft_guard.run(functools.partial(drafter.after_draft, self._verify_start))
+        if drafter.after_draft is not None:
+            with step.timed("searching"):
+                self._draft_guard.run(functools.partial(drafter.after_draft, self._verify_start))
         return flat
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Whether the next draft is sampled for any request."""
+        noise = self.draft_noise
+        return (noise.couples or noise.rejects) and not self.input_batch.all_greedy
 
     def _wanted(self) -> np.ndarray:
         """Return the requests that decode in the next step and take drafts, bool ``[num_reqs]``."""
         wanted = ~self.discard_request_mask.np[: self.input_batch.num_reqs]
-        return wanted & [self._speculates(req_id) for req_id in self.input_batch.req_ids]
+        return wanted & [req_id not in self._without_drafts for req_id in self.input_batch.req_ids]
 
     def _accepted_rows(self, sampled_token_ids: list[list[int]], num_drafts: np.ndarray) -> AcceptedRows:
         emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
@@ -229,15 +295,15 @@ class DraftPhase:
     def _keep(self, draft: Draft | None) -> list[list[int]]:
         """Keep the drafts by request and return the flat tokens for the scheduler."""
         req_ids = self.input_batch.req_ids
-        speculates = [self._speculates(req_id) for req_id in req_ids]
-        self.served.counts["turned off by the request"] = speculates.count(False)
+        turned_off = [req_id in self._without_drafts for req_id in req_ids]
+        self.served.counts["turned off by the request"] = sum(turned_off)
         if draft is None:
             for req_id in req_ids:
                 self._drafts.pop(req_id, None)
             return [[] for _ in req_ids]
-        flat = flatten(draft, self.draft_noise.rejected(len(req_ids)))
+        flat = flatten(draft, None if draft.proposal is None else self.draft_noise.rejected(len(req_ids)))
         for index, req_id in enumerate(req_ids):
-            if not speculates[index]:
+            if turned_off[index]:
                 flat[index] = FlatDraft([], [], [])
             self._drafts[req_id] = flat[index]
         return [list(one.token_ids) for one in flat]  # the scheduler cuts its lists in place
@@ -269,9 +335,25 @@ class DraftPhase:
         parents = [self._drafts[req_id].parents if req_id in self._drafts else [] for req_id in taken.req_ids]
         return TreeDraftTokenIds(taken.req_ids, taken.draft_token_ids, parents)
 
-    def _speculates(self, req_id: str) -> bool:
-        params = self.requests[req_id].sampling_params
-        return params is None or wants_speculation(params.extra_args)
+
+def flatten(draft: Draft, rejected: Sequence[bool] | None = None) -> list[FlatDraft]:
+    """Split the drafts of a batch by request; ``rejected`` marks those verified by rejection (default: none)."""
+    tree, names, proposal = draft.tree, draft.source_names, draft.proposal
+    sizes = tree.num_rows.tolist()
+    token_ids, parents, log_values = tree.token_ids.tolist(), tree.parents.tolist(), draft.log_values.tolist()
+    bits = [()] * len(sizes) if draft.source_bits is None else draft.source_bits.tolist()
+    return [
+        FlatDraft(
+            token_ids[request][1:size],
+            parents[request][1:size],
+            log_values[request][1:size],
+            [[name for s, name in enumerate(names) if word >> s & 1] for word in bits[request][1:size]],
+            DrawnFrom(proposal.index[request, 1:size], proposal.token_ids[request], proposal.probs[request])
+            if proposal is not None and rejected is not None and rejected[request]
+            else None,
+        )
+        for request, size in enumerate(sizes)
+    ]
 
 
 def _num_drafts(spec_decode_metadata: Any, num_reqs: int) -> np.ndarray:

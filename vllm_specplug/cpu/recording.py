@@ -10,15 +10,17 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm_specplug.config import ConfigError, TreeOptions, model_drafter
 from vllm_specplug.core.request_args import wants_record
-from vllm_specplug.cpu.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.proposers.training.recorded import Facts, RecordedAnswer, ShardWriter
+
+if TYPE_CHECKING:
+    from vllm_specplug.cpu.draft import AcceptedRows
 
 logger = logging.getLogger("vllm_specplug")
 

@@ -21,7 +21,7 @@ from vllm_specplug.cpu.accepting_walk import RejectionWalk, TypicalWalk
 from vllm_specplug.cpu.draft import DraftPhase
 from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
 from vllm_specplug.cpu.greedy_head import GreedyHead
-from vllm_specplug.cpu.kernels import greedy_walk
+from vllm_specplug.cpu.kernels.tree_ops import greedy_tokens, walks_greedily
 from vllm_specplug.cpu.kv import KeptRows
 from vllm_specplug.cpu.place_free import PlaceFree
 from vllm_specplug.cpu.processors import custom_processors_hidden, restore_processors, restore_thinking_budget
@@ -61,7 +61,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
             self.speculative_config.metrics_file if reports else None, vllm_config.parallel_config.data_parallel_index
         )
         self._verify_start = 0.0
-        self._trace = TreeTrace(options.trace_trees if reports else None)
+        self._trace = TreeTrace(options.trace_trees) if reports and options.trace_trees else None
         self._step: Step | None = None
         self._drawn_states = DrawnStates()
         self._flat_rows = torch.arange(self.max_num_tokens)
@@ -81,7 +81,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
 
     def initialize_metadata_builders(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_metadata_builders(*args, **kwargs)
-        if self.state_layers:
+        if self.state_layers.layers:
             self.state_layers.build_by(self.attn_groups, lambda: None if self._step is None else self._step.states)
             self.calculate_reorder_batch_threshold()
 
@@ -91,7 +91,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         target = {
             name: layer
             for name, layer in layers.items()
-            if name not in self.drafter.draft_layers and name not in self.state_layers.names
+            if name not in self.drafter.draft_layers and name not in self.state_layers.layers
         }
         #: The target's layers, for the commit.
         self.alike_layers = alike_layers(self.kv_cache_config, target)
@@ -103,14 +103,16 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         if not self.lora_config and get_pp_group().is_last_rank:
             self.greedy_head = GreedyHead.make(self.model, config.get_hidden_size(), config.dtype)
 
+    @with_room
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.reloading is not None:
             self.reloading.before_step()
         self._begin_step(scheduler_output)
-        return with_room(super().execute_model, scheduler_output, *args, **kwargs)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
+    @with_room
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = with_room(super().sample_tokens, *args, **kwargs)
+        output = super().sample_tokens(*args, **kwargs)
         self._end_step()
         return attach_drafts(output, self.take_draft_token_ids())
 
@@ -127,10 +129,11 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
     # ---- before the forward
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        self._finish_requests(scheduler_output.finished_req_ids)
-        self._drawn_states.finish(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:
+            self._finish_requests(scheduler_output.finished_req_ids)
+            self._drawn_states.finish(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
-            self._drafting.add(new.req_id, getattr(new, "namespace", 0))  # the proof's requests have none
+            self._begin_request(new)
             if new.req_id in self.requests and new.req_id not in scheduler_output.finished_req_ids:
                 self._drawn_states.begin_turn(self.requests[new.req_id], new.num_computed_tokens)
         return super()._update_states(scheduler_output)
@@ -165,7 +168,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
 
     def with_states(self, step: Step, parents: torch.Tensor) -> Step:
         """Add the rows of layers with states, if the target has any: int64 ``[num_reqs, width]``."""
-        if not self.state_layers:
+        if not self.state_layers.layers:
             return step
         scheduled, context_lens = self._scheduled, self.input_batch.num_computed_tokens_cpu_tensor
         return replace(step, states=state_rows(parents, step.tree.num_rows, step.row_start, scheduled, context_lens))
@@ -215,7 +218,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         active = ~self.discard_request_mask.np[: batch.num_reqs]
         walker = self._walker(step, batch.num_reqs)
         walked, output = walk(step, logits, walker, active)
-        if type(walker) is SampledWalk:  # others do not draw once per token
+        if walker.drawn and type(walker) is SampledWalk:  # others do not draw once per token
             self._drawn_states.walked(batch.req_ids, walker.drawn)
         plan = commit(step, walked, self.alike_layers, batch.block_table)
         if step.states is not None:
@@ -256,8 +259,8 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
 
     def _sample_plainly(self, logits: torch.Tensor) -> Any:
         """Sample one token per request; a request in the middle of its prefill does not draw noise."""
-        if is_argmax(self.input_batch.sampling_metadata) and greedy_walk.is_available(logits):
-            return SamplerOutput(greedy_walk.greedy_tokens(logits), None)
+        if is_argmax(self.input_batch.sampling_metadata) and walks_greedily(logits):
+            return SamplerOutput(greedy_tokens(logits), None)
         metadata = replace(self.input_batch.sampling_metadata, spec_token_ids=None)
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
         if metadata.generators and discarded.any():
@@ -267,9 +270,9 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
 
     def _walker(self, step: Step, num_reqs: int) -> SampledWalk:
         batch, options = self.input_batch, self.speculative_config.specplug
-        metadata, generators = batch.sampling_metadata, self.draft_noise.generators()
-        if generators is not metadata.generators:
-            metadata = replace(metadata, generators=generators)
+        metadata = batch.sampling_metadata
+        if self.samples_drafts:
+            metadata = replace(metadata, generators=self.draft_noise.generators())
         arguments = (self.sampler, metadata, batch.req_output_token_ids[:num_reqs])
         # Custom processors change what only the exact walk evaluates.
         if options.verification == "exact" or self._has_custom_processors:

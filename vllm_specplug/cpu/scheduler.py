@@ -15,10 +15,11 @@ from typing import Any
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds, constrained_requests, tree_masks, walk_grammar
 from vllm_specplug.vllm.patches import Patch, apply_all
-from vllm_specplug.vllm.requests import TreeRequestRules, takes_drafts
+from vllm_specplug.vllm.requests import TreeRequestRules
 
 _DRAFTS = "tree_draft_token_ids"
 
@@ -84,7 +85,7 @@ class TreeScheduler(TreeRequestRules, Scheduler):
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_token_ids.parents, strict=True
         ):
             request = self.requests.get(req_id)
-            if request is None or not takes_drafts(request):
+            if request is None or request.status != RequestStatus.RUNNING:  # its turn has just ended
                 continue
             if request.is_prefill_chunk or not request.use_structured_output:
                 unconstrained.req_ids.append(req_id)
@@ -108,6 +109,8 @@ class TreeScheduler(TreeRequestRules, Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
+        if output.scheduled_new_reqs:
+            self.name_requests(output.scheduled_new_reqs)
         for req_id in output.finished_req_ids:
             self._trees.pop(req_id, None)
         parents = {}

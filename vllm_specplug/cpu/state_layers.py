@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +113,7 @@ class StateLayers:
     """The layers of a target that have recurrent states.
 
     Args:
-        layers: by name.
+        layers: by name; none if the target has no such layers.
         vllm_config: of the engine.
 
     Raises:
@@ -121,7 +121,7 @@ class StateLayers:
     """
 
     def __init__(self, layers: Mapping[str, MambaBase], vllm_config: Any):
-        self._layers, self._config = dict(layers), vllm_config
+        self.layers, self._config = dict(layers), vllm_config
         mode = vllm_config.cache_config.mamba_cache_mode
         if layers and mode not in ("none", "align"):
             raise ConfigError(f"tree speculation does not support --mamba-cache-mode {mode}: use align or none")
@@ -137,20 +137,9 @@ class StateLayers:
             layer.num_spec = 0  # the convolution keeps as many inputs as in plain decoding
         self._builders: list[tuple[int, StateBuilder]] = []
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._layers.keys()
-
-    @property
-    def layers(self) -> Collection[Any]:
-        return self._layers.values()
-
-    def __bool__(self) -> bool:
-        return bool(self._layers)
-
     def build_by(self, attn_groups: Sequence[Sequence[Any]], rows_of_step: Callable[[], StateRows | None]) -> None:
         """Replace the builders of metadata of these layers' groups."""
-        sizes = [state_bytes(layer) / 2**20 for layer in self._layers.values()]
+        sizes = [state_bytes(layer) / 2**20 for layer in self.layers.values()]
         logger.info(
             "vllm-specplug: recurrent states take %.1f MiB per request in %d layers, and up to %.2f MiB more per tree "
             "row while a layer runs",
@@ -179,13 +168,13 @@ class StateLayers:
 
     def timed(self, num_rows: int) -> dict[str, Any] | None:
         """Return metadata of a step with one tree of no request, for a measurement; None without such layers."""
-        if not self._layers:
+        if not self.layers:
             return None
         rows = rows_of_one_tree((np.arange(num_rows) - 1) // 2)
         first = torch.zeros(1, dtype=torch.int64)
         step = StateStep(Sequences(first, first[:0], first[:0]), rows, first)
         others = get_layers_from_vllm_config(self._config, AttentionLayerBase)
-        return dict.fromkeys(others) | dict.fromkeys(self._layers, step)
+        return dict.fromkeys(others) | dict.fromkeys(self.layers, step)
 
     def commit(self, attn_metadata: Mapping[str, StateStep], plan: StepPlan, block_table: Any) -> None:
         """Bring the states of a step's requests to their accepted tokens.
@@ -196,7 +185,7 @@ class StateLayers:
             block_table: vLLM's, by KV cache group.
         """
         for group, builder in self._builders:
-            layers = {name: (self._layers[name], self._cores[name]) for name in builder.layer_names}
+            layers = {name: (self.layers[name], self._cores[name]) for name in builder.layer_names}
             table = block_table[group].get_device_tensor(len(plan.source_rows))
             step = attn_metadata[builder.layer_names[0]]
             commit_states(step, plan.source_rows, layers, functools.partial(builder.blocks, table))

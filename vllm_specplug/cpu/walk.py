@@ -12,7 +12,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_specplug.cpu.kernels import greedy_walk
+from vllm_specplug.cpu.kernels.tree_ops import greedy_walk, walks_greedily
 from vllm_specplug.types import PADDING, TokenTree, Walk
 
 
@@ -77,8 +77,8 @@ class SampledWalk:
         Returns:
             The walk, and vLLM's sampler output: int32 ``[num_reqs, max_emitted]`` padded with -1.
         """
-        if is_argmax(self.sampling_metadata) and greedy_walk.is_available(logits):
-            walk = greedy_walk.greedy_walk(tree, logits, first_rows, active, tree.token_ids.shape[1])
+        if is_argmax(self.sampling_metadata) and walks_greedily(logits):
+            walk = greedy_walk(tree, logits, first_rows, active, tree.token_ids.shape[1])
             return walk, SamplerOutput(walk.output_token_ids, None)
         # vLLM cannot split full-vocabulary logprobs by rows: emit one token per step.
         max_emitted = 1 if self.sampling_metadata.max_num_logprobs == -1 else tree.token_ids.shape[1]

@@ -209,11 +209,13 @@ class TreeRunner:
         self.trace.close()
         super().shutdown(*args, **kwargs)
 
+    @with_room
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        return with_room(super().execute_model, *args, **kwargs)
+        return super().execute_model(*args, **kwargs)
 
+    @with_room
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return with_room(super().sample_tokens, *args, **kwargs)
+        return super().sample_tokens(*args, **kwargs)
 
     def prepare_attn(self, input_batch: Any) -> Any:
         self._num_logits = np.diff(input_batch.cu_num_logits_np)

@@ -15,12 +15,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
 
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.gpu.budget import BudgetedRounds
 from vllm_specplug.gpu.draft_watch import WatchedDrafts
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
-from vllm_specplug.vllm.requests import TreeRequestRules, takes_drafts
+from vllm_specplug.vllm.requests import TreeRequestRules
 
 #: Rows that get a mask in one step, over all requests: their masks must be ready when the forward ends.
 MASKED_ROWS = 512
@@ -52,6 +53,7 @@ class TreeRequests(TreeRequestRules):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, and tell the worker where answers ended: it may have sampled tokens after a stop."""
         output = super().schedule(*args, **kwargs)
+        self.name_requests(output.scheduled_new_reqs)
         told = output.finished_req_ids.union(new.req_id for new in output.scheduled_new_reqs)
         output.answer_ends = {req_id: self._ends.pop(req_id) for req_id in told & self._ends.keys()}
         return output
@@ -72,7 +74,9 @@ class TreeRequests(TreeRequestRules):
         others = DraftTokenIds([], [])
         for req_id, token_ids in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(req_id)
-            if request is None or decodes_plainly(request) or not takes_drafts(request):
+            if request is None or decodes_plainly(request):
+                continue
+            if request.status != RequestStatus.RUNNING:  # its turn has just ended
                 continue
             if request.use_structured_output and not request.is_prefill_chunk:
                 request.spec_token_ids = list(token_ids)  # vLLM would cut them to a chain that the grammar allows

@@ -7,19 +7,19 @@ process this happens inside the model's layers and causes some 190 page faults i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import TypeVar
 
-T = TypeVar("T")
+F = TypeVar("F", bound=FunctionType)
 
 #: In slots of 8 bytes, just above a power of two.  Chunk sizes are powers of two, so the rest of the chunk is as large.
 _STACK = 2**15 + 1
 
 
-def with_room(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Return ``call(*args, **kwargs)``; everything that it calls has 256 KiB for its frames."""
-    return call(*args, **kwargs)
+def with_room(function: F) -> F:
+    """Decorate a function: everything that it calls has 256 KiB for its frames.
 
-
-# A frame with such a stack size gets a chunk of 512 KiB; pages that no frame uses are never touched.
-with_room.__code__ = with_room.__code__.replace(co_stacksize=_STACK)
+    Its own frame, of such a stack size, gets a chunk of 512 KiB.  Pages that no frame uses are never touched.
+    """
+    function.__code__ = function.__code__.replace(co_stacksize=_STACK)
+    return function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class AlikeLayers:
     group: int
     layers: dict[str, Any]
 
-    @property
+    @cached_property
     def caches(self) -> list[torch.Tensor]:
         """The layers' caches, ``[num_blocks, num_kv_heads, block_size, content]`` each."""
         caches = [layer.kv_cache for layer in self.layers.values()]

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.output import NewRequestData
 
 
 @dataclass
@@ -30,11 +29,6 @@ def namespace_of(request: Any) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def takes_drafts(request: Any) -> bool:
-    """Return whether drafts for a request will be verified: not if its turn has just ended."""
-    return request.status == RequestStatus.RUNNING
-
-
 class TreeRequestRules:
     """Mixed into a scheduler of vLLM."""
 
@@ -46,13 +40,12 @@ class TreeRequestRules:
             # has copied them to this limit: a prompt between the two would wait forever.
             self.max_num_scheduled_tokens = max(self.max_num_scheduled_tokens, config.max_num_batched_tokens)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        output = super().schedule(*args, **kwargs)
-        for place, new in enumerate(output.scheduled_new_reqs):
+    def name_requests(self, new_requests: list[NewRequestData]) -> None:
+        """Add their namespaces to the new requests of a scheduler's output, in place."""
+        for place, new in enumerate(new_requests):
             given = {field.name: getattr(new, field.name) for field in fields(new)}
             namespace = namespace_of(self.requests[new.req_id])
-            output.scheduled_new_reqs[place] = NamedRequestData(**given, namespace=namespace)
-        return output
+            new_requests[place] = NamedRequestData(**given, namespace=namespace)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         """End a request, or a turn of a session with streamed input.

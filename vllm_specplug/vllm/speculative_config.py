@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class TreeSpeculativeConfig(SpeculativeConfig):
             self.method = "dflash"  # vLLM's V1 runner has no method for it; its DFlash proposer runs the same forward
         return result
 
-    @property
+    @cached_property
     def max_num_new_slots_for_drafting(self) -> int:
         """Return the rows that vLLM's proposer adds to those of each request; a DFlash block is no part of them."""
         return int(self.uses_draft_model())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_specplug.cpu import recording
-from vllm_specplug.cpu.drafters.accepted_rows import AcceptedRows
+from vllm_specplug.cpu.draft import AcceptedRows
 from vllm_specplug.cpu.recording import Recorder
 
 WIDTH = 2

@@ -7,7 +7,7 @@ from tests.doubles import oracle
 from tests.doubles.oracle_tensors import to_tree
 from vllm_specplug.core.walk import walk_exact
 from vllm_specplug.cpu.kernels import cpu_ops
-from vllm_specplug.cpu.kernels.greedy_walk import greedy_tokens, greedy_walk, is_available
+from vllm_specplug.cpu.kernels.tree_ops import greedy_tokens, greedy_walk, walks_greedily
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -85,6 +85,6 @@ def test_a_root_without_logits_is_an_error():
 
 
 def test_other_dtypes_are_left_to_the_host():
-    assert is_available(torch.zeros(1, 2)) and not is_available(torch.zeros(1, 2, dtype=torch.float64))
+    assert walks_greedily(torch.zeros(1, 2)) and not walks_greedily(torch.zeros(1, 2, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="float32, bfloat16 or float16"):
         greedy_tokens(torch.zeros(1, 2, dtype=torch.float64))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 
 from vllm_specplug.budget.choose import EVERYTHING, Plan, StepRecord
@@ -16,6 +15,9 @@ from vllm_specplug.cpu.drafters.catch_up import MissedRows
 from vllm_specplug.proposer import find_method
 from vllm_specplug.types import Draft
 from vllm_specplug.utils.lazy import load
+
+if TYPE_CHECKING:
+    from vllm_specplug.cpu.draft import AcceptedRows
 
 
 class NewVersion(Protocol):
@@ -41,6 +43,11 @@ class DraftHooks:
         shortest_draft: of a drafter that drafts no longer than ``limits.seconds``, the share of a plain step that its
             shortest draft takes; None of others.
         operator: function that runs the draft phase in place of vLLM's ``propose``; None: vLLM's runs.
+        before_draft: method ``(wanted, hidden_states)`` that prepares to draft; None: nothing is to be prepared.
+            ``wanted`` is bool ``[num_reqs]``, false for requests that take no draft.  ``hidden_states`` are the
+            target's, ``[num_flat_rows, hidden_size]``.
+        after_draft: method ``(step_began)`` that works after the drafts of a step; None: there is no such work.
+            ``step_began`` is in seconds of ``time.perf_counter``.
         missed: rows of the target that the drafter has not read; always none for a drafter without a KV cache.
         plan: the rows to read next, from the last step.
         limits: how far the draft phase that runs may go.
@@ -51,6 +58,8 @@ class DraftHooks:
     shortest_draft: float | None = None
     draft_layers: dict[str, Any] = {}
     operator: Any = None
+    before_draft: Any = None
+    after_draft: Any = None
     missed = MissedRows(0)
     plan: StepPlan
     limits: Plan = EVERYTHING
@@ -60,18 +69,6 @@ class DraftHooks:
         """Keep the accepted rows of the step.  A plain step's plan has one row for each request."""
         self.plan = plan
 
-    def begin_phase(self, limits: Plan, record: StepRecord) -> None:
-        """Begin a draft phase; see ``limits`` and ``record``."""
-        self.limits, self.record = limits, record
-
-    def before_draft(self, wanted: np.ndarray, hidden_states: torch.Tensor) -> None:
-        """Prepare to draft.
-
-        Args:
-            wanted: bool ``[num_reqs]``; false for requests that take no draft.
-            hidden_states: ``[num_flat_rows, hidden_size]``; the target's, of the step.
-        """
-
     def catch_up(self) -> None:
         """Read the rows that were missed while drafting paused."""
 
@@ -79,20 +76,15 @@ class DraftHooks:
         self,
         hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
-        sampled_token_ids: list[list[int]],
-        num_drafts: np.ndarray,
+        accepted: AcceptedRows,
     ) -> None:
         """Take notice of a step after which the drafter does not run.
 
         Args:
             hidden_states: ``[num_flat_rows, hidden_size]`` of the step.
             aux_hidden_states: the same of further layers, for EAGLE-3.
-            sampled_token_ids: emitted tokens of each request.
-            num_drafts: int ``[num_reqs]``; drafted nodes of each request.
+            accepted: the step's rows of accepted tokens.
         """
-
-    def after_draft(self, step_began: float) -> None:
-        """Do work after the drafts of a step that began at ``step_began`` (seconds of ``time.perf_counter``)."""
 
     def version_check(self, folder: str) -> Any:
         """Return the check of other versions of the checkpoint in ``folder``, which is in use; see ``new_version``."""

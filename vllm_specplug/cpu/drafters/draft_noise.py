@@ -47,16 +47,9 @@ class DraftNoise:
         for req_id in request_ids:
             self._own.pop(req_id, None)
 
-    @property
-    def samples(self) -> bool:
-        """Whether the next draft is sampled for any request."""
-        return (self.couples or self.rejects) and not self._runner.input_batch.all_greedy
-
     def generators(self) -> dict[int, torch.Generator]:
         """Return the generator per batch index: the request's own if seeded, else one created here."""
         batch = self._runner.input_batch
-        if not self.samples:
-            return batch.generators
         found = dict(batch.generators)
         for index, req_id in enumerate(batch.req_ids):
             if index not in found and req_id not in batch.greedy_reqs:
@@ -73,7 +66,7 @@ class DraftNoise:
 
     def sampling(self, num_levels: int, width: int) -> DraftSampling | None:
         """Return how to sample the next draft; None: take the likeliest tokens for all requests."""
-        if not self.samples:
+        if not self._runner.samples_drafts:
             return None
         runner, batch = self._runner, self._runner.input_batch
         num_reqs, metadata = batch.num_reqs, batch.sampling_metadata

@@ -18,7 +18,7 @@ from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 
 from vllm_specplug.config import Eagle2Options
 from vllm_specplug.cpu.drafters.draft_linear import draft_linear
-from vllm_specplug.cpu.drafters.growth import Growth
+from vllm_specplug.cpu.drafters.levels import Growth
 from vllm_specplug.cpu.kernels.draft_layer import DraftLayer, DraftVocabulary, LayerWeights
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 from vllm_specplug.types import Draft

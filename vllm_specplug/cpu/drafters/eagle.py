@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.cpu.drafters.draft_operator import DraftOperator
 from vllm_specplug.cpu.drafters.eagle_version import NewEagleVersion
-from vllm_specplug.cpu.drafters.growth import Growth
-from vllm_specplug.cpu.drafters.levels import LevelDrafter, draft_metadata, plain_positions
+from vllm_specplug.cpu.drafters.levels import Growth, LevelDrafter, draft_metadata, plain_positions
 from vllm_specplug.cpu.kernels.draft_layer import DraftVocabulary
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
@@ -27,6 +26,9 @@ from vllm_specplug.vllm.drafters.context_writer import ContextWriter
 from vllm_specplug.vllm.drafters.eagle_levels import EagleScorer, pair_of
 from vllm_specplug.vllm.drafters.setup import target_info
 from vllm_specplug.vllm.drafters.target_parts import TargetHead, TargetParts
+
+if TYPE_CHECKING:
+    from vllm_specplug.cpu.draft import AcceptedRows
 
 #: Context rows from which on the drafter's key/value is written without the rest of its forward.  With fewer rows the
 #: extra calls take as long as they save (benchmarks/micro/test_draft_context.py).
@@ -108,13 +110,10 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
         positions = plain_positions(kwargs["target_positions"])
         self.context.write(shifted, positions, kwargs["target_hidden_states"], metadata.slot_mapping)
 
-    def propose_by_operator(
-        self, hidden_states: torch.Tensor, sampled_token_ids: list[list[int]], num_drafts: np.ndarray
-    ) -> Draft:
+    def propose_by_operator(self, hidden_states: torch.Tensor, accepted: AcceptedRows) -> Draft:
         """Draft one tree per request with ``operator``; arguments as of ``skip_draft``."""
         begin = time.perf_counter()
-        batch, accepted = self.runner.input_batch, self._accepted_rows(sampled_token_ids, num_drafts)
-        num_reqs = len(accepted.counts)
+        batch, num_reqs = self.runner.input_batch, len(accepted.counts)
         starts = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
         token_ids = batch.token_ids_cpu_tensor[:num_reqs]
         rows = accepted.of(np.ones(num_reqs, dtype=bool))
@@ -144,7 +143,7 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
         """
         scorer, texts = self._scorer, self._vocabulary
         head = None if scorer.head is None else scorer.head.linear
-        if head is None or self.runner.draft_noise.samples:
+        if head is None or self.runner.samples_drafts:
             return None
         if texts is None:
             return DraftVocabulary(head, scorer.draft_ids)

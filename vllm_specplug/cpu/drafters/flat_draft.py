@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-
-from vllm_specplug.types import Draft
 
 
 @dataclass(frozen=True)
@@ -36,23 +33,3 @@ class FlatDraft:
     log_values: list[float]
     sources: list[list[str]] = field(default_factory=list)
     drawn_from: DrawnFrom | None = None
-
-
-def flatten(draft: Draft, rejected: Sequence[bool] | None = None) -> list[FlatDraft]:
-    """Split the drafts of a batch by request; ``rejected`` marks those verified by rejection (default: none)."""
-    tree, names, proposal = draft.tree, draft.source_names, draft.proposal
-    sizes = tree.num_rows.tolist()
-    token_ids, parents, log_values = tree.token_ids.tolist(), tree.parents.tolist(), draft.log_values.tolist()
-    bits = [()] * len(sizes) if draft.source_bits is None else draft.source_bits.tolist()
-    return [
-        FlatDraft(
-            token_ids[request][1:size],
-            parents[request][1:size],
-            log_values[request][1:size],
-            [[name for s, name in enumerate(names) if word >> s & 1] for word in bits[request][1:size]],
-            DrawnFrom(proposal.index[request, 1:size], proposal.token_ids[request], proposal.probs[request])
-            if proposal is not None and rejected is not None and rejected[request]
-            else None,
-        )
-        for request, size in enumerate(sizes)
-    ]

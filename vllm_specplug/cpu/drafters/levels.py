@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,15 +16,48 @@ from vllm_specplug.config import ConfigError, GrownOptions, model_drafter
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
 from vllm_specplug.core.step import StepPlan
 from vllm_specplug.cpu.attention import level_metadata
-from vllm_specplug.cpu.drafters.accepted_rows import AcceptedRows
 from vllm_specplug.cpu.drafters.base import DraftHooks
 from vllm_specplug.cpu.drafters.catch_up import MissedRows
-from vllm_specplug.cpu.drafters.growth import Growth
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.cpu.kernels.tree_ops import OPERATORS, prune
 from vllm_specplug.proposers.eagle2.drafting import DraftFeatures, Forward, grow_tree
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.eagle_levels import EagleLevels, LevelScratch, keep_output, pair_of
+
+if TYPE_CHECKING:
+    from vllm_specplug.cpu.draft import AcceptedRows
+
+
+class Growth:
+    """Decides which levels after the first one are drafted, and times them.
+
+    Args:
+        floors: of each level, see ``budget.choose.Plan``.
+
+    Attributes:
+        beams: of each level that was drafted, the sum that its floor is compared with.
+        level_seconds: time of each of these.
+    """
+
+    def __init__(self, floors: list[float]):
+        self.floors = floors
+        self.beams: list[float] = []
+        self.level_seconds: list[float] = []
+        self._asked = 0.0
+
+    def may_grow(self, beam_values: torch.Tensor) -> bool:
+        """Decide whether the next level is drafted; it runs over nodes of these values, float ``[num_reqs, width]``."""
+        self._asked = time.perf_counter()
+        beam = float(beam_values.sum())
+        if beam < self.floors[len(self.beams)]:
+            return False
+        self.beams.append(beam)
+        return True
+
+    def scored(self, level: int) -> None:
+        """Note that a level was scored; the first one comes with the first pass."""
+        if level:
+            self.level_seconds.append(time.perf_counter() - self._asked)
 
 
 class LevelDrafter(DraftHooks):
@@ -79,14 +112,12 @@ class LevelDrafter(DraftHooks):
         self,
         hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
-        sampled_token_ids: list[list[int]],
-        num_drafts: np.ndarray,
+        accepted: AcceptedRows,
     ) -> None:
         """Keep the step's accepted rows for later."""
         if self.runner.use_aux_hidden_state_outputs:
             hidden_states = torch.cat(aux_hidden_states, dim=-1)
         batch, num_reqs = self.runner.input_batch, self.runner.input_batch.num_reqs
-        accepted = self._accepted_rows(sampled_token_ids, num_drafts)
         kept = self.missed.admit(batch.req_ids, accepted.counts)
         if not kept.any():
             return
@@ -180,11 +211,6 @@ class LevelDrafter(DraftHooks):
             level_metadata,
             self._level_positions if self.uses_mrope else None,
         )
-
-    def _accepted_rows(self, sampled_token_ids: list[list[int]], num_drafts: np.ndarray) -> AcceptedRows:
-        query_start = self.runner.query_start_loc.np[: self.runner.input_batch.num_reqs + 1]
-        emitted = np.array([len(token_ids) for token_ids in sampled_token_ids])
-        return AcceptedRows.make(query_start, emitted, num_drafts, self.path_index)
 
     def _begin_growth(self, num_reqs: int) -> Growth:
         """Begin to grow trees: ask how deep they may be."""

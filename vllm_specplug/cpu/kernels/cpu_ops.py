@@ -12,18 +12,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 logger = logging.getLogger("vllm_specplug")
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -55,21 +52,6 @@ def build_beside() -> None:
         code = f"from {__name__} import operators; operators()"
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **quiet)
-
-
-def where_built(reference: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Decorate a function that takes the operators first; ``reference`` runs where they cannot be built."""
-
-    def decorate(function: Callable[..., R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if (ops := operators()) is None:
-                return reference(*args, **kwargs)
-            return function(ops, *args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 def call(name: str, *args: Any) -> Any:

@@ -5,11 +5,9 @@ A matrix product of torch takes 0.2 ms here, most of it for code and weights tha
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from vllm_specplug.cpu.kernels.cpu_ops import where_built
+from vllm_specplug.cpu.kernels.cpu_ops import operators
 
 
 def extra_logits_reference(
@@ -23,10 +21,7 @@ def extra_logits_reference(
     return extra
 
 
-@where_built(extra_logits_reference)
-def extra_logits(
-    ops: Any, hidden: torch.Tensor, rows: torch.Tensor, other_requests: torch.Tensor | None = None
-) -> torch.Tensor:
+def extra_logits(hidden: torch.Tensor, rows: torch.Tensor, other_requests: torch.Tensor | None = None) -> torch.Tensor:
     """Compute ``hidden @ rows.T``, with -inf for the tokens of other requests.
 
     Args:
@@ -38,4 +33,6 @@ def extra_logits(
     Returns:
         Like ``hidden``, ``[num_rows, num_extra]``.
     """
+    if (ops := operators()) is None:
+        return extra_logits_reference(hidden, rows, other_requests)
     return ops.extra_logits.default(hidden, rows, other_requests)

@@ -5,13 +5,11 @@ Its reference is ``core.draft_sampling.likeliest``, which runs where the operato
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from vllm_specplug.core import draft_sampling
 from vllm_specplug.core.draft_sampling import Children
-from vllm_specplug.cpu.kernels.cpu_ops import where_built
+from vllm_specplug.cpu.kernels.cpu_ops import operators
 
 
 def _reference(
@@ -25,9 +23,7 @@ def _reference(
     return draft_sampling.likeliest(logits, draft_top_k, draft_ids)
 
 
-@where_built(_reference)
 def likeliest(
-    ops: Any,
     logits: torch.Tensor,
     draft_top_k: int,
     draft_ids: torch.Tensor | None = None,
@@ -45,4 +41,6 @@ def likeliest(
     Returns:
         Their ids and log probabilities; the latter are NaN in a row where ``log_softmax`` gives NaN.
     """
+    if (ops := operators()) is None:
+        return _reference(logits, draft_top_k, draft_ids, extra)
     return Children(*ops.likeliest.default(logits, draft_top_k, draft_ids, extra))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import normalize, silu, softplus
 
-from vllm_specplug.cpu.kernels.cpu_ops import where_built
+from vllm_specplug.cpu.kernels.cpu_ops import operators
 
 #: The most inputs of a convolution that the operator takes.
 MOST_TAPS = 16
@@ -67,9 +66,7 @@ def causal_conv_reference(
     return silu(output) if activates else output
 
 
-@where_built(causal_conv_reference)
 def causal_conv(
-    ops: Any,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -92,6 +89,8 @@ def causal_conv(
     Returns:
         Like ``x``.
     """
+    if (ops := operators()) is None:
+        return causal_conv_reference(x, weight, bias, before, after, sequences, activates)
     spans = sequences.starts, sequences.sources, sequences.places
     return ops.causal_conv.default(x, weight, bias, before, after, *spans, activates)
 
@@ -123,9 +122,7 @@ def gated_delta_reference(
     return output
 
 
-@where_built(gated_delta_reference)
 def gated_delta(
-    ops: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -152,6 +149,8 @@ def gated_delta(
     Returns:
         Like ``value``.
     """
+    if (ops := operators()) is None:
+        return gated_delta_reference(query, key, value, a, b, a_log, dt_bias, before, after, sequences)
     spans = sequences.starts, sequences.sources, sequences.places
     return ops.gated_delta.default(query, key, value, a, b, a_log, dt_bias, before, after, *spans)
 
@@ -181,9 +180,7 @@ def mamba2_scan_reference(
     return output
 
 
-@where_built(mamba2_scan_reference)
 def mamba2_scan(
-    ops: Any,
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -210,5 +207,7 @@ def mamba2_scan(
     Returns:
         Like ``x``.
     """
+    if (ops := operators()) is None:
+        return mamba2_scan_reference(x, dt, a, b, c, d, dt_bias, before, after, sequences)
     spans = sequences.starts, sequences.sources, sequences.places
     return ops.mamba2_scan.default(x, dt, a, b, c, d, dt_bias, before, after, *spans)

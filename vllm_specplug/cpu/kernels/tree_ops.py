@@ -1,34 +1,37 @@
 """The tree work of a step on a CPU, in C++ operators over small arrays.
 
 There a call of torch takes longer than its work.  Each function has the name and the arguments of its reference in
-``core``, which runs where the operators cannot be built.
+``core``, which runs where the operators cannot be built.  Greedy decoding works directly from the logits: its reference
+is ``core.walk.walk_exact`` with ``argmax`` as the sampler, which runs where ``walks_greedily`` is false.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from vllm_specplug.core import growth, layout, pruning, step, tree
+from vllm_specplug.core import growth, layout, pruning, step
+from vllm_specplug.core import tree as core_tree
 from vllm_specplug.core.growth import GrowthOps
 from vllm_specplug.core.pool import Beam, DraftPool, new_pool
 from vllm_specplug.core.step import StepPlan
-from vllm_specplug.cpu.kernels.cpu_ops import where_built
+from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.types import Draft, TokenTree, TreeLayout, Walk
 
 #: The lowest finite value: only -inf is below it.
 _LOWEST = torch.finfo(torch.float32).min
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@where_built(growth.grow_level)
 def grow_level(
-    ops: Any, pool: DraftPool, beam: Beam | None, token_ids: torch.Tensor, log_probs: torch.Tensor, num_nodes: int
+    pool: DraftPool, beam: Beam | None, token_ids: torch.Tensor, log_probs: torch.Tensor, num_nodes: int
 ) -> Beam | None:
     """See ``core.growth.grow_level``."""
+    if (ops := operators()) is None:
+        return growth.grow_level(pool, beam, token_ids, log_probs, num_nodes)
     found = ops.grow_level.default(
         pool.token_ids,
         pool.parents,
@@ -47,11 +50,12 @@ def grow_level(
     return Beam(*found) if found[0].shape[1] else None
 
 
-@where_built(pruning.rerank_draft)
 def rerank_draft(
-    ops: Any, pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0
+    pool: DraftPool, root_token_ids: torch.Tensor, num_nodes: int, min_node_value: float = 0.0
 ) -> tuple[Draft, torch.Tensor]:
     """See ``core.pruning.rerank_draft``."""
+    if (ops := operators()) is None:
+        return pruning.rerank_draft(pool, root_token_ids, num_nodes, min_node_value)
     *rows, log_values, pool_indices = ops.rerank_draft.default(
         pool.token_ids,
         pool.parents,
@@ -65,9 +69,10 @@ def rerank_draft(
     return Draft(TokenTree(*rows), log_values), pool_indices
 
 
-@where_built(pruning.prune)
-def prune(ops: Any, draft: Draft, keep: torch.Tensor) -> Draft:
+def prune(draft: Draft, keep: torch.Tensor) -> Draft:
     """See ``core.pruning.prune``."""
+    if (ops := operators()) is None:
+        return pruning.prune(draft, keep)
     given = draft.tree
     *rows, log_values, sources = ops.prune.default(
         given.token_ids, given.parents, given.depths, given.num_rows, draft.log_values, keep
@@ -78,22 +83,58 @@ def prune(ops: Any, draft: Draft, keep: torch.Tensor) -> Draft:
     return replace(draft, tree=TokenTree(*rows), log_values=log_values, source_bits=bits, proposal=None)
 
 
-@where_built(tree.from_flat)
-def from_flat(ops: Any, token_ids: torch.Tensor, parents: torch.Tensor, num_rows: torch.Tensor) -> TokenTree:
+def from_flat(token_ids: torch.Tensor, parents: torch.Tensor, num_rows: torch.Tensor) -> TokenTree:
     """See ``core.tree.from_flat``."""
+    if (ops := operators()) is None:
+        return core_tree.from_flat(token_ids, parents, num_rows)
     return TokenTree(*ops.from_flat.default(token_ids, parents, num_rows), num_rows.long())
 
 
-@where_built(layout.lay_out)
-def lay_out(ops: Any, tree: TokenTree, context_lens: torch.Tensor, max_depth: int | None = None) -> TreeLayout:
+def lay_out(tree: TokenTree, context_lens: torch.Tensor, max_depth: int | None = None) -> TreeLayout:
     """See ``core.layout.lay_out``."""
+    if (ops := operators()) is None:
+        return layout.lay_out(tree, context_lens, max_depth)
     return TreeLayout(*ops.lay_out.default(tree.parents, tree.depths, tree.num_rows, context_lens))
 
 
-@where_built(step.plan_step)
-def plan_step(ops: Any, walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
+def plan_step(walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPlan:
     """See ``core.step.plan_step``."""
+    if (ops := operators()) is None:
+        return step.plan_step(walk, row_start, num_flat_rows)
     return StepPlan(*ops.plan_step.default(walk.path_rows, walk.num_emitted, row_start, num_flat_rows))
+
+
+def walks_greedily(logits: torch.Tensor) -> bool:
+    """Return whether ``greedy_tokens`` and ``greedy_walk`` can be used on these logits."""
+    return logits.device.type == "cpu" and logits.dtype in _DTYPES and operators() is not None
+
+
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the index of the first largest logit of each row, int32 ``[num_rows, 1]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[num_rows, vocab_size]``.
+    """
+    return operators().greedy_tokens.default(logits)
+
+
+def greedy_walk(
+    tree: TokenTree, logits: torch.Tensor, first_rows: torch.Tensor, active: torch.Tensor, max_emitted: int
+) -> Walk:
+    """Walk all trees at temperature 0.
+
+    Args:
+        tree: the verified trees.
+        logits: float32, bfloat16 or float16 ``[num_logits_rows, vocab_size]``.
+        first_rows: int64 ``[num_reqs]``; row of each request's root in ``logits``.
+        active: bool ``[num_reqs]``; requests to walk; the others emit nothing.
+        max_emitted: most tokens to emit.
+
+    Returns:
+        The walk, as wide as its longest path.
+    """
+    walk = operators().greedy_walk.default
+    return Walk(*walk(logits, tree.token_ids.contiguous(), tree.parents.contiguous(), first_rows, active, max_emitted))
 
 
 #: ``core.growth.GrowthOps`` of operators.
