@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from vllm_specplug.config import (
@@ -46,7 +47,7 @@ class DFlashOptions(TreeOptions):
         if self.min_node_value is not None:
             require_number("min_node_value", self.min_node_value, 0.0, 0.5)
 
-    @property
+    @cached_property
     def node_floor(self) -> float:
         """Return ``min_node_value`` or its default."""
         return node_floor(self.min_node_value, self.budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from vllm_specplug.config import (
@@ -53,7 +54,7 @@ class LookupOptions(TreeOptions):
         if 0 < self.kept_tokens < 1024:
             raise ConfigError(f"traffic_tokens={self.traffic_tokens} is too small: choose 1024 or more, or 0 for none")
 
-    @property
+    @cached_property
     def node_floor(self) -> float:
         """``min_node_value`` with its default resolved."""
         return node_floor(self.min_node_value, self.budget, MEASURED_NODE_FLOOR)

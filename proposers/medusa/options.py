@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from vllm_specplug.config import (
@@ -84,7 +85,7 @@ class MedusaOptions(RecordOptions):
         if self.tree is not None and self.dynamic:
             raise ConfigError("dynamic trees have no fixed shape: leave out either tree or dynamic")
 
-    @property
+    @cached_property
     def node_floor(self) -> float:
         """``min_node_value``, with its default resolved."""
         if self.min_node_value is not None:

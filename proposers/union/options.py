@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from vllm_specplug.config import (
@@ -73,12 +74,12 @@ class UnionOptions(TreeOptions):
             )
         object.__setattr__(self, "sources", sources)
 
-    @property
+    @cached_property
     def node_floor(self) -> float:
         """``min_node_value`` with its default resolved."""
         return node_floor(self.min_node_value, self.budget, MEASURED_NODE_FLOOR)
 
-    @property
+    @cached_property
     def costly_node_floor(self) -> float:
         """``min_node_value`` of the nodes other than the best ``CHEAP_NODES``."""
         return COSTLY_NODE_FLOOR if self.min_node_value is None and self.budget == "fixed" else self.node_floor

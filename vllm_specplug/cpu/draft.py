@@ -24,9 +24,9 @@ from vllm_specplug.cpu.drafters.model_free import make_drafting
 from vllm_specplug.cpu.recording import Recorder, make_recorder
 from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import TreeSchedulerOutput
-from vllm_specplug.cpu.step_watch import StepWatch
 from vllm_specplug.types import Draft, TokenTree, Walk
 from vllm_specplug.utils.metrics import Counters
+from vllm_specplug.vllm.draft_watch import StepWatch
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds
 from vllm_specplug.vllm.ranks import leads
 from vllm_specplug.vllm.trace import TreeTrace
@@ -124,9 +124,7 @@ class DraftPhase:
         self.recorder: Recorder | None = None
         self.served = ServedStep()
         #: Each takes the record of a step when it has ended.
-        self.observers: list[Callable[[ServedStep], None]] = [self._show_walk, self._record_rows]
-        if self._counters.is_open:
-            self.observers.append(self._count_step)
+        self.observers: list[Callable[[ServedStep], None]] = [self._count_step, self._show_walk, self._record_rows]
         #: None: another rank watches.
         self.draft_watch: StepWatch | None = None
         if leads():

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_specplug.core.request_args import wants_speculation
 from vllm_specplug.gpu.budget import BudgetedRounds
-from vllm_specplug.gpu.draft_watch import WatchedDrafts
+from vllm_specplug.vllm.draft_watch import WatchedDrafts
 from vllm_specplug.vllm.grammars import TreeDraftTokenIds, constrained_requests, since_033, tree_masks
 from vllm_specplug.vllm.requests import TreeRequestRules
 

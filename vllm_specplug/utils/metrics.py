@@ -66,9 +66,6 @@ class Counters:
     Args:
         path: see ``publish``.
         replica: which data parallel replica counts here: several processes must not add to the same number.
-
-    Attributes:
-        is_open: whether anything is counted.
     """
 
     def __init__(self, path: str | os.PathLike | None, replica: int = 0):
@@ -77,7 +74,6 @@ class Counters:
         if path is not None and Path(path).exists():
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
-        self.is_open = self._map is not None
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Add to a counter; ``name`` is its reason, or its name without the prefix."""

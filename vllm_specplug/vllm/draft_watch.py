@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from vllm_specplug.config import TreeOptions, model_drafter
 from vllm_specplug.proposer import find_method
 from vllm_specplug.utils.metrics import Counters
+
+if TYPE_CHECKING:
+    from vllm_specplug.cpu.draft import ServedStep
 
 logger = logging.getLogger("vllm_specplug")
 
@@ -99,3 +104,53 @@ class DraftWatch:
             layers,
             self._model,
         )
+
+
+class StepWatch(DraftWatch):
+    """Watches on the V1 runner, from the record of each step: of a union, the drafts of its drafter with weights."""
+
+    def __call__(self, step: ServedStep) -> None:
+        if step.tree is None:
+            return
+        emitted = step.walk.num_emitted.numpy()
+        verified = (step.tree.num_rows.numpy() > 1) & (emitted > 0)
+        helpful = verified & (emitted > 1)
+        self.add(int(verified.sum()), int(helpful.sum()))
+        if not self.is_union:
+            self.judge(int(verified.sum()), int(helpful.sum()))
+        elif self.method is not None:
+            self._judge_source(step, verified, helpful)
+
+    def _judge_source(self, step: ServedStep, verified: np.ndarray, helpful: np.ndarray) -> None:
+        """Judge the trees to whose first level the drafter added a node."""
+        drafts = accepted = 0
+        for place in np.flatnonzero(verified).tolist():
+            tokens = step.tree.token_ids[place, 1 : int(step.tree.num_rows[place])].tolist()
+            draft = step.drafts.get(step.req_ids[place])
+            if draft is None or draft.token_ids[: len(tokens)] != tokens:  # a grammar has left out nodes
+                continue
+            own = [self.method in names for names in draft.sources]
+            if any(is_own and parent == 0 for is_own, parent in zip(own, draft.parents, strict=False)):
+                drafts += 1
+                accepted += bool(helpful[place]) and own[int(step.walk.path_rows[place, 1]) - 1]
+        self.judge(drafts, accepted)
+
+
+class WatchedDrafts:
+    """Mixed into a scheduler of vLLM: watches on the V2 runner, from the tokens that arrive there one step late."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config, parallel = self.vllm_config.speculative_config, self.vllm_config.parallel_config
+        counters = Counters(config.metrics_file, parallel.data_parallel_index)
+        self.draft_watch = DraftWatch(config.specplug, config.draft_entries, counters)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        tokens, places = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        drafted = [places[req_id] for req_id, nodes in scheduled.items() if nodes and req_id in places]
+        emitted = [count for place in drafted if tokens and (count := len(tokens[place]))]
+        helpful = sum(count > 1 for count in emitted)
+        self.draft_watch.add(len(emitted), helpful)
+        self.draft_watch.judge(len(emitted), helpful)
+        return super().update_from_output(scheduler_output, model_runner_output)

@@ -9,9 +9,9 @@ import torch
 
 from vllm_specplug.config import parse_options
 from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
-from vllm_specplug.cpu.step_watch import StepWatch
 from vllm_specplug.types import PADDING, TokenTree, Walk
 from vllm_specplug.utils.metrics import Counters
+from vllm_specplug.vllm.draft_watch import StepWatch
 
 EAGLE = {"method": "eagle2", "model": "some/head"}
 UNION = {"method": "union", "sources": [EAGLE, {"method": "lookup"}]}

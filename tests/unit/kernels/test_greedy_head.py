@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_specplug.cpu.kernels.greedy_head import MOST_ROWS, make_greedy_head
+from vllm_specplug.cpu.greedy_head import MOST_ROWS, make_greedy_head
 from vllm_specplug.cpu.kernels.row_linear import CODED, make_row_linear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
