@@ -76,7 +76,7 @@ def test_drafts_of_the_operator_are_those_of_whole_forwards(engine, prompts, mon
     assert operator is not None
     calls, first, grown, grow = [], operator.first, [], operator.grow
     monkeypatch.setattr(operator, "first", lambda *args: calls.append(args) or first(*args))
-    monkeypatch.setattr(operator, "grow", lambda *args: grown.append(args) or grow(*args))
+    monkeypatch.setattr(operator, "grow", lambda *args, **kwargs: grown.append(args) or grow(*args, **kwargs))
     answers, drafts, _ = drafted(llm, prompts, monkeypatch, None, operator)
     assert len(calls) == len(drafts)
     assert len(grown) == (len(drafts) if drafter == "reduced" else 0)  # "eagle" has the target's LM head

@@ -126,6 +126,6 @@ def test_the_start_says_what_states_cost(caplog):
     caplog.set_level("INFO")
     one = SimpleNamespace(get_state_shape=lambda: ((1 << 18,),), get_state_dtype=lambda: (torch.float32,))
     layers = object.__new__(StateLayers)
-    layers._layers = {"first": one, "second": one}
+    layers.layers = {"first": one, "second": one}
     layers.build_by([], lambda: None)
     assert "states take 2.0 MiB per request in 2 layers, and up to 2.00 MiB more per tree row" in caplog.text

@@ -1,12 +1,13 @@
 """An EAGLE head's draft phase in C++ operators, against the same layer in torch and trees grown level by level."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from vllm_specplug.cpu.drafters.growth import Growth
+from vllm_specplug.cpu.drafters.levels import Growth
 from vllm_specplug.cpu.kernels.byte_linear import ByteLinear, can_multiply_bytes
 from vllm_specplug.cpu.kernels.cpu_ops import operators
 from vllm_specplug.cpu.kernels.draft_layer import DraftLayer, DraftLinear, DraftVocabulary, LayerWeights
@@ -51,7 +52,7 @@ class Reference:
         angles = torch.arange(MAX_POSITION + 1)[:, None] / 100 ** (torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
 
-    def operator(self, in_int8=False):
+    def operator(self, in_int8=False, kv_cache=None, isa="vec"):
         def make(name, weight):
             bias = self.bias.get(name)
             return byte_linear_of(weight, bias, 1 + (name == "fc")) if in_int8 else linear_of(weight, bias)
@@ -59,7 +60,8 @@ class Reference:
         linear = {name: make(name, weight) for name, weight in self.weights.items()}
         sizes = (1e-5, HEAD_SIZE**-0.5, HEADS)
         parts = (linear[name] for name in ("fc", "qkv", "o", "gate_up", "down"))
-        return DraftLayer(LayerWeights(self.embedding, self.cos_sin, self.norm, *sizes, *parts, MAX_POSITION), CAPACITY)
+        weights = LayerWeights(self.embedding, self.cos_sin, self.norm, *sizes, *parts, MAX_POSITION)
+        return DraftLayer(weights, CAPACITY, SimpleNamespace(kv_cache=kv_cache, isa=isa))
 
     def linear(self, name, x):
         bias = self.bias.get(name)
@@ -100,7 +102,6 @@ class Reference:
 def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):
     """Two requests: one whose context is in the pages, and a new one whose prompt takes two pages."""
     reference = Reference(dtype, has_bias)
-    layer = reference.operator(in_int8)
     generator = torch.Generator().manual_seed(4)
     starts, counts = torch.tensor([30, 0]), torch.tensor([4, 40])
     token_ids = torch.randint(VOCAB, (3, 80), generator=generator, dtype=torch.int32)
@@ -112,9 +113,9 @@ def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):
     old = torch.randn(2, 30, KV_HEADS, HEAD_SIZE, generator=generator).to(dtype)
     key, value = torch.zeros(2, 6, KV_HEADS, PAGE, HEAD_SIZE, dtype=dtype)
     key[4, :, :30], value[4, :, :30] = old.transpose(1, 2)
-    kv_cache = pack_pages(key, value, kv_layout)
+    layer = reference.operator(in_int8, pack_pages(key, value, kv_layout), kv_layout)
 
-    found = layer.first(token_ids, starts, counts, hidden, rows, kv_cache, kv_layout == "amx", block_table)
+    found = layer.first(token_ids, starts, counts, hidden, rows, block_table)
     contexts, expected = [], []
     for request, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         first, ids = (0, 4)[request], token_ids[request, start + 1 : start + count + 1].long()
@@ -132,7 +133,7 @@ def test_a_draft_phase(dtype, kv_layout, in_int8, tolerance, has_bias):
     for number, mask in enumerate(masks):
         ids = torch.randint(VOCAB, (2, 3), generator=generator)
         features = torch.randn(2, 3, HIDDEN, generator=generator).to(dtype)
-        found = layer.level(number, ids, features, mask.bool().expand(2, -1, -1))
+        found = layer.forward(number, ids, features, mask.bool().expand(2, -1, -1))
         for request in range(2):
             position = min(int(starts[request] + counts[request]) + number, MAX_POSITION)
             residual, query, *key_value = reference.project(ids[request], torch.full((3,), position), features[request])
@@ -152,7 +153,7 @@ def test_positions_beyond_the_rotary_table_are_not_read():
     block_table = torch.tensor([[4, 1, 9]], dtype=torch.int32)
     starts, counts = torch.tensor([0]), torch.tensor([9])
     with pytest.raises(RuntimeError, match="request 0: rows out of range"):
-        reference.operator().first(token_ids, starts, counts, hidden, None, cache, False, block_table)
+        reference.operator(kv_cache=cache).first(token_ids, starts, counts, hidden, None, block_table)
 
 
 def assert_close(found, expected, tolerance):
@@ -193,7 +194,7 @@ def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_v
         return likeliest(head(hidden, weight, None), top_k, ids, extra)
 
     def forward(*level):
-        return DraftFeatures(*[layer.level(*level)] * 2)
+        return DraftFeatures(*[layer.forward(*level)] * 2)
 
     options = {"num_nodes": num_nodes, "draft_top_k": 3, "min_node_value": min_node_value}
     floors = [0.0, level_floor, level_floor][: draft_depth - 1]
@@ -216,12 +217,13 @@ def test_trees_in_one_call(dtype, vocabulary, num_nodes, draft_depth, min_node_v
 
 def begun(dtype):
     """A layer after the first forward of two requests, the requests' roots, its outputs, and weights of an LM head."""
-    layer, generator = Reference(dtype, False).operator(), torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     token_ids = torch.randint(VOCAB, (2, 40), generator=generator, dtype=torch.int32)
     hidden = torch.randn(22, HIDDEN, generator=generator).to(dtype)
     kv_cache, block_table = torch.zeros(3, KV_HEADS, PAGE, 2 * HEAD_SIZE, dtype=dtype), torch.tensor([[1], [2]]).int()
     starts, counts = torch.zeros(2, dtype=torch.int64), torch.tensor([12, 10])
-    root = layer.first(token_ids, starts, counts, hidden, None, kv_cache, False, block_table)
+    layer = Reference(dtype, False).operator(kv_cache=kv_cache)
+    root = layer.first(token_ids, starts, counts, hidden, None, block_table)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator) / 2
     return layer, token_ids[torch.arange(2), counts].long(), root, weight.to(dtype)
 
@@ -244,23 +246,23 @@ def test_trees_without_usable_logits():
 
 
 def test_rows_out_of_range():
-    layer = Reference(torch.float32, False).operator()
-    hidden, kv_cache = torch.zeros(4, HIDDEN), torch.zeros(2, KV_HEADS, PAGE, 2 * HEAD_SIZE)
+    layer = Reference(torch.float32, False).operator(kv_cache=torch.zeros(2, KV_HEADS, PAGE, 2 * HEAD_SIZE))
+    hidden = torch.zeros(4, HIDDEN)
     token_ids, table = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
 
     def first(start=0, count=2, token=1, rows=None, hidden=hidden):
         ids = torch.full_like(token_ids, token)
-        return layer.first(ids, torch.tensor([start]), torch.tensor([count]), hidden, rows, kv_cache, False, table)
+        return layer.first(ids, torch.tensor([start]), torch.tensor([count]), hidden, rows, table)
 
     with pytest.raises(RuntimeError, match="must follow `first`"):
-        layer.level(0, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, 1).bool())
+        layer.forward(0, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, HIDDEN), torch.ones(1, 1, 1).bool())
     assert first().shape == (1, HIDDEN)
     with pytest.raises(RuntimeError, match="rows out of range"):
         long, table = torch.zeros(1, 200, dtype=torch.int32), torch.zeros(1, 9, dtype=torch.int32)
         start, count = torch.tensor([MAX_POSITION]), torch.tensor([2])
-        layer.first(long, start, count, hidden, None, kv_cache, False, table)
+        layer.first(long, start, count, hidden, None, table)
     for wrong in ({"start": 7}, {"count": 0}, {"token": VOCAB}, {"rows": torch.tensor([0, 4])}, {"count": 5}):
         with pytest.raises(RuntimeError, match="draft_layer: "):
             first(**wrong)
     with pytest.raises(RuntimeError, match="must follow `first`"):
-        layer.level(4, torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, HIDDEN), torch.ones(1, 3, 15).bool())
+        layer.forward(4, torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, HIDDEN), torch.ones(1, 3, 15).bool())

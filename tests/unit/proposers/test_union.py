@@ -19,7 +19,7 @@ from vllm_specplug.budget.calibration import LOGIT_LIMIT, log_odds_of, sigmoid
 from vllm_specplug.config import ConfigError, Eagle2Options, TreeOptions, model_drafter, parse_options
 from vllm_specplug.core.guard import Guard
 from vllm_specplug.core.tree import from_flat
-from vllm_specplug.cpu.drafters.flat_draft import flatten
+from vllm_specplug.cpu.draft import flatten
 from vllm_specplug.proposer import as_draft
 from vllm_specplug.proposers.union.drafting import UnionProposer
 from vllm_specplug.proposers.union.learning import pattern_of, start_weights

@@ -14,12 +14,13 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_specplug.core.draft_sampling import Children, DraftSampling
-from vllm_specplug.cpu.drafters.draft_operator import DraftOperator
+from vllm_specplug.cpu.drafters.draft_operator import draft_layer_of
 from vllm_specplug.cpu.drafters.eagle_version import NewEagleVersion
 from vllm_specplug.cpu.drafters.levels import Growth, LevelDrafter, draft_metadata, plain_positions
-from vllm_specplug.cpu.kernels.draft_layer import DraftVocabulary
+from vllm_specplug.cpu.kernels.draft_layer import DraftLayer, DraftVocabulary
 from vllm_specplug.cpu.kernels.likeliest import likeliest
 from vllm_specplug.proposers.eagle2.context_vocabulary import ContextVocabulary
+from vllm_specplug.proposers.eagle2.drafting import DraftFeatures
 from vllm_specplug.proposers.eagle2.versions import VersionCheck
 from vllm_specplug.types import Draft
 from vllm_specplug.vllm.drafters.context_writer import ContextWriter
@@ -63,7 +64,7 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
             self.context = ContextWriter(self.model)
 
     @functools.cached_property
-    def operator(self) -> DraftOperator | None:
+    def operator(self) -> DraftLayer | None:
         """Runs the head; None: vLLM does, whose attention layer sends its keys and values to a KV connector.
 
         The weights are packed before first use.
@@ -71,7 +72,7 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
         if self.context is None or self.vllm_config.kv_transfer_config is not None:
             return None
         max_position = self.vllm_config.model_config.max_model_len - 1
-        return DraftOperator.make(self.model, self.dtype, self._scratch.capacity, max_position)
+        return draft_layer_of(self.model, self.dtype, self._scratch.capacity, max_position)
 
     def _maybe_share_lm_head(self, target_language_model: torch.nn.Module) -> None:
         super()._maybe_share_lm_head(target_language_model)
@@ -124,10 +125,25 @@ class TreeEagleProposer(LevelDrafter, EagleProposer):
         root_token_ids = torch.from_numpy(batch.token_ids_cpu[np.arange(num_reqs), starts + accepted.counts]).long()
         growth = self._begin_growth(num_reqs)
         if (vocabulary := self._vocabulary_at_once()) is not None:
-            draft = self.operator.grow(root_token_ids, root.score, vocabulary, growth, self.options)
+            draft, growth.beams, growth.level_seconds = self.operator.grow(
+                root_token_ids,
+                root,
+                vocabulary,
+                num_nodes=self.options.num_speculative_tokens,
+                draft_top_k=self.options.draft_top_k,
+                level_floors=growth.floors,
+                min_node_value=self.options.node_floor,
+            )
         else:
-            draft = self._grow(root_token_ids, root, self.operator.forward, growth)
+            draft = self._grow(root_token_ids, DraftFeatures(root, root), self._run_level, growth)
         return self._end_growth(draft, growth, first_pass, len(rows))
+
+    def _run_level(
+        self, number: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor
+    ) -> DraftFeatures:
+        """Run a level with ``operator``, see ``proposers.eagle2.drafting.grow_tree``."""
+        outputs = self.operator.forward(number, token_ids, features, mask)
+        return DraftFeatures(outputs, outputs)
 
     def _begin_growth(self, num_reqs: int) -> Growth:
         """Begin to grow trees, and bring the rows of the requests' own tokens up to date."""

@@ -92,10 +92,13 @@ class DraftLayer:
     Args:
         weights: its weights; they may change their contents between two draft phases.
         capacity: nodes that a request feeds to the levels of a draft phase.
+        attention: vLLM's attention layer of the head.  Its pages are ``kv_cache``, of the layout ``isa``, see
+            ``tree_attention``.
     """
 
-    def __init__(self, weights: LayerWeights, capacity: int):
-        self.capacity = capacity
+    def __init__(self, weights: LayerWeights, capacity: int, attention: Any):
+        self.capacity, self._attention = capacity, attention
+        self._num_reqs = 0  # of the draft phase
         linear = (one.linear for one in (weights.fc, weights.qkv, weights.o, weights.gate_up, weights.down))
         self._layer = _classes().DraftLayer(
             weights.embedding,
@@ -115,8 +118,6 @@ class DraftLayer:
         counts: torch.Tensor,
         hidden_states: torch.Tensor,
         rows: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        is_amx: bool,
         block_table: torch.Tensor,
     ) -> torch.Tensor:
         """Read tokens of each request into the pages, and begin a draft phase after the last ones.
@@ -126,15 +127,16 @@ class DraftLayer:
             starts, counts: int64 ``[num_reqs]``; which tokens are read: ``[start, start + count)``, ``count`` > 0.
             hidden_states: ``[num_flat_rows, hidden_size]``; the target's.
             rows: int64 ``[sum of counts]``; the tokens' rows there, request by request; None: they are the first ones.
-            kv_cache, is_amx: the layer's pages, see ``tree_attention``.
             block_table: int32 ``[num_reqs or more, max_blocks]``.
 
         Returns:
             The output of each request's last row: ``[num_reqs, hidden_size]``.
         """
-        return self._layer.first(token_ids, starts, counts, hidden_states, rows, kv_cache, is_amx, block_table)
+        self._num_reqs = len(counts)
+        pages = self._attention.kv_cache, self._attention.isa == "amx"
+        return self._layer.first(token_ids, starts, counts, hidden_states, rows, *pages, block_table)
 
-    def level(
+    def forward(
         self, number: int, token_ids: torch.Tensor, features: torch.Tensor, mask: torch.Tensor, capacity: int = 0
     ) -> torch.Tensor:
         """Run a level, see ``proposers.eagle2.drafting.grow_tree``; ``capacity`` takes the place of the layer's.
@@ -188,6 +190,18 @@ class DraftLayer:
             self.capacity,
         )
         return Draft(TokenTree(*tree), log_values), beams, seconds
+
+    def run(self, rows: int, hidden_states: torch.Tensor, is_first: bool, block_table: torch.Tensor) -> torch.Tensor:
+        """Run a forward over rows of one request, to time it; a first one writes to the blocks of ``block_table``."""
+        token_ids = torch.zeros(1, rows + 1, dtype=torch.int32)
+        if is_first or self._num_reqs != 1:  # a level is timed after the first forward of one request
+            counts = torch.tensor([rows if is_first else 1])
+            output = self.first(token_ids, torch.zeros_like(counts), counts, hidden_states, None, block_table)
+            if is_first:
+                return output
+        mask = torch.eye(rows, dtype=torch.bool).unsqueeze(0)
+        features = hidden_states[:rows].unsqueeze(0)
+        return self.forward(0, token_ids[:, :rows].long(), features, mask, capacity=rows).flatten(0, 1)
 
 
 def _classes() -> Any:
