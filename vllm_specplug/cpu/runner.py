@@ -218,7 +218,7 @@ class TreeCPUModelRunner(DraftPhase, CPUModelRunner):
         active = ~self.discard_request_mask.np[: batch.num_reqs]
         walker = self._walker(step, batch.num_reqs)
         walked, output = walk(step, logits, walker, active)
-        if walker.drawn and type(walker) is SampledWalk:  # others do not draw once per token
+        if type(walker) is SampledWalk and walker.drawn:  # others do not draw once per token
             self._drawn_states.walked(batch.req_ids, walker.drawn)
         plan = commit(step, walked, self.alike_layers, batch.block_table)
         if step.states is not None:
