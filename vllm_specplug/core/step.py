@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_specplug.types import PADDING, Walk
@@ -39,3 +40,9 @@ def plan_step(walk: Walk, row_start: torch.Tensor, num_flat_rows: int) -> StepPl
     path_index = torch.arange(num_flat_rows + 1, device=row_start.device)  # the last entry takes the padding
     path_index.scatter_(0, targets.flatten() % len(path_index), sources.flatten())
     return StepPlan(sources, targets, path_index[:-1], sources.amax(dim=1))
+
+
+def plain_plan(num_scheduled_tokens: np.ndarray, flat_rows: torch.Tensor) -> StepPlan:
+    """Return the plan of a step without drafts: each request's last row; ``flat_rows`` counts up from 0."""
+    last = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
+    return StepPlan(last.unsqueeze(1), last.unsqueeze(1), flat_rows, last)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_specplug.core.step import StepPlan
+from vllm_specplug.core.step import StepPlan, plain_plan
 from vllm_specplug.cpu.accepting_walk import RejectionWalk, TypicalWalk
 from vllm_specplug.cpu.draft import DraftPhase
 from vllm_specplug.cpu.drafters.flat_draft import FlatDraft
@@ -29,7 +29,7 @@ from vllm_specplug.cpu.reloading import Reloading
 from vllm_specplug.cpu.scheduler import attach_drafts
 from vllm_specplug.cpu.state_layers import StateLayers
 from vllm_specplug.cpu.states import state_rows
-from vllm_specplug.cpu.step import Step, commit, plain_plan, stage, verify, walk
+from vllm_specplug.cpu.step import Step, commit, stage, verify, walk
 from vllm_specplug.cpu.turns import DrawnStates
 from vllm_specplug.cpu.walk import SampledWalk, is_argmax
 from vllm_specplug.types import Walk

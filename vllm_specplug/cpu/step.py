@@ -147,9 +147,3 @@ def commit(step: Step, walked: Walk, layers: Sequence[AlikeLayers], block_table:
     if step.rows is not None:
         write_accepted(step.rows, plan, layers, block_table)
     return plan
-
-
-def plain_plan(num_scheduled_tokens: np.ndarray, flat_rows: torch.Tensor) -> StepPlan:
-    """Return the plan of a step without drafts: each request's last row; ``flat_rows`` counts up from 0."""
-    last = torch.from_numpy(np.cumsum(num_scheduled_tokens) - 1)
-    return StepPlan(last.unsqueeze(1), last.unsqueeze(1), flat_rows, last)
