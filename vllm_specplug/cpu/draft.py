@@ -263,8 +263,7 @@ class DraftPhase:
         step.counts["draft_seconds"] = time.perf_counter() - planned
         step.counts["proposer failed"] = Guard.total_failures - failures
         if draft is not None:
-            unread = drafter.missed.unread.intersection(self.input_batch.req_ids)
-            step.counts["not read by the drafter"] = len(unread)
+            step.counts["not read by the drafter"] = len(drafter.missed.unread.intersection(self.input_batch.req_ids))
         # 4. Keep the trees until they are verified.
         flat = self._keep(draft)
         if drafter.after_draft is not None:
