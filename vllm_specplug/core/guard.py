@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.core.pool import NEVER
+from vllm_specplug.core.tree import padded_tree, valid_rows
 from vllm_specplug.proposer import DraftContext, as_draft
 from vllm_specplug.types import PADDING, Draft, TokenTree
 
@@ -56,12 +57,7 @@ class Guard:
         Returns:
             The checked draft, on the CPU, its root tokens set from ``context``; None if it failed.
         """
-
-        def checked() -> Draft:
-            proposed = propose()
-            return check_draft(proposed if isinstance(proposed, Draft) else as_draft(proposed), context, num_nodes)
-
-        return self.run(checked)
+        return self.run(lambda: check_draft(as_draft(propose()), context, num_nodes))
 
     def check(self, draft: Callable[[], TokenTree | Draft | None], context: DraftContext) -> Draft | None:
         """Do the same for a drafter that may return None."""
@@ -168,10 +164,8 @@ def _kept_rows(
     arrays: list[np.ndarray], log_values: np.ndarray, context: DraftContext, max_rows: int
 ) -> tuple[TokenTree, torch.Tensor]:
     """Copy a draft without errors: roots set; of requests that are not wanted only the root kept, else ``max_rows``."""
-    token_ids, parents, depths, num_rows = (values.astype(np.int64) for values in arrays)
-    kept = np.where(context.wanted.numpy(), np.minimum(num_rows, max_rows), 1)
-    token_ids[:, 0], parents[:, 0] = context.root_token_ids.numpy(), PADDING
-    padding = np.arange(token_ids.shape[1]) >= kept[:, None]
-    token_ids[padding], parents[padding], depths[padding] = PADDING, PADDING, 0
-    tree = TokenTree(*(torch.from_numpy(values) for values in (token_ids, parents, depths, kept)))
-    return tree, torch.from_numpy(np.where(padding, np.float32(NEVER), log_values))
+    token_ids, parents, depths, num_rows = (torch.from_numpy(values.astype(np.int64)) for values in arrays)
+    kept = num_rows.clamp(max=max_rows).where(context.wanted, 1)
+    token_ids[:, 0], parents[:, 0] = context.root_token_ids, PADDING
+    tree = padded_tree(token_ids, parents, depths, kept)
+    return tree, torch.from_numpy(log_values).masked_fill(~valid_rows(kept, token_ids.shape[1]), NEVER)
