@@ -27,8 +27,9 @@ from vllm_specplug.vllm.ranks import agreed, leads
 logger = logging.getLogger("vllm_specplug")
 
 #: Forwards over up to so many rows run before the first request: the CPU's matrix library prepares itself for each new
-#: number of rows, which takes 4 ms (measured, commit 28e4019) and would be taken for the cost of drafts.
-WARM_ROWS = 64
+#: number of rows, which takes 4 ms (measured, commit 28e4019) and would be taken for the cost of drafts.  They run for
+#: at most so many seconds: beside the forward of a model that needs longer, 4 ms are nothing.
+WARM_ROWS, WARM_SECONDS = 64, 3.0
 #: Largest number of rows that is timed; the table goes on with the last slope.
 MOST_ROWS = 256
 #: Passes over the numbers of rows, of which the fastest counts, and seconds after which no further forward is timed.
@@ -175,8 +176,11 @@ class ServingBudget:
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Run each forward once for every small number of rows."""
+        end = time.perf_counter() + WARM_SECONDS
         with self._adapter():
             for rows in range(1, min(self._most_rows, WARM_ROWS) + 1):
+                if agreed(time.perf_counter() > end):
+                    break
                 self._run_target(rows)
                 if self._runner.drafter.grows_by_level:
                     self._runner.drafter.run_forward(rows, is_first=False)
