@@ -20,11 +20,7 @@ demo: install
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q --durations=15 --durations-min=5 -m "not wide"
 
 # Two parts run at once, each in one thread, the longest ones first.
-PARTS := v2 e2e ranks hosts-rest hosts-models unit
-
-RANKS := tests/hosts/test_tensor_parallel.py tests/hosts/test_data_parallel.py
-RANKS_V2 := tests/v2/test_tensor_parallel.py tests/v2/test_data_parallel.py
-MODELS := $(filter-out $(RANKS),$(wildcard tests/hosts/test_[a-l]*.py))
+PARTS := v2 hosts-a-l hosts-m-z e2e unit
 
 .PHONY: $(addprefix test-,$(PARTS))
 
@@ -37,20 +33,20 @@ test-unit: types
 test-e2e: install
 	$(PYTEST) tests/e2e
 
-test-hosts-models: install
-	$(PYTEST) $(MODELS)
+test-hosts-a-l: install
+	$(PYTEST) $(wildcard tests/hosts/test_[a-l]*.py)
 
-test-hosts-rest: install
-	$(PYTEST) tests/hosts $(addprefix --ignore=,$(MODELS) $(RANKS))
+test-hosts-m-z: install
+	$(PYTEST) $(wildcard tests/hosts/test_[m-z]*.py)
 
 test-v2: install
-	$(PYTEST) tests/v2 $(addprefix --ignore=,$(RANKS_V2))
+	$(PYTEST) tests/v2
 
 # The V2 tier on the Python files of a vLLM without a CPU wheel (see tests/vllm_on_cpu.py), in an environment of its own:
 # `make test-v2-on VLLM=0.33.0 TESTS=tests/v2/test_identity.py`.
 VLLM ?= 0.33.0
 ON := .venv-$(VLLM)
-TESTS ?= tests/v2 $(addprefix --ignore=,$(RANKS_V2))
+TESTS ?= tests/v2 --ignore-glob=*_parallel.py
 
 .PHONY: test-v2-on
 test-v2-on: $(ON)/.ready
@@ -64,11 +60,6 @@ $(ON)/.ready: $(VENV)/.plugin
 	$(ON)/bin/python -m pip download -q --no-deps --dest $(ON)/wheel vllm==$(VLLM)
 	$(ON)/bin/python -m tests.vllm_on_cpu $(ON)/wheel/vllm-*.whl
 	@touch $@
-
-# Several processes each.
-test-ranks: install
-	$(PYTEST) $(RANKS)
-	$(PYTEST) $(RANKS_V2)
 
 # The quick ones of `test-unit`, in two processes.
 test-fast: types

@@ -16,7 +16,7 @@ from vllm_specplug.proposers.training.features import extract, load_features, ta
 
 #: On the first conversations.  Every parameter is tested on the tiny model; here are those that act on real texts.
 SAMPLING = {
-    "greedy": {"temperature": 0.0, "max_tokens": 32, "conversations": 16},
+    "greedy": {"temperature": 0.0, "max_tokens": 32, "conversations": 8},
     "temperature 0.7": {"temperature": 0.7, "max_tokens": 24},
     "stop": {"temperature": 0.8, "stop": [".", "\n"]},
     "regex": {"temperature": 0.0, "structured_outputs": {"regex": "(Yes|No|Maybe), because [a-z ]{5,60}\\."}},
@@ -108,9 +108,12 @@ def test_batch_of_8(answer, plain):
     assert found["tau"]["greedy"] > 1.6 and min(found["tau"].values()) > 1.2, found["tau"]
 
 
-def test_medusa(smollm2, conversations, answer, plain, tmp_path):
+@pytest.mark.wide
+def test_medusa(smollm2, conversations, answer, tmp_path):
     """A tree calibrated on half of the answers is served for the other half: the same tokens, and the tau foretold."""
     transformers = pytest.importorskip("transformers")
+    sampling = {"greedy": {**SAMPLING["greedy"], "conversations": 16}}
+    plain = answer(sampling, max_num_seqs=8)["answers"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in conversations]
     answers = [Answer("test", p, a) for p, a in zip(prompts, plain["greedy"], strict=False)]
@@ -119,7 +122,7 @@ def test_medusa(smollm2, conversations, answer, plain, tmp_path):
     result = calibrate(rank_answers(heads, data, lm_head, ids), budget=16, prior=30.0)
     tree = {"tree": result["medusa_choices"], "num_speculative_tokens": 16, "budget": "fixed"}
     places = slice(1, 16, 2)
-    found = answer({"greedy": SAMPLING["greedy"]}, places, max_num_seqs=8, speculative_config=MEDUSA | tree)
+    found = answer(sampling, places, max_num_seqs=8, speculative_config=MEDUSA | tree)
     check_same(found, plain, "greedy", places)
     assert found["tau"]["greedy"] == pytest.approx(result["expected_tau"][-1], rel=0.15)
     assert found["tau"]["greedy"] > 1.2

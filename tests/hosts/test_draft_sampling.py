@@ -65,7 +65,7 @@ def test_rejection_follows_the_target(engine, monkeypatch):
 
     monkeypatch.setattr(RejectionWalk, "accept", counted)
     prompt = make_prompts(1, seed=11)[0]
-    count = 1200
+    count = 700
     params = SamplingParams(temperature=1.0, top_k=3, max_tokens=4, ignore_eos=True, n=count)
     plain, ours = (
         [tuple(sample.token_ids) for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs]

@@ -6,10 +6,9 @@ import json
 from importlib.metadata import EntryPoint
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from tests.hosts.conftest import (
-    ENGINE,
     acceptance_length,
     answers_of,
     check_prefix_cache_hits,
@@ -36,22 +35,9 @@ def union(checkpoints, *more, **changes):
 
 
 @pytest.fixture(scope="session")
-def start(engine, checkpoints):
-    """``start(speculative_config, **engine_options)``: an engine, kept for the session.
-
-    None is dropped while another is in use: the end of one takes the process's parallel state with it.
-    """
-    started = {}
-
-    def make(speculative, **options):
-        key = json.dumps([speculative, options], sort_keys=True)
-        if key not in started:
-            settings = {**ENGINE, **options}
-            started[key] = LLM(str(checkpoints["target"]), speculative_config=speculative, **settings)
-        return started[key]
-
-    yield make
-    started.clear()
+def start(engine):
+    """``start(speculative_config, **engine_options)``: an engine, kept for the session."""
+    return lambda speculative, **options: engine(speculative_config=speculative, **options)
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,8 @@ def test_swift(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
-@pytest.mark.parametrize("verification", some(["typical", "rejection"], ["rejection"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("verification", ["typical", "rejection"])
 def test_verification(checkpoints, plain, tmp_path, verification):
     """Both draw random numbers or take other tokens than plain decoding; greedy requests do not."""
     speculative = {**TREE, "model": str(checkpoints["eagle"]), "verification": verification}
@@ -215,7 +216,8 @@ def test_draft_int8(checkpoints, plain, tmp_path):
 
 
 @needs_two_cores
-@pytest.mark.parametrize("kind", some(["reduced", "eagle3"], ["eagle3"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["reduced", "eagle3"])
 def test_both_ranks_take_a_new_version(checkpoints, plain, tmp_path, kind):
     """Weights that each rank has a part of, and a draft vocabulary; the ranks draft the same in every step."""
     head, new = tmp_path / "head", tmp_path / "new"

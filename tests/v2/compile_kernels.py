@@ -1,9 +1,9 @@
 """Compiles every launch of the Triton kernels for GPUs, without one; prints what each needs.
 
 ``python -m tests.v2.compile_kernels`` prints a table, with ``--short`` of the attention kernels only.
-``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: all
-launches of one GPU (``REFERENCE``), of attention the largest ones (``LARGEST``), and these of another (``FEW``); with
-``--wide`` all of the reference, and the largest and the small ones of all.
+``test_compiling`` runs it with ``--json`` in a process of its own, since interpreted kernels cannot be compiled: the
+launches of one GPU (``FEW``), of attention the largest ones (``LARGEST``); with ``--wide`` those of all GPUs, and all
+launches of the reference.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from vllm_specplug.utils.tables import format_table
 #: Bytes of shared memory that a program can have, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 HEAD_SIZES = (64, 128, 256)
-#: The GPU that every launch is compiled for, also by the test.
+#: The GPU that every launch is compiled for.
 REFERENCE = 90
-#: GPUs of a test that is not wide: one with the least shared memory is beside the reference.
-FEW = (REFERENCE, 120)
+#: Of a test that is not wide: the one with the least shared memory.
+FEW = (120,)
 #: Head sizes and case of the launches that need the most of a GPU's registers and shared memory.
 LARGEST = ((128, 256), ("traits",))
 COLUMNS = (
@@ -261,28 +261,28 @@ def compile_all(gpus: Collection[int] = tuple(SHARED_MEMORY), largest_only: bool
 
     Args:
         gpus: their compute capabilities.
-        largest_only: of attention, on all GPUs but ``REFERENCE``, or with ``FEW`` on both.
+        largest_only: of attention, on all GPUs but ``REFERENCE``.
     """
     compiled = Compiled()
     JITFunction.run = lambda self, *args, **kwargs: compiled(self, *args, **kwargs)
     for capability in gpus:
         compiled.target(capability)
-        few = largest_only and (capability != REFERENCE or gpus == FEW)
+        few = largest_only and capability != REFERENCE
         heads, cases = LARGEST if few else (HEAD_SIZES, tuple(TRAITS))
         for head_size in heads:
             for compiled.case in cases:
                 attention(61, head_size, compiled.case)
-        if capability >= 89 and (capability == REFERENCE or gpus != FEW):  # vLLM has fp8 caches there
+        if capability >= 89:  # vLLM has fp8 caches there
             compiled.case = "fp8"
             attention_over_8_bits()
-        if few and capability != REFERENCE:
+        if few and gpus != FEW:
             continue
         compiled.case = "float32"
         attention(61, 256, dtype=torch.float32)
     compiled.case = "float16, smallest"
     attention(1, 64, splits=False, dtype=torch.float16)
     compiled.case = ""
-    for capability in gpus if gpus != FEW else (REFERENCE,):
+    for capability in gpus:
         compiled.target(capability)
         for dtype in (torch.bfloat16, torch.float32):
             attention_over_latents(dtype)

@@ -38,6 +38,7 @@ os.environ.update(
 
 from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
+from vllm.v1.sample.ops import topk_topp_sampler
 
 from tests.doubles import interpreted, oracle_kernels, tiny  # noqa: F401
 from tests.doubles.bounds import Outside, thorough
@@ -76,23 +77,18 @@ PLAIN = {"block_size": 32, **_SHARED}
 SCARCE = {"max_model_len": 96, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 24, "max_num_seqs": 3, **ENGINE}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def host_without_its_top_k_kernel():
-    """The host's Triton top-k/top-p kernel does not run in the interpreter; its torch one does."""
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
-        yield
+def compute_in_torch(patch):
+    """Plain torch for vLLM's top-k/top-p kernel, which the interpreter refuses, and for a step's slowest kernels."""
+    if not torch.cuda.is_available():
+        patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+        oracle_kernels.use(patch, oracle_kernels.ORACLE)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def oracle():
-    """Plain torch for the slowest kernels of a step; tests marked ``interpreted`` have the kernels."""
+    """``compute_in_torch``; tests marked ``interpreted`` have the kernels of a step."""
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            oracle_kernels.use(patch, oracle_kernels.ORACLE)
+        compute_in_torch(patch)
         yield
 
 

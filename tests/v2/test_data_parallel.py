@@ -14,14 +14,13 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
-from vllm.v1.sample.ops import topk_topp_sampler
 
 from tests.doubles import lockstep
 from tests.doubles.architectures import ARCHITECTURES, write_head, write_target
 from tests.doubles.forked import answer_in_new_process, needs_two_cores
 from tests.hosts.conftest import ENGINE as HOSTS_ENGINE
 from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
-from tests.v2.conftest import ENGINE, PLAIN, answers
+from tests.v2.conftest import ENGINE, PLAIN, answers, compute_in_torch
 from vllm_specplug.gpu.drafters.eagle import alone
 
 PROMPTS = make_prompts(4, longest=40)
@@ -35,7 +34,7 @@ pytestmark = [needs_two_cores, pytest.mark.skipif(torch.cuda.is_available(), rea
 
 def serve(rank: int, model: str, speculative: dict[str, Any]) -> dict[str, Any]:
     """Answer the requests of a rank."""
-    topk_topp_sampler.HAS_TRITON = False  # as in conftest.py
+    compute_in_torch(pytest.MonkeyPatch())  # to the end of this process
     options = {"speculative_config": speculative, **ENGINE}
     llm = LLM(model, **HOSTS_ENGINE | options)
     before, share = sum(llm.collective_rpc(lockstep.exchanges)), SHARES[rank]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.doubles import dflash
-from tests.hosts.conftest import acceptance_length, some
+from tests.hosts.conftest import acceptance_length
 from tests.v2.conftest import (
     ENGINE,
     SAMPLED,
@@ -64,7 +64,8 @@ def test_dflash(engine, prompts, plain, plainly, checkpoints, tmp_path, monkeypa
     assert len(rounds) > 4
 
 
-@pytest.mark.parametrize("form", some(dflash.FORMS, ["DSpark"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("form", dflash.FORMS)
 def test_other_forms(engine, prompts, plain, checkpoints, tmp_path, form):
     llm = engine(write_head(checkpoints, prompts, tmp_path / form, dflash.FORMS[form]), TREE, **ENGINE)
     assert same(answers(llm, prompts), plain)

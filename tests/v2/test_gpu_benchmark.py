@@ -390,7 +390,7 @@ def test_training_goes_on_where_the_last_command_ended(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(train_drafter, "specplug", fake)
     monkeypatch.setattr(train_drafter, "GRACE", 2)
-    words = ["--prompts", "p.jsonl", "--out", str(tmp_path / "run"), "--target", "t", "--minutes", "0.25"]
+    words = ["--prompts", "p.jsonl", "--out", str(tmp_path / "run"), "--target", "t", "--minutes", "0.15"]
     words += ["--copy", str(tmp_path / "copy")]
     assert train_drafter.main(words) == 0 and started == ["data", "train"]
     assert "goes on with it" in capsys.readouterr().out and not (tmp_path / "copy").exists()

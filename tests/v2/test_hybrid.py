@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from tests.doubles.architectures import ARCHITECTURES, write_head, write_target
 from tests.doubles.gated_delta_on_gpu import as_on_gpus
 from tests.hosts.conftest import TREE as DYNAMIC
-from tests.hosts.conftest import acceptance_length, counters, expert_group, make_prompts, runner_of, some  # noqa: F401
+from tests.hosts.conftest import acceptance_length, counters, expert_group, make_prompts, runner_of  # noqa: F401
 from tests.v2.conftest import answers, same, watch_rounds
 from tests.v2.test_proof import kept_nothing, prove_again  # noqa: F401
 from vllm_specplug.core.proof import ProofFailed
@@ -96,6 +96,7 @@ def test_cuda_graphs(graph_engine, hybrid, expected, monkeypatch):
     assert same(answers(llm, PROMPTS[:2], PARAMS[:2]), [found[:2] for found in expected])
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("expert_group")
 def test_gated_delta_rule(engine, gated_delta):
     expected = answers(engine(target=gated_delta, **ENGINE), PROMPTS, PARAMS)
@@ -181,7 +182,8 @@ def commits_first_rows(patch):
 FAULTS = (wrong_parents, not_committed, not_restored, shifted_window, commits_first_rows)
 
 
-@pytest.mark.parametrize("fault", some(FAULTS, [wrong_parents]))
+@pytest.mark.wide
+@pytest.mark.parametrize("fault", FAULTS)
 def test_the_proof_finds_faults(served, kept_nothing, fault):  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

@@ -13,7 +13,6 @@ from vllm_specplug.gpu.trees import DeviceTrees
 TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 
 
-@pytest.mark.interpreted
 def test_groups(engine, grouped, prompts):
     expected = answers(engine(target=grouped, **PLAIN), prompts)
     llm = engine("eagle", TREE, target=grouped, **ENGINE)

@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from benchmarks.micro.launches import counts
 from tests.doubles.cuda_graphs import Graph
 from tests.doubles.device_work import DeviceWork
-from tests.hosts.conftest import runner_of
+from tests.hosts.conftest import runner_of, some
 from tests.v2.conftest import ENGINE, answers, same
 from tests.v2.test_identity import TREE
 from tests.v2.test_lookup import LOOKUP, SOURCE
@@ -154,7 +154,7 @@ def start(engine, checkpoints):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", ["eagle2", "lookup", "union"])
+@pytest.mark.parametrize("name", some(["eagle2", "lookup", "union"], ["union"]))
 def test_whole_steps_look_at_no_value(start, prompts, plain, monkeypatch, name):
     """From scheduling to the next drafts; vLLM's own code is left out."""
     llm = start(name)

@@ -13,7 +13,7 @@ from tests.doubles.constants import constants_of
 from tests.doubles.contexts import context
 from tests.doubles.oracle_tensors import to_rows
 from tests.doubles.sessions import run_sessions
-from tests.hosts.conftest import runner_of
+from tests.hosts.conftest import runner_of, some
 from tests.v2.conftest import (
     ENGINE,
     GREEDY,
@@ -181,7 +181,8 @@ def test_salts(remembers, prompts, plain, monkeypatch):
     rounds, steps = watch_rounds(remembers, monkeypatch), []
     for salt in ("a", "b", "a"):
         rounds.clear()
-        assert same(answers(remembers, [{**prompt, "cache_salt": salt} for prompt in prompts]), plain)
+        found = answers(remembers, [{**prompt, "cache_salt": salt} for prompt in prompts[:1]])
+        assert same(found, tuple(part[:1] for part in plain))
         steps.append(len(rounds))
     assert steps[2] < 0.6 * steps[1] and steps[1] > 0.9 * steps[0]
 
@@ -196,7 +197,7 @@ def sessions(repeating):
     return [[inputs[n], inputs[n][:9], inputs[n - 1][:9]] for n in range(3)]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", some([True, False], [True]))
 def test_sessions(remembers, engine, sessions, at_once):
     """The text of plain decoding in each turn; the ring gets their answers, and no input."""
     expected = run_sessions(engine(**PLAIN), sessions, SHORT, at_once)
@@ -216,6 +217,6 @@ def test_control_without_traffic(llm, prompts, plain, monkeypatch):
     rounds, steps = watch_rounds(llm, monkeypatch), []
     for _ in range(2):
         rounds.clear()
-        assert same(answers(llm, prompts), plain)
+        assert same(answers(llm, prompts[:1]), tuple(part[:1] for part in plain))
         steps.append(len(rounds))
     assert steps[1] > 0.9 * steps[0]

@@ -125,7 +125,6 @@ def check(llm, requests, expected, watch):
     assert all(drafted == 0 and rows == 1 for drafted, _, rows in seen[OFF][1:])
 
 
-@pytest.mark.interpreted
 def test_same_as_plain(start, requests, expected, watch):
     check(start(), requests, expected, watch)
 
@@ -137,7 +136,8 @@ def test_asynchronous_scheduling(start, requests, expected, asynchronous, watch)
     check(llm, requests, expected, watch)
 
 
-@pytest.mark.parametrize("rows", some([1, 6], [1]))
+@pytest.mark.wide
+@pytest.mark.parametrize("rows", [1, 6])
 def test_rows_without_a_mask_are_not_accepted(start, requests, expected, watch, monkeypatch, rows):
     """Two grammars share the masked rows: each gets masks for its root only, or for two nodes beside it."""
     monkeypatch.setattr(v2_scheduler, "MASKED_ROWS", rows)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.v1.sample.ops import topk_topp_sampler
 
 from tests.doubles.forked import answer_in_new_process, needs_two_cores
 from tests.hosts.conftest import ENGINE as HOSTS_ENGINE
 from tests.hosts.conftest import acceptance_length, make_prompts, token_ids
-from tests.v2.conftest import ENGINE
+from tests.v2.conftest import ENGINE, compute_in_torch
 
 #: The last request has neither a seed nor temperature 0.
 PARAMS = [
@@ -63,8 +62,7 @@ def stops(llm: LLM) -> bool:
 
 def program(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Answer twice in two ranks, a third time while the second rank drafts other tokens, and once while it fails."""
-    # As in conftest.py.
-    topk_topp_sampler.HAS_TRITON = False
+    compute_in_torch(pytest.MonkeyPatch())  # to the end of this process
     llm = LLM(model, **HOSTS_ENGINE | options)
     round_budget = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "round_budget", None)
     if round_budget:

@@ -7,7 +7,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
-from tests.hosts.conftest import runner_of, some
+from tests.hosts.conftest import runner_of
 from tests.unit.proposers.test_union import check_device
 from tests.v2.conftest import ENGINE, SAMPLED, SCARCE, answers, check_greedy, check_preemption, same
 from vllm_specplug.gpu.drafters.eagle import TreeEagleSpeculator
@@ -111,7 +111,8 @@ def test_graphs_are_forgotten_with_their_cache(start, drafter):
     assert growths and not any(growth._recorded for growth in growths)
 
 
-@pytest.mark.parametrize("drafter", some(["eagle", "medusa"], ["eagle"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("drafter", ["eagle", "medusa"])
 def test_cuda_graphs(graph_engine, start, mixed, expected, drafter):
     """Verification, drafters, search and merge from recorded graphs."""
     llm = start(drafter, engine=graph_engine, async_scheduling=True, max_num_seqs=3)

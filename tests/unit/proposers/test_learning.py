@@ -164,7 +164,13 @@ def command(target, ring, head, *more):
 @pytest.mark.slow
 def test_a_killed_learner_goes_on_with_its_round(target, ring, tmp_path):
     head = new_drafter(target, tmp_path / "head")
-    code = "import sys; from vllm_specplug.cli.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = """
+import functools, sys
+from vllm_specplug.cli.cli import main
+from vllm_specplug.proposers.training import learning
+learning.RunSettings = functools.partial(learning.RunSettings, save_every_s=1.0)
+sys.exit(main(sys.argv[1:]))
+"""
     arguments = command(target, ring, head, "--once", "--epochs", "100000")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment)
