@@ -50,6 +50,7 @@ from tests.hosts.conftest import (  # noqa: F401
     engine,
     kept_files,
     make_prompts,
+    proofs_at_start,
     quick_starts,
     runner_of,
     token_ids,
@@ -75,6 +76,11 @@ ENGINE = {"block_size": 16, **_SHARED}
 PLAIN = {"block_size": 32, **_SHARED}
 #: Too few blocks for the requests, and too few tokens for their prompts.
 SCARCE = {"max_model_len": 96, "num_gpu_blocks_override": 7, "max_num_batched_tokens": 24, "max_num_seqs": 3, **ENGINE}
+
+
+def pytest_collection_modifyitems(items):
+    """Tests without an engine first: beside engines, which have millions of objects, ``thorough`` checks take long."""
+    items.sort(key=lambda item: "engine" in getattr(item, "fixturenames", ()))
 
 
 def compute_in_torch(patch):

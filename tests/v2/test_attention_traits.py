@@ -19,6 +19,7 @@ from tests.v2.conftest import ENGINE, PLAIN, answers, check_control, same
 from tests.v2.test_identity import TREE
 from vllm_specplug.gpu import attention as paged
 
+PROVEN = True
 #: Arguments of vLLM's attention layers.  The window is narrower than the prompts, and ends inside a block.
 WINDOW_AND_CAP = {"per_layer_sliding_window": 18, "logits_soft_cap": 1.5}
 SINKS_AND_ALIBI = {"sinks": torch.tensor([0.5, 2.0, -1.0, 1.0]), "alibi_slopes": [0.5, 0.25, 0.1, 0.02]}

@@ -21,12 +21,13 @@ FEW = {120}
 
 
 @pytest.mark.parametrize("gpus", [FEW, pytest.param({*SHARED_MEMORY}, marks=pytest.mark.wide)], ids=["few", "all"])
-def test_every_launch_compiles_and_fits(tmp_path, gpus):
+def test_every_launch_compiles_and_fits(pytestconfig, gpus):
+    """What has not changed since the last run is read from Triton's cache, which knows sources and versions."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "tests.v2.compile_kernels", "--json", *(["--wide"] if gpus != FEW else [])],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environment, "TRITON_CACHE_DIR": str(pytestconfig.cache.mkdir("triton"))},
         cwd=root,
         capture_output=True,
         text=True,

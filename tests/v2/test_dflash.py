@@ -22,6 +22,7 @@ from vllm_specplug.core.growth import TORCH_STATIC
 from vllm_specplug.gpu.kernels import growth
 from vllm_specplug.proposers.dflash.drafting import WIDTH, grow_block
 
+PROVEN = True
 TREE = {"method": "dflash_tree", "num_speculative_tokens": 9, "budget": "fixed", "min_node_value": 0.0}
 
 

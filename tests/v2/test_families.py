@@ -24,6 +24,7 @@ from tests.v2.conftest import (
 from tests.v2.test_dflash import TREE as BLOCK_TREE
 from tests.v2.test_heads import TREE
 
+PROVEN = True
 pytestmark = pytest.mark.wide
 
 TREES = {"eagle2": TREE, "dflash_tree": BLOCK_TREE, "draft_tree": {**TREE, "method": "draft_tree"}}

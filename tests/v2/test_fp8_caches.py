@@ -24,6 +24,7 @@ from vllm_specplug.gpu import attention as paged
 from vllm_specplug.gpu.attention import TreeImpl
 from vllm_specplug.gpu.kernels.tiles import CacheScales
 
+PROVEN = True
 PLAINLY = GREEDY.clone()
 PLAINLY.extra_args = {"speculation": False}
 #: By KV head, as some checkpoints give them.

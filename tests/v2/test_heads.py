@@ -21,6 +21,7 @@ from vllm_specplug.proposers.training.features import load_features
 from vllm_specplug.proposers.training.trainer import RunSettings, train
 from vllm_specplug.utils.metrics import Counters
 
+PROVEN = True
 TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
 
 

@@ -23,6 +23,7 @@ from tests.v2.test_proof import kept_nothing, prove_again  # noqa: F401
 from vllm_specplug.core.proof import ProofFailed
 from vllm_specplug.gpu import state_layers, states
 
+PROVEN = True
 TREE = {**DYNAMIC, "num_speculative_tokens": 6, "draft_depth": 3, "draft_top_k": 2}
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 6, "budget": "fixed"}
 #: Prompts are read in chunks.

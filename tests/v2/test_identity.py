@@ -28,6 +28,7 @@ from vllm_specplug.gpu.drafters import eagle
 from vllm_specplug.gpu.runner import TreeRunner
 from vllm_specplug.gpu.trees import DeviceTrees
 
+PROVEN = True
 TREE = {"num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 CHAIN = {"num_speculative_tokens": 3, "draft_depth": 3, "draft_top_k": 1}
 

@@ -10,6 +10,7 @@ from tests.hosts.conftest import acceptance_length, runner_of
 from tests.v2.conftest import ENGINE, PLAIN, answers, check_control, same
 from vllm_specplug.gpu.trees import DeviceTrees
 
+PROVEN = True
 TREE = {**DYNAMIC, "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 
 

@@ -26,6 +26,8 @@ from vllm_specplug.cpu.kernels.tree_attention import LATENT_LAYOUT
 from vllm_specplug.gpu import mla, step
 from vllm_specplug.gpu.attention import tell_builders, use_tree_attention
 
+PROVEN = True
+
 
 def widen_bfloat16(monkeypatch):
     """The interpreter's dot product misreads bfloat16 as integers, also in vLLM's kernel."""

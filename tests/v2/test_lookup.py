@@ -35,6 +35,7 @@ from vllm_specplug.proposers.lookup.index import BREAK, TrafficIndex
 from vllm_specplug.proposers.lookup.matches import LONG_ANCHOR
 from vllm_specplug.proposers.lookup.options import LookupOptions
 
+PROVEN = True
 #: Of ended requests the tests below would find answers.
 SOURCE = {"method": "lookup", "num_speculative_tokens": 12, "draft_depth": 6, "traffic_tokens": 0}
 LOOKUP = {**SOURCE, "budget": "fixed"}

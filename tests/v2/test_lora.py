@@ -11,6 +11,7 @@ from tests.hosts.conftest import WHOLE, counters, token_ids
 from tests.v2.conftest import ENGINE, PLAIN
 from vllm_specplug.gpu.runner import TreeRunner
 
+PROVEN = True
 TREE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3, **WHOLE}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 #: One slot more than adapters, see ``tests/hosts/test_lora.py``.

@@ -19,6 +19,7 @@ from tests.v2.conftest import (
 from vllm_specplug.gpu.drafters.heads import HeadsSpeculator
 from vllm_specplug.gpu.trees import DeviceTrees
 
+PROVEN = True
 #: Siblings before the best path: accepted rows are no flat prefix.
 TREE = {"method": "medusa", "num_speculative_tokens": 8, "budget": "fixed"}
 TREE["tree"] = [[1], [0], [2], [1, 0], [0, 1], [0, 0], [0, 0, 1], [0, 0, 0]]

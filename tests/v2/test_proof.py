@@ -19,6 +19,7 @@ from vllm_specplug.utils import proof_files
 from vllm_specplug.vllm.proof.driver import DriverV2
 from vllm_specplug.vllm.proof.worker import prove
 
+PROVEN = True
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "traffic_tokens": 1024, "budget": "fixed"}
 #: Not autouse: an engine that a test of another file starts would leave its proof in the empty folder.
 pytestmark = pytest.mark.usefixtures("kept_nothing")

@@ -15,6 +15,7 @@ from vllm_specplug.gpu.drafters.heads import HeadsSpeculator
 from vllm_specplug.gpu.sampler import TreeRejectionSampler
 from vllm_specplug.proposers.union import device_proposer
 
+PROVEN = True
 EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "draft_top_k": 3}
 MEDUSA = {"method": "medusa", "tree": [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]}
 LOOKUP = {"method": "lookup", "num_speculative_tokens": 8, "draft_depth": 5, "traffic_tokens": 1024}
