@@ -48,4 +48,4 @@ def test_images(engine, pictures, prompts, monkeypatch):
     assert same(answers(llm, prompts), expected)
     assert acceptance_length(llm) > 1.2
     monkeypatch.setattr(DeviceTrees, "move_positions", lambda *_: None)
-    check_control(llm, prompts, expected)
+    check_control(llm, prompts[1:], tuple(part[1:] for part in expected))  # the first has no image
