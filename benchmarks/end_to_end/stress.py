@@ -365,16 +365,9 @@ def stress(
 
 @contextlib.contextmanager
 def pair_of_servers(
-    folder: Path,
-    speculative: dict[str, Any],
-    concurrency: int,
-    options: tuple[str, ...] = (),
-    plain_command: list[str] | None = None,
+    folder: Path, speculative: dict[str, Any], concurrency: int, options: tuple[str, ...] = ()
 ) -> Iterator[tuple[Server, Server]]:
-    """Start a server with trees and little KV space and a plain one with enough, of the tiny model in ``folder``.
-
-    ``plain_command`` are the words before the plain server's model; by default this environment's.
-    """
+    """Start a server with trees and little KV space and a plain one with enough, of the tiny model in ``folder``."""
     common = ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager", *options]
     small = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(num_kv_blocks(concurrency))]
     small += ["--max-num-seqs", "16", "--speculative-config", json.dumps(speculative)]
@@ -385,8 +378,7 @@ def pair_of_servers(
     os.environ.update(threads)
     try:
         servers.append(Server("trees", folder / "target", [*common, *small], folder / "trees.log", plugins=True))
-        log = folder / "plain.log"
-        servers.append(Server("plain", folder / "target", common, log, plugins=False, command=plain_command))
+        servers.append(Server("plain", folder / "target", common, folder / "plain.log", plugins=False))
         wait_until_ready(servers, 900)
         yield servers[0], servers[1]
     finally:

@@ -61,7 +61,7 @@ def _answer(settings: dict[str, str], program: Callable[..., Any], folder: Path,
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    system_utils._maybe_force_spawn = fork
+    system_utils._maybe_force_spawn = _fork
     WorkerProc.worker_main = _on_a_core(WorkerProc.worker_main)
     found = program(*args)
     (folder / "answer.json").write_text(json.dumps(found))
@@ -70,7 +70,7 @@ def _answer(settings: dict[str, str], program: Callable[..., Any], folder: Path,
         rank.kill()
 
 
-def fork() -> None:
+def _fork() -> None:
     """What vLLM asks for before it starts a process."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
