@@ -30,10 +30,10 @@ EAGLE = {"method": "eagle2", "num_speculative_tokens": 9, "draft_depth": 3, "dra
 REGEX = r"(ab|er|[a-e]{2,5}): (true|false|er){3,20}[0-9]{1,12}"
 STRUCTURED = StructuredOutputsParams(regex=REGEX)
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.9, seed=1, max_tokens=13, structured_outputs=STRUCTURED, logprobs=1),
-    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args={"speculation": False}),
-    SamplingParams(temperature=0, max_tokens=13, structured_outputs=STRUCTURED, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=17, structured_outputs=STRUCTURED, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args={"speculation": False}),
+    SamplingParams(temperature=0, max_tokens=17, structured_outputs=STRUCTURED, repetition_penalty=1.3),
 ]
 FREE, SEEDED, OFF, PENALISED = range(4)
 
