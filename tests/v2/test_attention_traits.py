@@ -82,6 +82,7 @@ def test_same_tokens(request, prompts, plain, name):
     assert acceptance_length(llm) > 1.1  # else trees would not have been exercised
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("name, changes", [
     ("windowed", {"window": 17}), ("windowed", {"window": 19}), ("windowed", {"soft_cap": 0.0}),
     ("with_sinks", {"sinks": None}), ("with_sinks", {"alibi_slopes": None}),
