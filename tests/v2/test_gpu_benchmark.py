@@ -43,6 +43,7 @@ def test_parts_without_vllm(tmp_path, capsys):
 
 
 @without_gpu
+@pytest.mark.wide
 def test_no_part_of_these_needs_vllm(tmp_path):
     names = ", ".join(module.__name__ for module in (attention, dense_step, drafting))
     script = f"import sys; sys.modules['vllm'] = None; from benchmarks.gpu import gpu_worker; import {names}"

@@ -23,7 +23,8 @@ PARAMS = [
 TREE = {"num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
 EAGLE = {"method": "eagle2", **TREE, "budget": "fixed"}
 
-pytestmark = [needs_two_cores, pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton")]
+#: In ``make test``, two tensor-parallel ranks run on V1, and two data-parallel ones here.
+pytestmark = [pytest.mark.wide, needs_two_cores, pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton")]
 
 
 def kept(worker: Any) -> dict[str, Any]:
@@ -117,7 +118,6 @@ def test_union_that_learns(checkpoints, plain, tmp_path):
     assert found["tau"] > 1.1
 
 
-@pytest.mark.wide
 def test_measured_budget_and_a_reduced_vocabulary(checkpoints, plain, tmp_path):
     """The first rank's clock decides which steps are timed at start; the scheduler decides what is drafted.  Here it
     takes turns: in the interpreter drafts cost more than they save, so that it might draft nothing.  The rows of the
