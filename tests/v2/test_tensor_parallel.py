@@ -24,7 +24,11 @@ TREE = {"num_speculative_tokens": 7, "draft_depth": 3, "draft_top_k": 3}
 EAGLE = {"method": "eagle2", **TREE, "budget": "fixed"}
 
 #: In ``make test``, two tensor-parallel ranks run on V1, and two data-parallel ones here.
-pytestmark = [pytest.mark.wide, needs_two_cores, pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton")]
+pytestmark = [
+    pytest.mark.wide,
+    needs_two_cores,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the program interprets Triton"),
+]
 
 
 def kept(worker: Any) -> dict[str, Any]:
