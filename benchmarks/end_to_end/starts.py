@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--later", type=int, default=2, help="starts with filled caches")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the results")
     args = parser.parse_args()
+    if args.later < 1:
+        parser.error(f"--later must be at least 1, not {args.later}")
     target, methods = Path(prepare()), parse_methods(f"{BASELINE},{args.methods}")
     origin = provenance(baseline="plain vLLM's server, started in turns")
     found: dict[str, list[float]] = {method.label: [] for method in methods}

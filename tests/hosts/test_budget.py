@@ -278,3 +278,15 @@ def test_rows_that_do_not_fit():
     assert missed.unread == {"a", "b", "c"} and missed.num_rows == 0
     missed.finish(["b"])
     assert missed.unread == {"a", "c"} and missed.admit(["b"], np.array([3])).all()
+
+
+def test_the_warm_up_ends_in_time(start, checkpoints, monkeypatch):
+    runner, rows = runner_of(start(eagle(checkpoints))), []
+    monkeypatch.setattr(runner.serving_budget, "_run_target", rows.append)
+    monkeypatch.setattr(runner.drafter, "run_forward", lambda *args, **kwargs: None)
+    runner.serving_budget._warm_up()
+    assert rows == [*range(1, len(rows) + 1)] and len(rows) > 8
+    rows.clear()
+    monkeypatch.setattr(cpu_budget, "WARM_SECONDS", -1.0)
+    runner.serving_budget._warm_up()
+    assert not rows

@@ -175,7 +175,7 @@ class ServingBudget:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Run each forward once for every small number of rows."""
+        """Run each forward once for every small number of rows, for ``WARM_SECONDS`` at most."""
         end = time.perf_counter() + WARM_SECONDS
         with self._adapter():
             for rows in range(1, min(self._most_rows, WARM_ROWS) + 1):
