@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast types test-faults bench install clean
+.PHONY: demo test test-fast test-quick types test-faults bench install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -61,8 +61,11 @@ $(ON)/.ready: $(VENV)/.plugin
 	$(ON)/bin/python -m tests.vllm_on_cpu $(ON)/wheel/vllm-*.whl
 	@touch $@
 
-# The quick ones of `test-unit`, in two processes.
-test-fast: types
+# The types, beside the quick ones of `test-unit` in two processes.
+test-fast: install
+	@$(MAKE) --no-print-directory --jobs 2 types test-quick
+
+test-quick: install
 	$(PYTEST) --numprocesses 2 -m "not slow" tests/unit
 
 # The types of the contract of a method and of the code without vLLM; pyproject.toml lists the files.

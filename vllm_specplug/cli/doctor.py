@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.utils.environment import find_libiomp5, lacks_avx512, version_of
+from vllm_specplug.utils.environment import find_libiomp5, lacks_avx512, num_cores, version_of
 from vllm_specplug.utils.lazy import load
 from vllm_specplug.utils.smollm2 import default_dir as smollm2_dir
 
@@ -158,6 +158,8 @@ def recommend() -> str:
             environment.append(f"LD_PRELOAD={shlex.quote(str(find_libiomp5()))}")
         # Without a size for the KV cache, vLLM asks for 92% of the memory, and does not start where less is free.
         environment += ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_USE_AOT_COMPILE=0"]
+        if num_cores() == 2:  # vLLM would compute on one of them
+            environment.append("VLLM_CPU_NUM_OF_RESERVED_CPU=0")
     options += ["--speculative-config", shlex.quote(json.dumps(config))]
     return " ".join([*environment, shlex.join(command), model, *options])
 

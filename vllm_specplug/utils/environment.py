@@ -128,6 +128,18 @@ def lacks_avx512() -> bool:
     return "avx2" in flags and not flags & {"avx512f", "avx_ne_convert"}
 
 
+def num_cores() -> int:
+    """Return the number of physical cores that this process may use."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
+        except OSError:
+            cores.add((cpu,))
+    return len(cores)
+
+
 def _memory_gib() -> float | None:
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)

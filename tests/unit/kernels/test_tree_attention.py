@@ -518,7 +518,8 @@ def test_prompts(kv_layout, dtype, block_size):
 @pytest.mark.parametrize("name", TRAITS)
 @pytest.mark.parametrize("kv_layout, dtype", LAYOUTS)
 def test_traits_in_prompts(kv_layout, dtype, name):
-    assert_prompts_match(TRAITS[name], kv_layout=kv_layout, dtype=dtype)
+    lens = {"seq_lens": (5, 300, 129), "query_lens": (5, 70, 1)}
+    assert_prompts_match(TRAITS[name], kv_layout=kv_layout, dtype=dtype, **lens)
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_size", [(4, 4, 80), (9, 1, 16), (7, 7, 128)])

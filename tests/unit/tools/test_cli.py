@@ -116,20 +116,23 @@ def test_the_demo_takes_float32_where_a_cpu_lacks_avx512(slow, vllm_cpu, dtype, 
 
 
 @pytest.mark.parametrize(
-    ("command", "kind", "budget"),
+    ("command", "kind", "budget", "cores"),
     [
-        (["/bin/vllm", "serve"], "cuda", "fixed"),
-        (["/bin/vllm", "serve"], "cpu", "measured"),
-        (["/bin/python", "-m", "a.server", "--model"], "cpu", "measured"),
+        (["/bin/vllm", "serve"], "cuda", "fixed", 2),
+        (["/bin/vllm", "serve"], "cpu", "measured", 2),
+        (["/bin/python", "-m", "a.server", "--model"], "cpu", "measured", 1),
+        (["/bin/python", "-m", "a.server", "--model"], "cpu", "measured", 2),
+        (["/bin/python", "-m", "a.server", "--model"], "cpu", "measured", 3),
     ],
 )
-def test_doctor_recommends_a_command_that_this_vllm_has(command, kind, budget, monkeypatch, tmp_path):
+def test_doctor_recommends_a_command_that_this_vllm_has(command, kind, budget, cores, monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_installation", lambda: Namespace(kind=kind))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(doctor, "find_libiomp5", lambda: Path("/lib/libiomp5.so"))
     monkeypatch.setattr(doctor, "version_of", lambda name: None)
     monkeypatch.setattr(doctor, "lacks_avx512", lambda: False)
+    monkeypatch.setattr(doctor, "num_cores", lambda: cores)
     monkeypatch.setattr(server_process, "serve_command", lambda: command)
     report = doctor.render([doctor.Finding("vLLM", "vllm-cpu")])
     assert "is active" in report
@@ -141,6 +144,7 @@ def test_doctor_recommends_a_command_that_this_vllm_has(command, kind, budget, m
             "LD_PRELOAD=/lib/libiomp5.so",
             "VLLM_CPU_KVCACHE_SPACE=1",
             "VLLM_USE_AOT_COMPILE=0",
+            *(["VLLM_CPU_NUM_OF_RESERVED_CPU=0"] if cores == 2 else []),
         ]
     )
     model = "HuggingFaceTB/SmolLM2-135M-Instruct"
