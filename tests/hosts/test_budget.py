@@ -229,8 +229,9 @@ def test_drafts_are_pruned_by_the_operator():
 # ---- measuring
 
 
-def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts):
+def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts, monkeypatch):
     """With the corrections that were learned while serving."""
+    monkeypatch.setattr(cpu_budget, "TOO_SLOW", float("inf"))  # other tests may run beside this one
     llm = start(eagle(checkpoints))
     serving = runner_of(llm).serving_budget
     measured = serving.budget.cost.measured
@@ -242,6 +243,17 @@ def test_costs_are_measured_saved_and_taken_up_again(start, checkpoints, prompts
     serving.prepare()
     assert serving.budget.cost.plain(1) == pytest.approx(budget.cost.plain(1)) != before
     serving.budget = budget
+
+
+def test_costs_of_a_busy_machine_are_measured_again(start, checkpoints):
+    serving = runner_of(start(eagle(checkpoints))).serving_budget
+    budget = serving.budget
+    measured = budget.cost.measured.items()
+    slow = {part: {rows: 100 * seconds for rows, seconds in points.items()} for part, points in measured}
+    saved.save(serving.facts, StepCost(slow, serving._most_rows))
+    serving.prepare()
+    found, serving.budget = serving.budget.cost.measured["verify"][1], budget
+    assert found < slow["verify"][1] / 10 and saved.load(StepCost, serving.facts, 64).measured["verify"][1] == found
 
 
 def test_requests_without_drafts_are_counted(start, checkpoints, prompts, monkeypatch):

@@ -34,6 +34,9 @@ WARM_ROWS, WARM_SECONDS = 64, 3.0
 MOST_ROWS = 256
 #: Passes over the numbers of rows, of which the fastest counts, and seconds after which no further forward is timed.
 SWEEPS, MOST_SECONDS = 3, 3.0
+#: Saved seconds of a forward over one row that are more than so many times the present ones come from a busy machine, and
+#: are measured again.  A start beside three others saved 2.8 times as much for one row, 12 times for eight (1e961a1).
+TOO_SLOW = 1.5
 #: Steps after which costs are saved again.
 SAVE_EVERY = 2000
 
@@ -68,7 +71,8 @@ class ServingBudget:
     def prepare(self) -> None:
         """Load the saved costs, or measure and save them; called at the end of the start, by all ranks."""
         cost = saved.load(StepCost, self.facts, self._most_rows) if leads() else None
-        if is_new := agreed(cost is None):
+        now = self._time_one_row()
+        if is_new := agreed(cost is None or cost.measured["verify"][1] > TOO_SLOW * now):
             cost = StepCost(self._measure(), self._most_rows)
         if leads():
             by_level = self._runner.drafter.grows_by_level
@@ -93,6 +97,10 @@ class ServingBudget:
                 measured["read"] = self._time_rows(lambda rows: drafter.run_forward(rows, is_first=True))
                 measured["level"] = self._time_rows(lambda rows: drafter.run_forward(rows, is_first=False))
         return measured
+
+    def _time_one_row(self) -> float:
+        with self._adapter():
+            return self._time_rows(self._run_target, [1])[1]
 
     def _arms(self) -> list[Arm]:
         options, has_drafter = self._options, self._drafter_options is not None
@@ -186,12 +194,12 @@ class ServingBudget:
                     self._runner.drafter.run_forward(rows, is_first=False)
 
     @torch.inference_mode()
-    def _time_rows(self, run: Callable[[int], None]) -> dict[int, float]:
-        """Return the seconds of the fastest run by rows: disturbances only add time."""
+    def _time_rows(self, run: Callable[[int], None], counts: list[int] | None = None) -> dict[int, float]:
+        """Return the seconds of the fastest run by rows (``counts``): disturbances only add time."""
         run(1)
         best: dict[int, float] = {}
         began = time.perf_counter()
-        for rows in counts_up_to(min(self._most_rows, MOST_ROWS)) * SWEEPS:
+        for rows in (counts or counts_up_to(min(self._most_rows, MOST_ROWS))) * SWEEPS:
             start = time.perf_counter()
             if agreed(bool(best) and start - began > MOST_SECONDS):
                 break
