@@ -34,8 +34,8 @@ WARM_ROWS, WARM_SECONDS = 64, 3.0
 MOST_ROWS = 256
 #: Passes over the numbers of rows, of which the fastest counts, and seconds after which no further forward is timed.
 SWEEPS, MOST_SECONDS = 3, 3.0
-#: Saved seconds of a forward over one row that are more than so many times the present ones come from a busy machine, and
-#: are measured again.  A start beside three others saved 2.8 times as much for one row, 12 times for eight (1e961a1).
+#: Saved seconds of a forward over one row that are more than so many times the present ones come from a busy machine,
+#: and are measured again.  A start beside three others saved 2.8 times as much for one row, 12 times for eight.
 TOO_SLOW = 1.5
 #: Steps after which costs are saved again.
 SAVE_EVERY = 2000
