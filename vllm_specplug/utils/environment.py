@@ -136,7 +136,7 @@ def num_cores() -> int:
         try:
             cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
         except OSError:
-            cores.add((cpu,))
+            cores.add((str(cpu),))
     return len(cores)
 
 
