@@ -105,6 +105,11 @@ class StepCost:
         }
         self._known: dict[int, np.ndarray] = {}
 
+    @property
+    def one_row(self) -> float:
+        """Seconds of the target's forward over one row, as measured."""
+        return float(self._forwards[0])
+
     def verification(self, num_reqs: int) -> np.ndarray:
         """Return the seconds of a step, float64 ``[n]``, by the number of nodes of all requests; 0 nodes: plain."""
         if num_reqs not in self._known:

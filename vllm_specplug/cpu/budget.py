@@ -34,8 +34,8 @@ WARM_ROWS, WARM_SECONDS = 64, 3.0
 MOST_ROWS = 256
 #: Passes over the numbers of rows, of which the fastest counts, and seconds after which no further forward is timed.
 SWEEPS, MOST_SECONDS = 3, 3.0
-#: Saved seconds of a forward over one row that are more than so many times the present ones come from a busy machine,
-#: and are measured again.  A start beside three others saved 2.8 times as much for one row, 12 times for eight.
+#: Costs are measured again if their forward over one row took more than so many times the present seconds: the machine
+#: was busy.  Beside three other starts one row took 2.4 times as long, eight rows 13 times (avx2_qwen_both_cores.json).
 TOO_SLOW = 1.5
 #: Steps after which costs are saved again.
 SAVE_EVERY = 2000
@@ -71,8 +71,7 @@ class ServingBudget:
     def prepare(self) -> None:
         """Load the saved costs, or measure and save them; called at the end of the start, by all ranks."""
         cost = saved.load(StepCost, self.facts, self._most_rows) if leads() else None
-        now = self._time_one_row()
-        if is_new := agreed(cost is None or cost.measured["verify"][1] > TOO_SLOW * now):
+        if is_new := agreed(cost is None) or self._was_busy(cost):
             cost = StepCost(self._measure(), self._most_rows)
         if leads():
             by_level = self._runner.drafter.grows_by_level
@@ -98,9 +97,11 @@ class ServingBudget:
                 measured["level"] = self._time_rows(lambda rows: drafter.run_forward(rows, is_first=False))
         return measured
 
-    def _time_one_row(self) -> float:
+    def _was_busy(self, cost: StepCost | None) -> bool:
+        """Decide whether saved costs were measured on a busy machine; only the first rank has them."""
         with self._adapter():
-            return self._time_rows(self._run_target, [1])[1]
+            now = self._time_rows(self._run_target, [1])[1]
+        return agreed(cost is not None and cost.one_row > TOO_SLOW * now)
 
     def _arms(self) -> list[Arm]:
         options, has_drafter = self._options, self._drafter_options is not None
@@ -195,7 +196,7 @@ class ServingBudget:
 
     @torch.inference_mode()
     def _time_rows(self, run: Callable[[int], None], counts: list[int] | None = None) -> dict[int, float]:
-        """Return the seconds of the fastest run by rows (``counts``): disturbances only add time."""
+        """Return the seconds of the fastest run by rows: disturbances only add time.  ``counts``: the rows."""
         run(1)
         best: dict[int, float] = {}
         began = time.perf_counter()

@@ -128,11 +128,14 @@ def lacks_avx512() -> bool:
     return "avx2" in flags and not flags & {"avx512f", "avx_ne_convert"}
 
 
+_CPUS = Path("/sys/devices/system/cpu")
+
+
 def num_cores() -> int:
     """Return the number of physical cores that this process may use."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        topology = _CPUS / f"cpu{cpu}" / "topology"
         try:
             cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
         except OSError:

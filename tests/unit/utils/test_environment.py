@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -56,3 +58,21 @@ def test_memory_of_a_process_group():
         child.kill()
         child.wait()
     assert environment.process_group_gib(child.pid) is None
+
+
+@pytest.mark.skipif(shutil.which("lscpu") is None, reason="lscpu is missing")
+def test_cores_are_those_of_lscpu():
+    listed = subprocess.run(["lscpu", "--parse=CPU,CORE"], capture_output=True, text=True, check=True).stdout
+    cores = dict(line.split(",") for line in listed.splitlines() if not line.startswith("#"))
+    assert environment.num_cores() == len({cores[str(cpu)] for cpu in os.sched_getaffinity(0)})
+
+
+def test_threads_of_a_core_are_one_core(monkeypatch, tmp_path):
+    for cpu in range(4):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text("0\n")
+        (folder / "core_id").write_text(f"{cpu % 2}\n")
+    monkeypatch.setattr(environment, "_CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 9})  # nothing is known of the last one
+    assert environment.num_cores() == 3
